@@ -14,8 +14,8 @@ import sys
 
 import typer
 
-from rope_patch.cli.app import guarded
 from rope_patch.cli.finetune import finetune
+from rope_patch.runtime.command import guarded
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")

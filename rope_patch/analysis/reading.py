@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -11,6 +11,8 @@ from torch import nn
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.p_sweep import BEYOND, CHUNK, CONTEXT, sweep_shape
 from rope_patch.evaluation.budget import tokens_within
+from rope_patch.evaluation.domains import TextRows
+from rope_patch.options.analyze import AnalyzeOptions
 
 TOKENS = 16384
 """Tokens that the statistics read at most where no number is given."""
@@ -81,3 +83,36 @@ class AnalysisReading:
         """
         edges, windows = sweep_shape(self.context, sweep_tokens, self.available)
         return PASSES * rows + self.tables * windows * edges[-1]
+
+    def rows_within(
+        self, read: Callable[..., TextRows], total: int, options: AnalyzeOptions
+    ) -> tuple[TextRows, int, int]:
+        """Return the rows of the statistics, the tokens that each p may read, and the tokens of all passes.
+
+        Where a time is given and one row of each text takes too long, rows are shorter, unless the user chose their
+        length.
+
+        Args:
+            read: returns rows of as many tokens as it is given, at least one of each text.
+            total: tokens of all passes that suit the size of the model, or that a time has room for.
+            options: what the user chose of the tokens, the length of the rows and the time.
+
+        Raises:
+            ValueError: the least that can be read takes longer than the time.
+        """
+        within, reading = options.budget is not None, self
+        share, _ = split_tokens(total, self.p_values)
+        if within and not self.p_values:
+            share = min(TOKENS, total // PASSES)
+        rows = read(tokens=options.tokens_read or max(2, share))
+        if within and options.tokens_read is None and options.window is None and rows.ids.numel() > share:
+            window = min(self.window, max(SHORTEST_ROW, share // len(set(rows.groups))))
+            rows, reading = read(tokens=max(2, share), window=window), replace(self, window=window)
+        _, sweep = split_tokens(total, self.p_values, rows.ids.numel())
+        planned = reading.tokens(rows.ids.numel(), sweep)
+        if within and planned > total:
+            raise ValueError(
+                f"at least {planned} tokens would be read, and the time has room for {total}: give more time, fewer "
+                "--p, or less --tokens in shorter rows (--window)"
+            )
+        return rows, sweep, planned

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import shutil
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 from rope_patch.cli import legacy
 from rope_patch.cli.parsing import UsageError
 from rope_patch.options import COMMANDS
+from rope_patch.runtime.command import guarded
 from rope_patch.runtime.text import did_you_mean
 
 ABOUT = (
@@ -25,6 +25,7 @@ ABOUT = (
 
 def main() -> None:
     """Run the ``rope-patch`` command."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports missing kernels that no command uses
     sys.exit(guarded(lambda: dispatch(sys.argv[1:])))
 
 
@@ -44,7 +45,7 @@ def dispatch(words: Sequence[str]) -> int:
         print(help_text())
         return 0 if name else 2
     if name in legacy.names():
-        legacy.app([*words], prog_name="rope-patch")
+        return legacy.run([*words])
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} rope-patch --help lists all of them")
     module = name.replace("-", "_")
@@ -65,44 +66,6 @@ def help_text() -> str:
         indent = " " * (longest + 4)
         lines.append(textwrap.fill(sentence, width, initial_indent=f"  {name:{longest}}  ", subsequent_indent=indent))
     return "\n".join(lines)
-
-
-def guarded(run: Callable[[], int]) -> int:
-    """Run a command, and return its exit status; errors of the user's making are one line on stderr.
-
-    Returns:
-        The status of the command; 2 where the user's words or files are wrong, 1 where a library fails, and 130 after
-        Ctrl-C.
-    """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports missing kernels that no command uses
-    debug = bool(os.environ.get("ROPE_PATCH_DEBUG"))
-    try:
-        return run()
-    except KeyboardInterrupt:
-        print("interrupted: no file was left half written", file=sys.stderr)
-        return 130
-    except SystemExit as stop:  # typer turns Ctrl-C into a silent exit
-        if stop.code != 130:
-            raise
-        print("interrupted: no file was left half written", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        return 1
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        if debug:
-            raise
-        plots = "No module named 'matplotlib" in str(error)
-        hint = ': pip install "rope_patch[plots]", or give --no-report' if plots else ""
-        system = isinstance(error, OSError) and error.filename is not None and error.strerror is not None
-        message = f"{str(error.filename)!r}: {error.strerror.lower()}" if system else str(error)  # type: ignore[union-attr]
-        print(f"error: {message}{hint}", file=sys.stderr)
-        return 2
-    except Exception as error:  # of a library: its name helps
-        if debug:
-            raise
-        message = " ".join(str(error).split())[:500]
-        print(f"error: {type(error).__name__}: {message} (ROPE_PATCH_DEBUG=1 shows where)", file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":

@@ -27,7 +27,12 @@ def names() -> dict[str, str]:
 
 def run(words: list[str]) -> int:
     """Run a command, and return its exit status."""
-    status = int(app(words, prog_name="rope-patch", standalone_mode=False) or 0)
+    try:
+        status = int(app(words, prog_name="rope-patch", standalone_mode=False) or 0)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # of typer: wrong words
+            raise ValueError(error.format_message()) from None
+        raise
     if status == 130:  # typer turns Ctrl-C into a status
         raise KeyboardInterrupt
     return status

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.batches import ways
+from rope_patch.evaluation.key_tokens import tokens_of_spec
+from rope_patch.evaluation.spec import SCALABLE, cost_of, smallest, tokens_computed, tokens_to_read, within
+from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader, fingerprint, losses
+from rope_patch.options.evaluation import EvalSpec
+from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.finished import ResultCache, key
 from rope_patch.runtime.parallel import from_first
 
@@ -32,6 +38,56 @@ def default_tokens(model: nn.Module) -> int:
     """Return how many tokens a long command reads with a model where no time is given: fewer the larger it is."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return int(WORK["cuda" if next(model.parameters()).is_cuda else "cpu"] / max(parameters, 1))
+
+
+def suite_within(
+    suite: EvalSuite,
+    most: float,
+    scalable: Collection[str] = SCALABLE,
+    cost: Callable[[EvalSpec], float] = tokens_to_read,
+) -> tuple[EvalSuite, str]:
+    """Return a suite that costs no more than is allowed, and what is lost with it, as a sentence; "" where nothing is.
+
+    Args:
+        suite: what is measured with time enough.
+        most: at most, in the unit of the cost; tokens by default.
+        scalable: fields of the spec that may be lowered.
+        cost: of a spec with as many windows as the text has room for.
+
+    Raises:
+        ValueError: even the smallest spec costs more.
+    """
+    whole = replace(suite.spec, windows=len(suite.windows))
+    smaller = within(whole, most, scalable, cost)
+    return (suite, "") if smaller == whole else (EvalSuite(smaller, suite.tokenizer), cost_of(whole, smaller))
+
+
+def comparison_within(
+    suite: EvalSuite,
+    model: nn.Module,
+    methods: int,
+    seconds: float | None,
+    finished: Path,
+    chosen: Collection[str] = (),
+) -> tuple[EvalSuite, str]:
+    """Return a suite with which a comparison fits into a time or suits the size of the model, and what is lost.
+
+    Args:
+        suite: what is measured with time enough.
+        model: the model that reads.
+        methods: number of methods that are compared.
+        seconds: the time [s]; None for what suits the size of the model.
+        finished: file in which the measured speed is kept.
+        chosen: fields of the spec that stay as they are where no time is given.
+    """
+    spec = replace(suite.spec, windows=len(suite.windows))
+    if seconds is None:
+        scalable = [name for name in SCALABLE if name not in chosen]
+        least = tokens_to_read(smallest(spec, scalable))
+        return suite_within(suite, max(default_tokens(model) / methods, least), scalable)
+    rows, context = min(spec.rows, max(1, len(suite.windows))), trained_length(model)
+    most = tokens_within(model, seconds, spec.longest, finished, rows=rows, chunk=spec.chunk)
+    return suite_within(suite, most, cost=lambda one: tokens_of_spec(one, context) + methods * tokens_computed(one))
 
 
 def tokens_within(model: nn.Module, seconds: float, length: int, finished: Path, **options: Any) -> int:

@@ -12,28 +12,15 @@ import os
 import sys
 from typing import Any
 
-from tqdm import tqdm
-
 from rope_patch.packaged import data_path
+from rope_patch.runtime.command import guarded
 
 
 def main() -> None:
     """Run lm-eval's command line; errors of the user's making are one line on stderr."""
-    try:
-        _run()
-    except KeyboardInterrupt:
-        print("interrupted: a run with --use_cache FILE goes on where it was, others begin again", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(1)
-    except Exception as error:
-        if os.environ.get("ROPE_PATCH_DEBUG"):
-            raise
-        users = isinstance(error, ValueError | TypeError | OSError | ImportError)
-        message = str(error) if users else " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        hint = "" if users else " (ROPE_PATCH_DEBUG=1 shows where)"
-        tqdm.write(f"error: {message}{hint}", file=sys.stderr)  # on a line of its own, below a bar that was running
-        sys.exit(2 if users else 1)
+    status = guarded(_run, "a run with --use_cache FILE goes on where it was, others begin again")
+    if status:
+        sys.exit(status)
 
 
 def _run() -> None:

@@ -6,9 +6,13 @@ Specs have a number of windows here, that of the suite.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rope_patch.evaluation.spec import EvalSpec, tokens_to_read
+from torch import nn
+
+from rope_patch.evaluation.budget import default_tokens, suite_within
+from rope_patch.evaluation.spec import SCALABLE, EvalSpec, smallest, tokens_to_read
+from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.measuring import readings
 from rope_patch.kv_evaluation.noise import PASSES
@@ -62,3 +66,21 @@ class CheckReading:
         windows = min(attributed, spec.windows or 0)
         quantizing = sum(scheme != Scheme() for scheme in self.schemes.values())
         return self.methods * quantizing * readings(self.layers) * windows * spec.longest
+
+    def suite_for(self, model: nn.Module, suite: EvalSuite, chosen: Collection[str] = ()) -> tuple[EvalSuite, int, str]:
+        """Return a suite that suits the size of a model, how many windows costs are attributed on, and what is lost.
+
+        Args:
+            model: the model that reads.
+            suite: what is measured with time enough.
+            chosen: fields of the spec that stay as they are.
+        """
+        whole, most = replace(suite.spec, windows=len(suite.windows)), default_tokens(model)
+        attributed = COMPARED if self.attribution(whole, COMPARED) <= most else 1
+        scalable = [name for name in SCALABLE if name not in chosen]
+        each = max(most / self.methods / len(self.schemes), tokens_to_read(smallest(whole, scalable)))
+        smaller, lost = suite_within(suite, each, scalable)
+        if attributed < min(COMPARED, len(smaller.windows)):
+            once = "what each layer of an unsafe scheme costs alone is measured on 1 window"
+            lost = f"{lost}; {once}" if lost else once
+        return smaller, attributed, lost

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import rope_patch
 from rope_patch.cli import app as cli
 from rope_patch.methods.base import METHODS
+from rope_patch.runtime.command import guarded
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_truncated_weights(checkpoint, tmp_path):
 
 
 def test_what_a_library_raises_is_one_line_too(capsys):
-    assert cli.guarded(lambda: {}["unheard_of"]) == 1
+    assert guarded(lambda: {}["unheard_of"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error == "error: KeyError: 'unheard_of' (ROPE_PATCH_DEBUG=1 shows where)"
 
@@ -152,7 +153,7 @@ def test_interrupted(capsys):
     def interrupt():
         raise KeyboardInterrupt
 
-    assert cli.guarded(interrupt) == 130
+    assert guarded(interrupt) == 130
     assert capsys.readouterr().err.strip() == "interrupted: no file was left half written"
 
 

@@ -1,0 +1,48 @@
+"""The exit status of a command: errors of the user's making are one line on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+
+def guarded(run: Callable[[], int | None], interrupted: str = "no file was left half written") -> int:
+    """Run a command, and return its exit status.
+
+    Args:
+        run: the command; it returns its status, or None for success.
+        interrupted: what is said after Ctrl-C.
+
+    Returns:
+        The status of the command; 2 where the user's words or files are wrong, 1 where a library fails, and 130 after
+        Ctrl-C. With ``ROPE_PATCH_DEBUG`` set, errors are raised.
+    """
+    try:
+        return run() or 0
+    except KeyboardInterrupt:
+        print(f"interrupted: {interrupted}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        if os.environ.get("ROPE_PATCH_DEBUG"):
+            raise
+        print(f"error: {_message(error)}", file=sys.stderr)
+        return 2 if _is_users(error) else 1
+
+
+def _is_users(error: Exception) -> bool:
+    return isinstance(error, ValueError | TypeError | OSError | ImportError)
+
+
+def _message(error: Exception) -> str:
+    """Return one line that says what is wrong, and where a library fails how to see more."""
+    if not _is_users(error):
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        return f"{message} (ROPE_PATCH_DEBUG=1 shows where)"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{str(error.filename)!r}: {error.strerror.lower()}"
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("matplotlib"):
+        return f'{error}: pip install "rope_patch[plots]", or give --no-report'
+    return str(error)
