@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rope_patch.cli.options import print_json
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import print_json
 from rope_patch.options.checkpoints import AuditOptions
 
 DISAGREE = 3

@@ -8,6 +8,8 @@ import math
 import sys
 from typing import Any
 
+from rope_patch.cli.printing import new_table, show
+
 HEAD_DIM = 128
 """Features of a head that presets are listed for."""
 
@@ -112,24 +114,21 @@ def _head(metric: Any, span: Any) -> str:
 
 def print_presets() -> None:
     """Print the presets: text, effective bits, source."""
-    from rich import box
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Column, Table
 
     from rope_patch.kv_cache.schemes import FORMATS, PRESETS, Scheme, effective_bits
 
-    table = Table(
-        *("preset", Column("text", no_wrap=True), f"bits at head_dim {HEAD_DIM}: keys", "values", "source"),
-        box=box.SIMPLE_HEAD,
+    table = new_table(
+        *("preset", "text", f"bits at head_dim {HEAD_DIM}: keys", "values", "source"),
         caption="Parts may be added to a preset: kivi-2;sinks=4. A text is "
         "k=SIDE;v=SIDE;residual=N;flush=N;sinks=N;skip=0+27, "
         f"a side FORMAT.AXIS.SWITCH…: formats {', '.join(FORMATS)}; axes token, tokenN, channelN, tensor (fp8 alone); "
         "switches sym, pre, centre, centreall, hadamard, keep8. Bits without sinks and residual window.",
         caption_justify="left",
     )
+    table.columns[1].no_wrap = True
     for name, preset in PRESETS.items():
         scheme = Scheme.parse(name)
         bits = [f"{effective_bits(side, head_dim=HEAD_DIM):.2f}" for side in (scheme.key, scheme.value)]
         table.add_row(name, escape(preset.text), *bits, escape(preset.source))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    show(table, 160)

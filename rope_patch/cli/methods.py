@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_patch.cli.options import print_json
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import new_table, print_json, show
 from rope_patch.options.listing import MethodsOptions
 
 
@@ -13,10 +13,6 @@ def methods(words: Sequence[str]) -> None:
     """Run ``rope-patch methods`` with the words behind it."""
     options = parse(MethodsOptions, words)
     from dataclasses import fields
-
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
 
     from rope_patch.methods import METHODS, field_help
 
@@ -27,14 +23,13 @@ def methods(words: Sequence[str]) -> None:
     if options.as_json:
         print_json([{"method": name, "defaults": METHODS[name]().to_dict(), "what": what} for name, _, what in rows])
         return
-    table = Table(
+    table = new_table(
         "method",
         "parameters",
         "what it does",
-        box=box.SIMPLE_HEAD,
         caption="Write NAME:key=value; join methods with +. METHOD@LENGTH is for longer texts, others keep theirs; "
         "METHOD@LENGTH@SHORT gives them one of their own.",
     )
     for name, parameters, what in rows:
         table.add_row(name, "\n".join(parameters), what.replace("``", ""))
-    Console().print(table)
+    show(table)

@@ -6,8 +6,6 @@ Options that count tokens take 8192 or 8k. Importing this module imports neither
 from __future__ import annotations
 
 import contextlib
-import json
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli.printing import command_line as command_line
+from rope_patch.cli.printing import print_json as print_json
 from rope_patch.runtime.text import parse_duration, parse_length
 
 RESULT_CACHE = "finished.jsonl"
@@ -313,16 +313,6 @@ def chosen(command: typer.Context) -> set[str]:
     """Return the parameters of a running command that were given on the command line."""
     sources = {name: command.get_parameter_source(name) for name in command.params}
     return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
-
-
-def command_line() -> str:
-    """The command as it was typed."""
-    return shlex.join(["rope-patch", *sys.argv[1:]])
-
-
-def print_json(data: Any) -> None:
-    """Print for machines."""
-    print(json.dumps(data, indent=2, allow_nan=False))
 
 
 @contextlib.contextmanager

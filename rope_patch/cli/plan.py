@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import new_table, show
 from rope_patch.options.plan import PlanOptions
 
 
@@ -26,15 +26,9 @@ def plan(words: Sequence[str]) -> None:
 
 def _print_plan(planned: Any, gpu_memory: float) -> None:
     """Print a plan for people: the parts, whether they fit, and what to turn on."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     o, gib = planned.options, 2.0**30
     title = f"{planned.shape.name}, {o.batch} x {o.length} tokens, {o.gpus} GPU{'s' * (o.gpus > 1)}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for head, side in (("part", "left"), ("GiB per GPU", "right"), ("what", "left")):
-        table.add_column(head, justify=side)  # type: ignore[arg-type]
+    table = new_table("part", "GiB per GPU", "what", title=title, right=["GiB per GPU"])
     largest = max(part.bytes for part in planned.parts if part.turns)
     for part in planned.parts:
         idle = part.turns and part.bytes < largest
@@ -43,7 +37,7 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
             table.add_row(part.name, f"{part.bytes / gib:.2f}", what, style="dim" if idle else None)
     table.add_section()
     table.add_row("peak", f"{planned.total / gib:.2f}", f"of {gpu_memory:g}", style="bold")
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    show(table)
     steps = planned.advice(gpu_memory)
     print("fits" if planned.fits(gpu_memory) else "does not fit" + (". Turn on, in this order:" if steps else ""))
     for step in steps:

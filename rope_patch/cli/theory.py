@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rope_patch import __version__
-from rope_patch.cli.options import command_line
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import command_line, new_table, show
 from rope_patch.options.theory import TheoryOptions
 
 SCHEMA = 2
@@ -78,30 +77,22 @@ def _study(table: Any, model: str | None, method: str, length: int) -> Any:
 
 def _print(result: Any) -> None:
     """Print both tables for people."""
-    from rich import box
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from rope_patch.evaluation.numbers import four_digits, percent_text
     from rope_patch.study import papers
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
     shape = f"head_dim {2 * len(result.before)}, rope_theta {result.rope_theta:g}"
     title = f"{result.method}: {shape}, {result.trained_length} → {result.length} tokens"
-    table = Table("quantity", title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
-    for head in (result.base, *([result.method] if result.changed else [])):
-        table.add_column(escape(head), justify="right")
-    table.add_column("note", style="dim")
+    values = [result.base, *([result.method] if result.changed else [])]
+    table = new_table("quantity", *values, "note", title=title, right=values)
     for fact in result.facts():
-        values = [four_digits(fact.before), four_digits(fact.after)][: 1 + result.changed]
-        table.add_row(escape(fact.label), *values, escape(fact.note))
-    console.print(table)
-    table = Table("source", "quantity", title="the papers' numbers", box=box.SIMPLE_HEAD, title_justify="left")
-    for head in ("ours", "printed", "difference"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("note", style="dim")
+        numbers = [four_digits(fact.before), four_digits(fact.after)][: len(values)]
+        table.add_row(escape(fact.label), *numbers, escape(fact.note))
+    show(table, 160)
+    values = ["ours", "printed", "difference"]
+    table = new_table("source", "quantity", *values, "note", title="the papers' numbers", right=values)
     for entry in papers():
-        numbers = four_digits(entry.ours), four_digits(entry.printed, ""), percent_text(entry.difference)
+        numbers = [four_digits(entry.ours), four_digits(entry.printed, ""), percent_text(entry.difference)]
         table.add_row(entry.source, escape(entry.name), *numbers, escape(entry.note))
-    console.print(table)
+    show(table, 160)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_patch.cli.options import print_json
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import print_json
 from rope_patch.options.checkpoints import VerifyOptions
 
 
