@@ -164,7 +164,7 @@ def print_table(comparison: Any) -> None:
 
     columns = print_scores(comparison)
     print_differences(comparison)
-    scores = [(row.method, row.scores) for row in comparison.rows]
+    scores = [(row.label, row.scores) for row in comparison.rows]
     print(answers_text(shortest_of_each(scores)))
     if note := first_choice_note(scores):
         print(note)
@@ -173,7 +173,7 @@ def print_table(comparison: Any) -> None:
     if (effective := comparison.effective_lengths()) is not None:
         print(effective.explanation)
         for row in comparison.rows:
-            print(f"  {row.method}: {effective.of(row.method)}")
+            print(f"  {row.label}: {effective.of(row.label)}")
     for sentence in comparison.warnings:
         print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):
@@ -186,7 +186,7 @@ def print_differences(comparison: Any) -> None:
     from rope_patch.evaluation.effective_length import UNPATCHED
     from rope_patch.evaluation.metrics import METRICS
 
-    names = [row.method for row in comparison.rows]
+    names = [row.label for row in comparison.rows]
     first = UNPATCHED if UNPATCHED in names else names[0]
     if len(names) == 1:
         return
@@ -218,7 +218,7 @@ def print_scores(comparison: Any) -> Any:
         cells = []
         for column in columns:
             value = METRICS[column.metric].format(column.values[i])
-            cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
-        table.add_row(row.method, *cells)
+            cells.append(f"[bold green]{value}*[/]" if column.winner == row.label else value)
+        table.add_row(row.label, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return columns

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rope_patch.cli.extend import extend
 from rope_patch.cli.parsing import parse
 from rope_patch.options.recipes import DemoOptions
 
@@ -28,7 +29,6 @@ METHODS = (
 def demo(words: Sequence[str]) -> int:
     """Run ``rope-patch demo`` with the words behind it; return the exit status of ``extend``."""
     options = parse(DemoOptions, words)
-    from rope_patch.cli import legacy
     from rope_patch.packaged import data_path
 
     checkpoint = data_path("assets") / options.shape
@@ -38,4 +38,4 @@ def demo(words: Sequence[str]) -> int:
     arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods, "--tolerance", "0.3"]
     arguments += ["--threads", str(options.threads), "--force"]
     print(f"$ {shlex.join(['rope-patch', 'extend', *arguments])}", file=sys.stderr)
-    return legacy.run(["extend", *arguments])
+    return extend(arguments)

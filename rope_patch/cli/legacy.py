@@ -6,11 +6,10 @@ from typing import Any
 
 import typer
 
-from rope_patch.cli.extend import extend
 from rope_patch.cli.finetune import finetune
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-COMMANDS: list[Any] = [extend, finetune]
+COMMANDS: list[Any] = [finetune]
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"))(command)
 

@@ -45,7 +45,7 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
     """
     known = list(leaves(kind))
     written, rest = _divided(kind, known, words)
-    by_name = {leaf.name if "." in leaf.name else leaf.path[-1]: leaf for leaf in known}
+    by_name = {leaf.key: leaf for leaf in known}
     sources = [str(word) for word in written.pop(("config",), ())]
     if config := by_name.get("config"):
         arguments = [str(written.pop(leaf.path)) for leaf in known if _is_key(leaf, written.get(leaf.path))]

@@ -41,11 +41,27 @@ class Row:
         method: as a method string.
         scores: perplexity and retrieval.
         tables: the rotary tables it used, by layer type.
+        trained: whether the weights were trained under the method first.
     """
 
     method: str
     scores: EvalResult
     tables: tuple[RotaryTable, ...]
+    trained: bool = False
+
+    @property
+    def label(self) -> str:
+        """What the row is called in a comparison, where a method may have a trained row and an untrained one."""
+        return labelled(self.method, self.trained)
+
+
+def labelled(method: str, trained: bool) -> str:
+    """Return what the row of a method is called.
+
+    >>> labelled("yarn:factor=2", trained=True)
+    'yarn:factor=2 after training'
+    """
+    return f"{method} after training" if trained else method
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class Difference:
     """How a method differs from the best one of a column, on the same windows or prompts.
 
     Attributes:
-        method: as a method string.
+        method: the label of its row.
         estimate: its score minus the best one's, in the unit of the metric.
         low: lower end of the interval of the difference.
         high: upper end.
@@ -159,7 +175,7 @@ class Comparison:
         if not unpatched:
             sentences = unpatched_missing([row.scores for row in self.rows], self.trained_length)
         return sentences + [
-            f"{row.method}: perplexity at positions up to {row.scores.short_window} is of windows of that length, "
+            f"{row.label}: perplexity at positions up to {row.scores.short_window} is of windows of that length, "
             "under the short table; at later ones it is of the whole windows, under the long table"
             for row in self.rows
             if row.scores.short_window
@@ -176,7 +192,7 @@ class Comparison:
         """
         if "patch before" in self.environment:
             return None
-        return effective_lengths({row.method: row.scores for row in self.rows}, self.trained_length, self.confidence)
+        return effective_lengths({row.label: row.scores for row in self.rows}, self.trained_length, self.confidence)
 
     def difference(
         self, method: str, other: str, metric: str, stop: int, start: int = 0, task: str | None = None
@@ -184,8 +200,8 @@ class Comparison:
         """Return how one method differs from another in one metric, at this comparison's plain confidence.
 
         Args:
-            method: as a method string.
-            other: the one it is compared with.
+            method: the label of its row.
+            other: that of the one it is compared with.
             metric: key of :data:`~rope_patch.evaluation.metrics.METRICS`.
             stop: one past the last position of perplexity, or length of the prompts [tokens].
             start: first position of perplexity [tokens].
@@ -194,7 +210,7 @@ class Comparison:
         Raises:
             ValueError: an unknown method, metric or span.
         """
-        rows = {row.method: row for row in self.rows}
+        rows = {row.label: row for row in self.rows}
         for name in (method, other):
             if name not in rows:
                 raise ValueError(f"no method {name!r} in this comparison. Known: {', '.join(rows)}")
@@ -211,19 +227,20 @@ class Comparison:
         # Each so wide that those of all pairs hold together: the best was chosen by what was measured.
         each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
         differences = tuple(
-            Difference(row.method, *metric.difference(row.scores, self.rows[best].scores, span, each))
+            Difference(row.label, *metric.difference(row.scores, self.rows[best].scores, span, each))
             for i, row in enumerate(self.rows)
             if i != best
         )
         wins = bool(differences) and all(difference.significant for difference in differences)
-        winner = self.rows[best].method if wins else None
+        winner = self.rows[best].label if wins else None
         return Column(span.metric, span.task, span.start, span.stop, tuple(values), best, winner, differences)
 
     def to_json(self) -> str:
         """Return everything as JSON."""
         rows = [
             {
-                "method": row.method,
+                "method": row.label,
+                **({"trained": True} if row.trained else {}),
                 **row.scores.to_dict(),
                 "tables": [
                     {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.extending.options import ExtendOptions
+from rope_patch.options.extend import ExtendSettings
 from rope_patch.planning import plan
 from rope_patch.runtime.finished import key
 from rope_patch.runtime.folders import folder_in_one_move
@@ -54,7 +54,7 @@ class Training:
         return f"{self.steps * ACCUMULATE} rows of {self.row} tokens{where}"
 
 
-def plan_training(model: Any, options: ExtendOptions, trained_length: int, tokens: int | None) -> Training:
+def plan_training(model: Any, options: ExtendSettings, trained_length: int, tokens: int | None) -> Training:
     """Return which rows to train on, by what fits into memory and time.
 
     Args:
@@ -83,7 +83,7 @@ def _fits(model: Any, length: int) -> bool:
     return plan(model, length=length, lora_rank=16, checkpointing=True).fits(memory)
 
 
-def train(model: Any, tokenizer: Any, method: str, options: ExtendOptions, training: Training, work: Path) -> Path:
+def train(model: Any, tokenizer: Any, method: str, options: ExtendSettings, training: Training, work: Path) -> Path:
     """Train an adapter with the recipe, or go on where it was interrupted; return its folder.
 
     Args:
@@ -118,7 +118,7 @@ def train(model: Any, tokenizer: Any, method: str, options: ExtendOptions, train
             "warmup": 0.1,
             "precision": "float32" if dtype == "float32" else dtype,
             "checkpointing": torch.cuda.is_available(),
-            "seed": options.seed,
+            "seed": options.evaluation.seed,
             "save_every": max(1, training.steps // 10),
         },
         # The caller evaluates, by the same protocol as before the training.

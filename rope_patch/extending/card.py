@@ -11,12 +11,11 @@ import yaml
 
 from rope_patch import __version__
 from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE, few_answers, markdown_table
-from rope_patch.evaluation.compare import Comparison
+from rope_patch.evaluation.compare import Comparison, Row, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS, Span, spans_at
-from rope_patch.extending.choosing import BASIS
-from rope_patch.extending.options import AFTER, short
+from rope_patch.extending.choosing import BASIS, short
 from rope_patch.extending.result import Extended
 
 HEADING = """
@@ -84,36 +83,37 @@ def card(outcome: Extended) -> str:
     head["tags"] = list(dict.fromkeys([*given, "rope_patch", "long-context"]))
     if not Path(options.model).exists() and options.model.count("/") == 1:
         head["base_model"] = options.model
-    method = str(choice.method)
+    assert choice.chosen is not None  # a refusal has no card
+    chosen = choice.chosen
     training = outcome.training
     weights = comparison.environment.get("weights")
     done = f"Its weights come from a GGUF file: {weights}.\n" if weights else ""
-    if method.endswith(AFTER):
+    if chosen.trained:
         done += f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
-    measured = dict.fromkeys(row.method for one in outcome.comparisons for row in one.rows)
-    others = [name for name in measured if name not in (UNPATCHED, method)]
+    measured = {row.label: row for one in outcome.comparisons for row in one.rows}
+    others = [_name(row) for label, row in measured.items() if label not in (UNPATCHED, chosen.label)]
     effective = comparison.effective_lengths()
     lengths = ""
     if effective is not None:
         lengths = f"\n{effective.explanation}\n\n" + "".join(
-            f"- {short(name)}: {effective.of(name)}\n" for name in (UNPATCHED, method)
+            f"- {_name(measured[label])}: {effective.of(label)}\n" for label in (UNPATCHED, chosen.label)
         )
     ours = TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         base=base,
         length=options.length,
         trained_length=outcome.trained_length,
-        method=short(method.removesuffix(AFTER)),
+        method=short(chosen.method),
         training=done,
         programs=programs_of(outcome),
         basis=BASIS,
         reason=choice.reason,
-        others=", ".join(f"`{short(name)}`" for name in others) or "nothing else",
-        scores=scores(comparison, method),
+        others=", ".join(f"`{name}`" for name in others) or "nothing else",
+        scores=scores(comparison, chosen.label),
         exact_match=EXACT_MATCH,
         first_choice=FIRST_CHOICE,
         population=f"{OF_WINDOWS} {OF_PROMPTS}",
-        answers=answers(comparison, method),
+        answers=answers(comparison, chosen.label),
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         effective=lengths,
         version=__version__,
@@ -122,6 +122,11 @@ def card(outcome: Extended) -> str:
         else "",
     )
     return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours
+
+
+def _name(row: Row) -> str:
+    """Return the label of a row, in which a fitted table does not state every number."""
+    return labelled(short(row.method), row.trained)
 
 
 def programs_of(outcome: Extended) -> str:
@@ -138,30 +143,30 @@ def base_card(source: str) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def scores(comparison: Comparison, method: str) -> str:
+def scores(comparison: Comparison, chosen: str) -> str:
     """Return the scores before and after as a Markdown table, at every length."""
-    rows = {row.method: row.scores for row in comparison.rows}
+    rows = {row.label: row.scores for row in comparison.rows}
     lines = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
     for length in comparison.lengths:
         for metric, span in spans_at(comparison.spec, length):
-            before, after = metric.value(rows[UNPATCHED], span), metric.value(rows[method], span)
-            change = metric.difference(rows[method], rows[UNPATCHED], span)
+            before, after = metric.value(rows[UNPATCHED], span), metric.value(rows[chosen], span)
+            change = metric.difference(rows[chosen], rows[UNPATCHED], span)
             if metric is METRICS["retrieval"]:
                 text = f"{change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
             else:
                 text = metric.describe(change) if math.isfinite(change.estimate) else "–"
             lines.append(f"| {_what(span)} | {metric.format(before)} | {metric.format(after)} | {text} |")
             if span.task is not None:
-                shares = (rows[name].retrieval[span.task].first_choice(length) for name in (UNPATCHED, method))
+                shares = (rows[name].retrieval[span.task].first_choice(length) for name in (UNPATCHED, chosen))
                 cells = " | ".join(f"{share:.2f}" for share in shares)
                 lines.append(f"| {span.task} prompts of {length} tokens whose answer is first choice | {cells} | |")
     return "\n".join(lines)
 
 
-def answers(comparison: Comparison, method: str) -> str:
+def answers(comparison: Comparison, chosen: str) -> str:
     """Return a few answers before and after as a Markdown table, at the longest length."""
-    rows = {row.method: row.scores for row in comparison.rows}
-    named = [("before", rows[UNPATCHED]), ("after", rows[method])]
+    rows = {row.label: row.scores for row in comparison.rows}
+    named = [("before", rows[UNPATCHED]), ("after", rows[chosen])]
     table = markdown_table(few_answers(named, [comparison.spec.longest]), "model")
     return f"Answers to the longest prompts:\n\n{table}"
 

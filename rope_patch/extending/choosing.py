@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_patch.evaluation.compare import Comparison, Row
+from rope_patch.evaluation.compare import Comparison, Row, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metric import PairedDifference
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.numbers import percent, perplexity_text, relative
-from rope_patch.extending.options import AFTER, short
 
 REACHED = 0.5
 """A method reaches the target if it answers this share of what the unpatched model answers within its context."""
@@ -35,6 +34,7 @@ class EvaluatedMethod:
 
     Attributes:
         method: as a method string.
+        trained: whether the weights were trained under it.
         answered: share of the prompts answered at the target, over all tasks.
         perplexity: in the second half of the positions up to the target; infinite where it is not a number.
         change: of the loss within the trained context against the unpatched model, paired over windows [nats/token].
@@ -43,15 +43,26 @@ class EvaluatedMethod:
     """
 
     method: str
+    trained: bool
     answered: float
     perplexity: float
     change: PairedDifference
     native: bool
     failures: tuple[str, ...]
 
+    @property
+    def label(self) -> str:
+        """What its row of a comparison is called."""
+        return labelled(self.method, self.trained)
+
+    @property
+    def name(self) -> str:
+        """The label for a sentence, in which a fitted table does not state every number."""
+        return labelled(short(self.method), self.trained)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the values for JSON; differences that no interval is known of are None."""
-        values = asdict(self)
+        values = asdict(self) | {"method": self.label}
         values["change"] = [x if math.isfinite(x) else None for x in self.change]
         return values
 
@@ -61,16 +72,26 @@ class Choice:
     """What was decided.
 
     Attributes:
-        method: that is chosen; None where none can be.
+        chosen: the method that is chosen; None where none can be.
         reason: in a sentence.
         evaluated: every method but the unpatched one, the best first.
         advice: what would help where none is chosen, a sentence each.
     """
 
-    method: str | None
+    chosen: EvaluatedMethod | None
     reason: str
     evaluated: tuple[EvaluatedMethod, ...]
     advice: tuple[str, ...] = ()
+
+    @property
+    def method(self) -> str | None:
+        """The chosen method as a method string."""
+        return None if self.chosen is None else self.chosen.method
+
+    @property
+    def label(self) -> str | None:
+        """What the row of the chosen method is called."""
+        return None if self.chosen is None else self.chosen.label
 
 
 class MethodEvaluator:
@@ -85,7 +106,7 @@ class MethodEvaluator:
         self.comparison, self.tolerance = comparison, tolerance
         self.target = comparison.spec.longest
         self.within = max(n for n in comparison.spec.lengths if n <= comparison.trained_length)
-        self.rows = {row.method: row for row in comparison.rows}
+        self.rows = {row.label: row for row in comparison.rows}
         self.unpatched = self.rows[UNPATCHED]
 
     def answered(self, row: Row, length: int) -> float:
@@ -106,7 +127,7 @@ class MethodEvaluator:
 
     def evaluate(self, row: Row) -> EvaluatedMethod:
         """Return what speaks for and against a method."""
-        change = PairedDifference(*self._against(row.method, UNPATCHED, "perplexity", self.within))
+        change = PairedDifference(*self._against(row.label, UNPATCHED, "perplexity", self.within))
         answered, perplexity = self.answered(row, self.target), self.perplexity(row, self.target)
         failures = []
         rise = relative(change.estimate)
@@ -130,7 +151,7 @@ class MethodEvaluator:
         if not self.better_than_unpatched(row):
             failures.append(f"at {self.target} tokens it is not shown to be better than the unpatched model")
         native = all(table.rope_type in NATIVE for table in row.tables)
-        return EvaluatedMethod(row.method, answered, perplexity, change, native, tuple(failures))
+        return EvaluatedMethod(row.method, row.trained, answered, perplexity, change, native, tuple(failures))
 
     def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[EvaluatedMethod]:
         """Return methods with the best first, by what was measured and without regard to intervals.
@@ -138,7 +159,7 @@ class MethodEvaluator:
         Those that keep more of the conditions come first; then retrieval at the target decides, then perplexity there.
 
         Args:
-            methods: to be ordered.
+            methods: the labels of their rows.
             conditions: regard them.
         """
         evaluated = [self.evaluate(self.rows[method]) for method in methods]
@@ -151,7 +172,7 @@ class MethodEvaluator:
         best with regard to the conditions and the best without take turns.
         """
         orders = [self.order(methods, conditions=one) for one in dict.fromkeys((conditions, False))]
-        turns = dict.fromkeys(evaluated.method for pair in zip(*orders, strict=True) for evaluated in pair)
+        turns = dict.fromkeys(evaluated.label for pair in zip(*orders, strict=True) for evaluated in pair)
         return list(turns)[:count]
 
     def settled(self, methods: Sequence[str], *, conditions: bool = True) -> bool:
@@ -161,10 +182,10 @@ class MethodEvaluator:
         within the trained context lies on one side of the tolerance.
         """
         best, *others = self.order(methods, conditions=conditions)
-        if not all(self.ahead(best.method, other.method) for other in others):
+        if not all(self.ahead(best.label, other.label) for other in others):
             return False
         kept = [relative(end) <= self.tolerance for end in (best.change.low, best.change.high)]
-        return not conditions or (kept[0] == kept[1] and self.better_than_unpatched(self.rows[best.method]))
+        return not conditions or (kept[0] == kept[1] and self.better_than_unpatched(self.rows[best.label]))
 
     def ahead(self, method: str, other: str) -> bool:
         """Tell whether a method is significantly better than another at the target, in retrieval or in perplexity."""
@@ -178,7 +199,7 @@ class MethodEvaluator:
         A single window has no interval; a perplexity that differs by more than a factor of :data:`FLAT` needs none.
         """
         by_far = FLAT * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
-        return self.ahead(row.method, UNPATCHED) or (by_far and self._sign(row.method, UNPATCHED, "retrieval") == 0)
+        return self.ahead(row.label, UNPATCHED) or (by_far and self._sign(row.label, UNPATCHED, "retrieval") == 0)
 
     def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:
         """Return those that do not differ significantly from the best, and in what the others do.
@@ -193,7 +214,7 @@ class MethodEvaluator:
                 if metric == "retrieval"
                 else min(left, key=lambda one: one.perplexity)
             )
-            behind = [one for one in left if one is not best and self._sign(one.method, best.method, metric) < 0]
+            behind = [one for one in left if one is not best and self._sign(one.label, best.label, metric) < 0]
             by += [name] if behind else []
             left = [one for one in left if one not in behind]
         return left, " and ".join(by)
@@ -202,7 +223,7 @@ class MethodEvaluator:
         """Return the decision between methods.
 
         Args:
-            methods: to choose from, without the unpatched one.
+            methods: the labels of the rows to choose from, without the unpatched one.
             conditions: leave out those that lose too much or do not reach the target.
         """
         evaluated = self.order(methods, conditions=conditions)
@@ -210,17 +231,17 @@ class MethodEvaluator:
         if not fit:
             return Choice(None, self._why_none(evaluated), tuple(evaluated), tuple(self._advice(evaluated)))
         left, by = self.level(fit)
-        trained = [one for one in left if one.method.endswith(AFTER)]
+        trained = [one for one in left if one.trained]
         chosen = next((one for one in left if one.native), left[0]) if not trained else trained[0]
-        reason = f"{short(chosen.method)}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
+        reason = f"{chosen.name}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
         reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
         if by:
-            reason += f"; ahead of {_names(one.method for one in fit if one not in left)} in {by}"
+            reason += f"; ahead of {_names(one for one in fit if one not in left)} in {by}"
         if len(left) > 1:
-            reason += f"; not significantly different from {_names(one.method for one in left if one is not chosen)}"
+            reason += f"; not significantly different from {_names(one for one in left if one is not chosen)}"
             if chosen.native and chosen is not left[0] and not trained:
                 reason += ", and chosen because other programs know its formula and need no list"
-        return Choice(chosen.method, reason, tuple(evaluated))
+        return Choice(chosen, reason, tuple(evaluated))
 
     def _sign(self, method: str, other: str, metric: str) -> int:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
@@ -242,11 +263,11 @@ class MethodEvaluator:
 
     def _why_none(self, evaluated: Sequence[EvaluatedMethod]) -> str:
         best = evaluated[0]
-        return f"no method can be chosen; the best is {short(best.method)}, and {'; '.join(best.failures)}"
+        return f"no method can be chosen; the best is {best.name}, and {'; '.join(best.failures)}"
 
     def _advice(self, evaluated: Sequence[EvaluatedMethod]) -> list[str]:
         """Return what would help, a sentence each, by what the methods fail at."""
-        trained = any(one.method.endswith(AFTER) for one in evaluated)
+        trained = any(one.trained for one in evaluated)
         advice = ["more training: --train-rows, or a larger --budget" if trained else "training: --train"]
         near = [one for one in evaluated if len(one.failures) == 1]
         costly = [one for one in near if math.inf > relative(one.change.estimate) > self.tolerance]
@@ -254,19 +275,28 @@ class MethodEvaluator:
             least = min(costly, key=lambda one: one.change.estimate)
             enough = math.ceil(1000 * relative(least.change.estimate)) / 1000
             advice.append(
-                f"a --tolerance of {enough:g} or more: {least.method} is the least costly of those measured to the end"
+                f"a --tolerance of {enough:g} or more: {least.label} is the least costly of those measured to the end"
             )
-            if not least.method.endswith(AFTER):
+            if not least.trained:
                 advice.append(
                     f"rope-patch apply MODEL {least.method}@{self.within} -o OUT: keeps the original table for texts "
                     f"of up to {self.within} tokens, but needs rope_patch when the model is used"
                 )
-        if any(not self.better_than_unpatched(self.rows[one.method]) for one in near):
+        if any(not self.better_than_unpatched(self.rows[one.label]) for one in near):
             advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")
         return advice
 
 
-def _names(methods: Any) -> str:
-    names = [short(method) for method in methods]
+def short(method: str, most: int = 40) -> str:
+    """Return a method string for a sentence: one of a fitted table names every number.
+
+    >>> short("yarn:factor=2"), short("table:values=0.99/0.51", 18)
+    ('yarn:factor=2', 'table:values=0.99/…')
+    """
+    return method if len(method) <= most else f"{method[:most]}…"
+
+
+def _names(methods: Iterable[EvaluatedMethod]) -> str:
+    names = [method.name for method in methods]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -7,14 +7,14 @@ from typing import Any
 
 from rope_patch.exporting.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
 from rope_patch.exporting.readings import PROGRAMS
-from rope_patch.extending.options import ExtendOptions
+from rope_patch.options.extend import ExtendSettings
 from rope_patch.patching.undo import Patch
 from rope_patch.patching.verify import inspect_model
 from rope_patch.planning import plan
 from rope_patch.runtime.folders import is_gguf
 
 
-def look(model: Any, options: ExtendOptions, trained_length: int) -> list[str]:
+def look(model: Any, options: ExtendSettings, trained_length: int) -> list[str]:
     """Return what a model is, a sentence each.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.extending.adapting import Training
 from rope_patch.extending.choosing import Choice
-from rope_patch.extending.options import ExtendOptions
+from rope_patch.options.extend import ExtendSettings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Extended:
     training: Training | None
     exports: tuple[Path, ...]
     work: Path
-    options: ExtendOptions
+    options: ExtendSettings
     programs: tuple[str, ...] = ()
 
     @property

@@ -11,18 +11,19 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.budget import default_tokens, tokens_within
-from rope_patch.evaluation.compare import Comparison, Row, compare
+from rope_patch.evaluation.compare import Comparison, Row, compare, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.spec import LEAST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
-from rope_patch.extending.choosing import Choice, MethodEvaluator
+from rope_patch.extending.choosing import Choice, MethodEvaluator, short
 from rope_patch.extending.looking import look, slows_a_pair
-from rope_patch.extending.options import AFTER, CANDIDATES, ExtendOptions, short
 from rope_patch.extending.result import Extended
 from rope_patch.extending.rounds import TOO_FEW, Round, cost_of, rounds_to_list, rounds_within
-from rope_patch.extending.writing import check_outputs, write
+from rope_patch.extending.writing import check, write
 from rope_patch.methods import as_method
+from rope_patch.options.extend import CANDIDATES, ExtendSettings
+from rope_patch.options.writing import from_dict, to_yaml
 from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.targets import for_target
@@ -70,7 +71,7 @@ def extend(
         tokens: how many tokens may be read; by default as many as fit into the budget, at the measured speed.
         on_step: called with a sentence about each step.
         on_progress: called with a stage and the tokens that were just read.
-        **options: of :class:`~rope_patch.extending.options.ExtendOptions`.
+        **options: of :class:`~rope_patch.options.extend.ExtendSettings`.
 
     Raises:
         ValueError: a bad option or method, or a model that reaches the length already: before anything is measured.
@@ -81,8 +82,9 @@ def extend(
         ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
     """
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
-    run = Run(model, tokenizer, ExtendOptions(model=name, length=length, **options), Path(output), on_step, on_progress)
-    check_outputs(run.options, run.output, overwrite)
+    settings = from_dict(ExtendSettings, {"model": name, "length": length, **options})
+    check(settings, Path(output), overwrite)
+    run = Run(model, tokenizer, settings, Path(output), on_step, on_progress)
     run.look()
     return run.finish(overwrite=overwrite, finish_now=finish_now, tokens=tokens)
 
@@ -107,7 +109,7 @@ class Run:
         self,
         model: Any,
         tokenizer: Any,
-        options: ExtendOptions,
+        options: ExtendSettings,
         output: Path,
         on_step: Callable[[str], None] = lambda sentence: None,
         on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
@@ -132,7 +134,7 @@ class Run:
         self.methods = self._fitting(options.methods)
         if len(set(self.methods)) < len(self.methods):
             raise ValueError(f"methods must differ from each other, got {', '.join(self.methods)}")
-        self.suite = self._suite(options.depths)
+        self.suite = self._suite(options.evaluation.depths)
 
     def _fitting(self, methods: Sequence[str]) -> list[str]:
         """Return the methods that fit the model, with their factors; of those by default others are left out."""
@@ -159,18 +161,19 @@ class Run:
 
     def _suite(self, depths: Sequence[float]) -> EvalSuite:
         """Return the largest suite that rounds take their parts of."""
-        options = replace(self.options, depths=tuple(depths))
-        lengths = [self.trained_length]
-        while 2 * lengths[-1] < options.length:
+        length, lengths = self.options.length, [self.trained_length]
+        while 2 * lengths[-1] < length:
             lengths.append(2 * lengths[-1])
-        largest = options.spec((*lengths, options.length), windows=64, samples=64)
+        largest = replace(
+            self.options.evaluation, lengths=(*lengths, length), depths=tuple(depths), windows=64, samples=64
+        )
         try:
             suite = EvalSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
             suite = EvalSuite(replace(largest, windows=None), self.tokenizer)
         if len(suite.windows) < LEAST_WINDOWS:
             raise ValueError(
-                f"the text has room for {len(suite.windows)} windows of {options.length} tokens, and {LEAST_WINDOWS} "
+                f"the text has room for {len(suite.windows)} windows of {length} tokens, and {LEAST_WINDOWS} "
                 "are needed: give a longer one (text, --text)"
             )
         return suite
@@ -210,8 +213,9 @@ class Run:
         if tokens is None:
             return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
         most = tokens * (MEASURING if options.train else 1.0)
-        for depths in dict.fromkeys((options.depths, options.depths[len(options.depths) // 2 :][:1])):
-            if depths != options.depths:
+        every = options.evaluation.depths
+        for depths in dict.fromkeys((every, every[len(every) // 2 :][:1])):
+            if depths != every:
                 self.on_step(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
                 self.suite = self._suite(depths)
             rounds = rounds_within(candidates, most, self.tokens_computed)
@@ -241,6 +245,15 @@ class Run:
         """Return the tokens that the model computes for one method: fewer, since prompts share most of theirs."""
         prompts = tokens_computed(replace(self.suite.spec, windows=0, samples=max(samples, 1))) if samples else 0.0
         return windows * self.suite.spec.longest + prompts
+
+    def tokens(self, rounds: Sequence[Round]) -> int:
+        """Return the tokens of all rounds, and of a fit before them."""
+        total = int(sum((one.candidates + 1) * self.tokens_of(one.windows, one.samples) for one in rounds))
+        if not self.options.fit:
+            return total
+        from rope_patch.extending.fitted import cost
+
+        return total + cost(self.model, self.options.length).tokens
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
@@ -348,14 +361,14 @@ class Run:
                 tokens = self.tokens_in_time()
             rounds, training = self.plan(tokens)
         self.work.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.work / "extend.yaml", options.to_yaml())
+        write_atomically(self.work / "extend.yaml", to_yaml(options))
         comparisons = self.measure(rounds, before, conditions=training is None)
-        methods = [row.method for row in comparisons[-1].rows[1:]]
+        methods = [row.label for row in comparisons[-1].rows[1:]]
         choice = MethodEvaluator(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
         adapter = None
         if training is not None and choice.method is not None:
             adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
-            adapter = adapter if str(choice.method).endswith(AFTER) else None
+            adapter = adapter if choice.chosen is not None and choice.chosen.trained else None
         write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
         self.on_step(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
         outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, (), self.work, options)
@@ -373,10 +386,10 @@ class Run:
         adapter = train(self.model, self.tokenizer, method, self.options, training, self.work)
         adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
         suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)
-        name = f"{method}{AFTER}"
+        name = labelled(method, trained=True)
         self.on_step("measuring the adapted model")
         scores = suite.run(adapted, resume=self.work / CACHE, on_progress=lambda tokens: self.on_progress(name, tokens))
-        tables = inspect_model(adapted).tables
-        comparison = replace(comparison, rows=(*comparison.rows, Row(name, scores, tables)))
-        names = [row.method for row in comparison.rows if row.method != UNPATCHED]
-        return adapter, comparison, MethodEvaluator(comparison, self.options.tolerance).choose(names)
+        row = Row(method, scores, inspect_model(adapted).tables, trained=True)
+        comparison = replace(comparison, rows=(*comparison.rows, row))
+        labels = [row.label for row in comparison.rows if row.method != UNPATCHED]
+        return adapter, comparison, MethodEvaluator(comparison, self.options.tolerance).choose(labels)

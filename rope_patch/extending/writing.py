@@ -17,11 +17,15 @@ from rope_patch import checkpoints
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.offline import check_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
-from rope_patch.exporting.run import export
+from rope_patch.evaluation.spec import check_tasks
+from rope_patch.exporting.run import TARGETS, export
 from rope_patch.extending.card import card
 from rope_patch.extending.looking import other_programs
-from rope_patch.extending.options import ExtendOptions
 from rope_patch.extending.result import Extended
+from rope_patch.methods import as_method
+from rope_patch.methods.two_tables import check_one_table
+from rope_patch.options.extend import ExtendSettings
+from rope_patch.options.writing import to_dict, to_yaml
 from rope_patch.patching.apply import patched
 from rope_patch.runtime.finished import finite
 from rope_patch.runtime.folders import (
@@ -99,7 +103,7 @@ def write(
             export(staged, staged.with_name(path.name), to=engine)
         exports.append(path)
     outcome = replace(outcome, output=out, exports=tuple(exports), programs=programs)
-    write_atomically(staged / "extend.yaml", outcome.options.to_yaml())
+    write_atomically(staged / "extend.yaml", to_yaml(outcome.options))
     write_atomically(staged / RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))
     for path in (*exports, out):
@@ -113,13 +117,20 @@ def _conversion(out: Path) -> str:
     return f"rope-patch export {out} --to gguf --converter PATH -o {export_path(out, 'gguf')}"
 
 
-def check_outputs(options: ExtendOptions, out: Path, overwrite: bool) -> None:
-    """Raise where what will be written is in the way, before anything is measured.
+def check(options: ExtendSettings, out: Path, overwrite: bool) -> None:
+    """Raise where a name is unknown or what will be written is in the way, before anything is loaded.
 
     Raises:
-        ValueError: the output is the checkpoint itself, or no folder, or a GGUF file is asked for of a folder.
+        ValueError: an unknown method, task or engine; the output is the checkpoint itself, or no folder, or a GGUF file
+            is asked for of a folder.
         FileExistsError: the folder or an export exists, and ``overwrite`` is not set.
     """
+    for method in options.methods:
+        check_one_table(as_method(method), "a folder for plain transformers")
+    for engine in options.exports:
+        if engine not in TARGETS:
+            raise ValueError(f"unknown engine {engine!r}. Known: {', '.join(TARGETS)}")
+    check_tasks(options.evaluation)
     if is_gguf(out):
         raise ValueError(f"a folder is written, got {str(out)!r}: --export gguf writes a GGUF file beside it")
     if Path(options.model).resolve() == out.resolve():
@@ -170,10 +181,10 @@ def record(outcome: Extended) -> dict[str, Any]:
     choice, training = outcome.choice, outcome.training
     return {
         "schema": SCHEMA,
-        "options": json.loads(json.dumps(asdict(outcome.options))),
+        "options": to_dict(outcome.options),
         "trained_length": outcome.trained_length,
         "length": outcome.options.length,
-        "chosen": choice.method,
+        "chosen": choice.label,
         "reason": choice.reason,
         "evaluated": finite([one.to_dict() for one in choice.evaluated]),
         "training": None if training is None else {**asdict(training), "tokens": training.tokens},

@@ -9,6 +9,7 @@ from rope_patch.options.checkpoints import ApplyOptions, AuditOptions, InspectOp
 from rope_patch.options.compare import CompareOptions
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.export import ExportOptions
+from rope_patch.options.extend import ExtendOptions
 from rope_patch.options.fields import OptionSet
 from rope_patch.options.fit import FitOptions
 from rope_patch.options.kv_check import KvCheckOptions
@@ -20,6 +21,7 @@ from rope_patch.options.theory import TheoryOptions
 COMMANDS: dict[str, type[OptionSet]] = {
     kind.command: kind
     for kind in (
+        ExtendOptions,
         MethodsOptions,
         InspectOptions,
         ApplyOptions,

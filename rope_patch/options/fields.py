@@ -236,6 +236,11 @@ class Leaf:
         return self.option.metavar if self.option.positional else f"--{self.name}"
 
     @property
+    def key(self) -> str:
+        """The option in files and in Python: the name of its field, behind that of its section if it has one."""
+        return self.name if "." in self.name else self.path[-1]
+
+    @property
     def shown(self) -> str:
         """The default for people; "" where there is none, or nothing to say of it."""
         if self.default is MISSING or self.default is None or self.default is False or self.default == ():

@@ -1,24 +1,48 @@
-"""Options as YAML files, which a command reads again."""
+"""Options as values of YAML and JSON, and back."""
 
 from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from rope_patch.options.fields import Leaf, OptionSet, leaves
+from rope_patch.options.fields import Leaf, OptionSet, build, leaves
+from rope_patch.runtime.text import did_you_mean
+
+T = TypeVar("T", bound=OptionSet)
+
+
+def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return options of the values that :func:`to_dict` gives; those that are left out keep their defaults.
+
+    Args:
+        kind: the class of the options.
+        values: by the names of their fields; a section is a dictionary of its own.
+
+    Raises:
+        ValueError: an unknown name, or a value out of its bounds.
+    """
+    paths, found = {leaf.key: leaf.path for leaf in leaves(kind)}, {}
+    for name, value in values.items():
+        inside = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
+        for key, one in inside.items():
+            if key not in paths:
+                raise ValueError(f"unknown option {key!r}.{did_you_mean(key, paths)}")
+            found[paths[key]] = one
+    options: T = build(kind, found)
+    return options
 
 
 def to_dict(options: OptionSet) -> dict[str, Any]:
     """Return options as YAML and JSON values by the names of their fields; a section is a dictionary of its own."""
     values: dict[str, Any] = {}
     for leaf, value in _values(options):
-        section = values.setdefault(leaf.path[0], {}) if "." in leaf.name else values
-        section[leaf.path[-1]] = value
+        section, _, name = leaf.key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[name] = value
     return values
 
 
@@ -31,13 +55,13 @@ def to_yaml(options: OptionSet, *, width: int = 120) -> str:
     """
     lines, section = list[str](), ""
     for leaf, value in _values(options):
-        inside = "." in leaf.name
-        if inside and leaf.path[0] != section:
-            section = leaf.path[0]
+        own, _, name = leaf.key.rpartition(".")
+        if own and own != section:
+            section = own
             lines += ["", f"{section}:"]
-        indent = "  " * inside
+        indent = "  " if own else ""
         stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
-        line = f"{indent}{leaf.path[-1]}: {stated}"
+        line = f"{indent}{name}: {stated}"
         beside = f"{line:<32}# {leaf.option.help}"
         above = textwrap.wrap(leaf.option.help, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         lines += [beside] if len(beside) <= width else [*above, line]

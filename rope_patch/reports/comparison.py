@@ -58,7 +58,7 @@ def page(comparisons: Sequence[Comparison], *, command: str | None = None, title
 
 
 def _section(comparison: Comparison) -> Section:
-    methods = [row.method for row in comparison.rows]
+    methods = [row.label for row in comparison.rows]
     names = dict(zip(methods, short_names(methods), strict=True))
     columns = comparison.columns()
     parts = [
@@ -70,7 +70,7 @@ def _section(comparison: Comparison) -> Section:
         *_wavelengths(comparison, names),
         *_differences(comparison, names, columns),
         _every_cell(comparison, names),
-        answers([(names[row.method], row.scores) for row in comparison.rows]),
+        answers([(names[row.label], row.scores) for row in comparison.rows]),
         _tables(comparison, names),
         *_long_names(names),
         pages.facts(_facts(comparison)),
@@ -103,7 +103,7 @@ def summary(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
 def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> str:
     metric = METRICS[column.metric]
     values = dict(zip(names, column.values, strict=True))
-    best = comparison.rows[column.best].method
+    best = comparison.rows[column.best].label
     value, where = metric.format_long(values[best]), "in prompts of" if column.start is None else "at positions"
     label = metric.title(column.span).partition(" at ")[0].partition(",")[0]
     if column.task and len(comparison.spec.tasks) > 1:
@@ -148,11 +148,11 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
     for column in columns:
         metric, cells = METRICS[column.metric], []
         tied = {difference.method for difference in column.differences if not difference.significant}
-        tied |= {comparison.rows[column.best].method} if tied else set()
+        tied |= {comparison.rows[column.best].label} if tied else set()
         for row, value in zip(comparison.rows, column.values, strict=True):
             ends = metric.interval(row.scores, column.span, comparison.confidence)
             note = "" if ends is None else " to ".join(map(metric.format_long, ends))
-            style = "winner" if row.method == column.winner else "tied" if row.method in tied else ""
+            style = "winner" if row.label == column.winner else "tied" if row.label in tied else ""
             cells.append(Cell(metric.format_long(value), note, style))
         shown[_head(column)] = cells
     several = (
@@ -172,10 +172,10 @@ def _differences(comparison: Comparison, names: Mapping[str, str], columns: Sequ
         text, cells = METRICS[column.metric].format_difference, []
         found = {difference.method: difference for difference in column.differences}
         for i, row in enumerate(comparison.rows):
-            if i == column.best or row.method not in found:
+            if i == column.best or row.label not in found:
                 cells.append(Cell("best", style="best"))
                 continue
-            one = found[row.method]
+            one = found[row.label]
             ends = f"{text(one.low)} to {text(one.high)}"
             cells.append(Cell(text(one.estimate), ends, "" if one.significant else "tied"))
         shown[_head(column, of_differences=True)] = cells
@@ -201,7 +201,7 @@ def _every_cell(comparison: Comparison, names: Mapping[str, str]) -> DataTable:
                "Log-probability [nats]")  # fmt: skip
     rows: list[Cells] = [
         [
-            names[row.method],
+            names[row.label],
             Cell(task, style="left"),
             str(cell.length),
             f"{100 * cell.depth:.3g} %",
@@ -246,7 +246,7 @@ def _tables(comparison: Comparison, names: Mapping[str, str]) -> DataTable:
             ends = [f"{edge:,.0f}" if edge >= 1000 else number_text(edge) for edge in edges]
             layers = Cell(table.layer_type or "all", style="left")
             zeroed = f"{int(rests.sum())} of {table.pairs}"
-            rows.append([names[row.method], layers, *ends, zeroed, f"{table.attention_scaling:.4g}", table.fingerprint])
+            rows.append([names[row.label], layers, *ends, zeroed, f"{table.attention_scaling:.4g}", table.fingerprint])
     columns = ("Method", "Layers", "Fastest [tokens]", "Slowest that turns [tokens]", "Unrotated pairs",
                "Attention scaling", "Fingerprint")  # fmt: skip
     return DataTable("Table of wavelengths", columns, rows, "The rotary tables that each method used.", folded=True)
@@ -316,7 +316,7 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
         buckets = [b for b in text.buckets if math.isfinite(b.nll)] if text is not None else []
         if buckets:
             at = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
-            curves[names[row.method]] = at, [bucket.perplexity for bucket in buckets]
+            curves[names[row.label]] = at, [bucket.perplexity for bucket in buckets]
     if not curves:
         measured = comparison.rows[0].scores.perplexity is not None
         return [Note("No method has a finite perplexity." if measured else "Perplexity was not measured.")]
@@ -337,7 +337,7 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
     grids = {}
     for row in comparison.rows:
         shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
-        grids[names[row.method]] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
+        grids[names[row.label]] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
     title = f"Retrieval by length and depth, {task}"
     figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, title=title, rows=rows)
     return drawn(figure, title, f"Share of answers that are exactly right, by prompt length and {rows}: {ends}.")
@@ -348,7 +348,7 @@ def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figur
     parts: list[Figure | Note] = []
     for i, slot in enumerate(comparison.rows[0].tables):
         layers = f"layers of type {slot.layer_type}" if slot.layer_type else "all layers"
-        tables: dict[str, Tensor] = {names[row.method]: row.tables[i].inv_freq for row in comparison.rows}
+        tables: dict[str, Tensor] = {names[row.label]: row.tables[i].inv_freq for row in comparison.rows}
         if len({row.tables[i].fingerprint for row in comparison.rows}) == 1:
             parts.append(Note(f"All methods use the same rotary table in {layers}."))
             continue

@@ -7,10 +7,11 @@ import shlex
 
 import pytest
 from support.commands import invoke
-from typer.main import get_command
 
 import rope_patch
-from rope_patch.cli.legacy import app
+from rope_patch.cli.parsing import parse
+from rope_patch.options.extend import ExtendOptions
+from rope_patch.options.writing import to_dict
 
 
 @pytest.mark.slow
@@ -29,7 +30,5 @@ def test_quick_demo(tmp_path, monkeypatch):
     saved = rope_patch.load(tmp_path / "rope-patch-demo")
     assert saved.config.max_position_embeddings == 1024
     assert str(rope_patch.verify(saved).record.to_method()) == "yarn:factor=4"
-    parsed = get_command(app).commands["extend"].make_context("extend", shown[3:]).params
-    options = record["options"]
-    assert (parsed["model"], parsed["length"], parsed["tolerance"]) == (options["model"], 1024, options["tolerance"])
-    assert [*parsed["methods"]] == options["methods"] == ["yarn", "nope"], "what it shows is what it ran"
+    shown = parse(ExtendOptions, shown[3:]).settings
+    assert to_dict(shown) == record["options"] and shown.methods == ("yarn", "nope"), "what it shows is what it ran"

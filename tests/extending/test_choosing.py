@@ -20,7 +20,7 @@ EDGES = (0, *range(2, 33, 2))  # a sixteenth of the target each
 SPREAD = [0.02 * (i % 5 - 2) for i in range(10)]  # of ten windows around their mean
 
 
-def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.0):
+def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.0, trained=False):
     """A method that reads ten windows with these losses up to and behind 16 tokens, and answers so many of 20 prompts.
 
     The losses of other methods differ from those by the same in every window, unless they have a spread of their own.
@@ -44,7 +44,7 @@ def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.
     )
     table = RotaryTable(torch.ones(2), 1.0, rope_type=rope_type, rope_theta=1e4, max_position_embeddings=TRAINED)
     scores = result_of(text, RetrievalResult("passkey", "single", cells, 0, "text", "", None, ()))
-    return Row(method, scores, (table,))
+    return Row(method, scores, (table,), trained)
 
 
 UNPATCHED = row("default", end=4.0, right=(20, 0))
@@ -55,7 +55,7 @@ def evaluator(*rows, unpatched=UNPATCHED, tolerance=0.01):
 
 
 def choose(*rows, unpatched=UNPATCHED, tolerance=0.01, **options):
-    return evaluator(*rows, unpatched=unpatched, tolerance=tolerance).choose([one.method for one in rows], **options)
+    return evaluator(*rows, unpatched=unpatched, tolerance=tolerance).choose([one.label for one in rows], **options)
 
 
 def test_retrieval_at_the_target_decides_first():
@@ -170,10 +170,12 @@ def test_a_single_candidate_is_measured_until_its_loss_is_clearly_within_or_beyo
 
 
 def test_a_trained_model_competes_with_the_untrained_one():
-    plain, trained = row("yarn", end=2.2), "yarn after training"
-    assert choose(plain, row(trained, end=2.21, spread=0.3)).method == trained, "they do not differ significantly"
-    assert choose(plain, row(trained, end=2.3)).method == "yarn", "the training made it worse"
-    assert choose(plain, row(trained, within=2.1, end=2.1)).method == "yarn", "the training costs too much"
+    plain = row("yarn", end=2.2)
+    found = choose(plain, row("yarn", end=2.21, spread=0.3, trained=True))
+    assert found.method == "yarn" and found.chosen.trained, "they do not differ significantly"
+    assert not choose(plain, row("yarn", end=2.3, trained=True)).chosen.trained, "the training made it worse"
+    costly = row("yarn", within=2.1, end=2.1, trained=True)
+    assert not choose(plain, costly).chosen.trained, "the training costs too much"
 
 
 def test_a_perplexity_that_is_lower_by_far_needs_no_interval():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,14 +19,15 @@ from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
 
 import rope_patch
-from rope_patch.cli.extend import extend as extend_command
+from rope_patch.cli.parsing import parse
 from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE, few_answers
 from rope_patch.extending import extend
 from rope_patch.extending.card import card
 from rope_patch.extending.choosing import BASIS
 from rope_patch.extending.looking import other_programs
-from rope_patch.extending.options import ExtendOptions, read_options
 from rope_patch.extending.run import Run
+from rope_patch.options.extend import ExtendOptions, ExtendSettings
+from rope_patch.options.writing import from_dict, to_dict, to_yaml
 
 pytestmark = pytest.mark.usefixtures("reloads_fork")
 
@@ -81,8 +81,9 @@ def test_the_card_and_the_record_say_why(extended):
     share = after.scores.retrieval["passkey"].first_choice(512)
     assert re.search(rf"passkey prompts of 512 tokens whose answer is first choice \| \S+ \| {share:.2f} ", page)
     assert record["other_programs"] == [] and "vLLM, SGLang and llama.cpp compute the same table" in page
-    options = ExtendOptions(**read_options(outcome.output / "extend.yaml"))
-    assert options.length == 512 and options.methods == ("yarn", "pi", "nope")
+    again = parse(ExtendOptions, ["--recipe", str(outcome.output / "extend.yaml"), "-o", "again"])
+    assert again.settings == outcome.options
+    assert record["options"] == json.loads(json.dumps(to_dict(outcome.options)))
 
 
 def test_the_card_says_it_where_the_unpatched_model_fails_within_its_trained_length(extended):
@@ -191,8 +192,8 @@ def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama,
 
 def test_a_recipe_says_what_no_option_does(tmp_path):
     def tokens(**values):
-        options = ExtendOptions(str(LLAMA), 512, methods=["yarn"], **values)
-        (tmp_path / "extend.yaml").write_text(options.to_yaml())
+        options = from_dict(ExtendSettings, {"model": str(LLAMA), "length": 512, "methods": ["yarn"], **values})
+        (tmp_path / "extend.yaml").write_text(to_yaml(options))
         arguments = ["extend", "--recipe", str(tmp_path / "extend.yaml"), "-o", str(tmp_path / "out"), "--dry-run"]
         result = invoke(*arguments, "--threads", "1")
         assert result.exit_code == 0, result.output
@@ -209,7 +210,10 @@ def test_a_recipe_says_what_no_option_does(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"mode": "multikey"}, {"tasks": ["passkey", "vt"]}], ids=str)
 def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
-    run, read = Run(llama, TOKENIZER, ExtendOptions("llama", **QUICK, **options), tmp_path / "out"), []
+    run, read = (
+        Run(llama, TOKENIZER, from_dict(ExtendSettings, {"model": "llama", **QUICK, **options}), tmp_path / "out"),
+        [],
+    )
     run.suite.smaller(2, 1).run(llama, on_progress=read.append)
     assert sum(read) == run.tokens_of(2, 1)
 
@@ -283,8 +287,8 @@ def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
         ({"methods": []}, "name a method beside 'default', which is always measured"),
         ({"methods": ["yarn", "yarn:factor=2"]}, "methods must differ from each other"),
         ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
-        ({"tolerance": -0.1}, "tolerance must be a share >= 0 such as 0.01, got -0.1"),
-        ({"tolerance": float("nan")}, "tolerance must be a share"),
+        ({"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
+        ({"tolerance": float("nan")}, "tolerance must be a number"),
         ({"exports": ["trt"]}, "unknown engine 'trt'. Known: "),
         ({"train_rows": 9}, r"train_rows needs train=True \(--train\)"),
         ({"length": 10**7, "methods": ["p_rope"]}, "the text has room for|too short|is shorter|ask for fewer"),
@@ -341,9 +345,13 @@ def test_trained_weights_of_a_gguf_file_are_left_to_the_converter(llama, tmp_pat
 def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(llama, tmp_path):
     options = {**QUICK, "methods": ["yarn"], "output": tmp_path / "out", "budget": 60, "tokens": 51_000}
     outcome = extend(llama, TOKENIZER, train=True, train_rows=8, **options)
-    rows = [row.method for row in outcome.comparison.rows]
-    assert rows == ["default", "yarn:factor=2", "yarn:factor=2 after training"]
-    assert outcome.choice.method == rows[-1] and outcome.training.tokens == 8 * 512
+    rows = [(row.method, row.trained) for row in outcome.comparison.rows]
+    assert rows == [("default", False), ("yarn:factor=2", False), ("yarn:factor=2", True)]
+    assert (
+        outcome.choice.method == "yarn:factor=2"
+        and outcome.choice.chosen.trained
+        and outcome.training.tokens == 8 * 512
+    )
     untrained, trained = (row.scores.perplexity.nll for row in outcome.comparison.rows[1:])
     assert trained < untrained
     merged = AutoModelForCausalLM.from_pretrained(outcome.output)
@@ -384,16 +392,8 @@ def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_pa
 def test_another_base_is_no_candidate_where_the_checkpoint_has_a_larger_one(tmp_path):
     rotary = {"rope_type": "default", "rope_theta": 1e6}
     model, said = tiny_model(vocab_size=1024, max_position_embeddings=256, rope_parameters=rotary), []
-    methods = Run(model, TOKENIZER, ExtendOptions("tiny", 512), tmp_path / "out", said.append).methods
+    methods = Run(model, TOKENIZER, ExtendSettings("tiny", 512), tmp_path / "out", said.append).methods
     assert "yarn:factor=2" in methods and not any(method.startswith("abf") for method in methods)
     assert said == ["abf is left out: no pair of this checkpoint would turn slower"]
-    named = ExtendOptions("tiny", 512, methods=("abf",))
+    named = ExtendSettings("tiny", 512, methods=("abf",))
     assert Run(model, TOKENIZER, named, tmp_path / "out").methods == ["abf:rope_theta=500000"]
-
-
-def test_the_command_has_the_defaults_of_python():
-    command = inspect.signature(extend_command).parameters
-    python = {field.name: field.default for field in fields(ExtendOptions) if field.name in command}
-    shared = {name: command[name].default for name in python if name not in ("model", "length")}
-    assert len(shared) > 10
-    assert {name: tuple(v) if name == "exports" else v for name, v in shared.items()} == {n: python[n] for n in shared}

@@ -1,0 +1,122 @@
+"""The options of ``rope-patch extend``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rope_patch.options import shared
+from rope_patch.options.evaluation import EvalSpec
+from rope_patch.options.fields import OptionSet, contained, flag, number, path, tokens, whole, word
+from rope_patch.options.shared import Machine
+
+CANDIDATES = ("yarn", "ntk", "abf", "mrrope", "cope", "llama3", "p_rope")
+"""Methods that compete by default, beside the checkpoint as it is."""
+
+
+@dataclass(frozen=True)
+class ExtendSettings(OptionSet):
+    """What a run of ``extend`` does; arguments of :func:`rope_patch.extend`, and what ``extend.yaml`` holds.
+
+    The spec measures the length to reach; a run adds shorter lengths, and reads as much as its rounds say.
+    """
+
+    model: str = shared.model()
+    length: int = tokens("The context length to reach.", least=2)
+    methods: tuple[str, ...] = word(
+        'The methods to compare, separated by spaces, for example "yarn:factor=4 p_rope:p=0.5"; rope-patch methods '
+        "lists them. The model as it is is always measured beside them.",
+        CANDIDATES,
+        metavar="METHODS",
+        several=True,
+        empty=True,
+    )
+    tolerance: float = number(
+        "By which share perplexity may rise within the context that the model was trained at: 0.01 is 1 %.",
+        0.01,
+        metavar="SHARE",
+        least=0,
+    )
+    fit: bool = flag(
+        "Also fit a rotary table to Python's code and let it compete. Its time is not counted in --budget."
+    )
+    train: bool = flag("Train the best method with LoRA, and let the trained model compete.")
+    train_text: str | None = word(
+        "With --train: a file, a folder or the hub id of a dataset. By default text that ships with Python.",
+        None,
+        metavar="PATH",
+    )
+    train_rows: int | None = whole(
+        "With --train: the number of rows, rounded up to a multiple of 8. By default 200, or as many as half of "
+        "--budget has time for.",
+        None,
+        least=1,
+    )
+    exports: tuple[str, ...] = word(
+        "Engines to export the result to as well, separated by spaces: vllm, sglang, and of a GGUF file gguf "
+        "(llama.cpp).",
+        (),
+        metavar="ENGINES",
+        name="export",
+        several=True,
+    )
+    budget: int | None = shared.budget()
+    evaluation: EvalSpec = contained(
+        EvalSpec,
+        without=("lengths", "samples", "windows", "longppl", "short_context", "bucket"),
+        lengths=(2,),
+        depths=(0.1, 0.5, 0.9),
+    )
+    machine: Machine = contained(Machine)
+
+    def __post_init__(self) -> None:
+        """Check the values; the unpatched model is no candidate, and none competes twice."""
+        super().__post_init__()
+        methods = tuple(dict.fromkeys(method for method in self.methods if method != "default"))
+        if not methods and not self.fit:
+            raise ValueError("name a method beside 'default', which is always measured, or give fit=True (--fit)")
+        given = [name for name in ("train_text", "train_rows") if getattr(self, name) is not None]
+        if given and not self.train:
+            raise ValueError(f"{given[0]} needs train=True (--train)")
+        object.__setattr__(self, "methods", methods)
+        object.__setattr__(self, "evaluation", replace(self.evaluation, lengths=(self.length,)))
+
+
+@dataclass(frozen=True)
+class ExtendOptions(OptionSet, command="extend"):
+    """Bring a checkpoint to a longer context: measure methods, choose one, write the checkpoint and check it.
+
+    All candidates are measured on little text, the better half on more, until one is ahead. The output folder is a
+    checkpoint that plain transformers loads, with a model card that shows the scores before and after, and
+    ``report.html``. If no method reaches the length, or each loses more than --tolerance at short texts, nothing is
+    written, the command says what would help, and the exit status is 4. If it is interrupted, run it again to continue.
+
+    Example: ``rope-patch extend ./llama --length 32k -o ./llama-32k --budget 30m``
+    """
+
+    settings: ExtendSettings = contained(ExtendSettings)
+    output: Path = shared.new_output()
+    config: tuple[Path, ...] = path(
+        "The extend.yaml of an earlier run: its options are the defaults of this one.",
+        (),
+        metavar="FILE",
+        name="recipe",
+        short=("-c",),
+        repeated=True,
+    )
+    dry_run: bool = flag(
+        "Load the model, measure its speed if --budget is given, print the steps with their tokens, and stop."
+    )
+    finish_now: bool = flag(
+        "Choose by the rounds that an interrupted run has finished, without training, and write that."
+    )
+    force: bool = shared.force()
+    report: bool = shared.report()
+    imports: tuple[str, ...] = shared.imports()
+    as_json: bool = shared.as_json()
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.dry_run and self.finish_now:
+            raise ValueError("--dry-run and --finish-now exclude each other")
