@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, L
 import rope_patch
 from measuring import command, environment, ratio, time_in_turn, write
 from rope_patch.methods import METHODS
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 SIZE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -79,7 +79,7 @@ class Decoding:
 @torch.no_grad()
 def rotary(model: Any, positions: torch.Tensor, steps: int) -> None:
     """Call the rotary module alone, as decoding does at each step."""
-    module, x = find_rotary(model).module, model.model.embed_tokens.weight[:1]
+    module, x = locate(model).module, model.model.embed_tokens.weight[:1]
     kinds = model.config.rope_parameters if "full_attention" in model.config.rope_parameters else (None,)
     for _ in range(steps):
         for kind in kinds:

@@ -16,9 +16,8 @@ _HOME = {
     "methods": "METHODS ABF PI Chain CoPE Default Llama3 LongRope Method MrRope NTK NoPE PRope PRopeReversed Partial "
     "Resonance Table Truncated TwoTables Yarn parse",
     "tables": "RotaryTable",
-    "patching.module": "PatchedRotary",
-    "patching.apply": "apply patched",
-    "patching.undo": "Patch restore",
+    "patching.rotary": "PatchedRotary",
+    "patching.install": "Patch apply patched restore",
     "patching.locate": "PatchError",
     "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
     "evaluation.perplexity": "perplexity",
@@ -77,12 +76,12 @@ if TYPE_CHECKING:
     from rope_patch.methods import parse as parse
     from rope_patch.options.evaluation import EvalSpec as EvalSpec
     from rope_patch.packaged import data_path as data_path
-    from rope_patch.patching.apply import apply as apply
-    from rope_patch.patching.apply import patched as patched
+    from rope_patch.patching.install import Patch as Patch
+    from rope_patch.patching.install import apply as apply
+    from rope_patch.patching.install import patched as patched
+    from rope_patch.patching.install import restore as restore
     from rope_patch.patching.locate import PatchError as PatchError
-    from rope_patch.patching.module import PatchedRotary as PatchedRotary
-    from rope_patch.patching.undo import Patch as Patch
-    from rope_patch.patching.undo import restore as restore
+    from rope_patch.patching.rotary import PatchedRotary as PatchedRotary
     from rope_patch.planning import Plan as Plan
     from rope_patch.planning import plan as plan
     from rope_patch.tables import RotaryTable as RotaryTable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,6 +85,16 @@ class RotaryTable:
         return self.attention_scaling == 1.0 and is_geometric(self.inv_freq, self.rope_theta)
 
     @property
+    def is_dynamic(self) -> bool:
+        """Whether the table changes during the forward pass, with the length."""
+        return changes_with_length({**(self.rope_parameters or {}), "rope_type": self.rope_type})
+
+    @property
+    def name(self) -> str:
+        """What the table is called in messages: its path, and its layer type where there are several."""
+        return self.path if self.layer_type is None else f"{self.path} [{self.layer_type}]"
+
+    @property
     def fingerprint(self) -> str:
         """Sixteen hex digits of the table and its scaling."""
         return fingerprint(self.inv_freq, self.attention_scaling)
@@ -127,12 +137,52 @@ class RotaryTable:
         )
 
     def __str__(self) -> str:
-        where = self.path if self.layer_type is None else f"{self.path} [{self.layer_type}]"
         slow = int(unrotated(self.inv_freq).sum())
         return (
-            f"{where}: {self.rope_type}, {self.pairs} pairs ({slow} unrotated), rope_theta {self.rope_theta:g}, "
+            f"{self.name}: {self.rope_type}, {self.pairs} pairs ({slow} unrotated), rope_theta {self.rope_theta:g}, "
             f"attention_scaling {self.attention_scaling:g}, table {self.fingerprint}"
         )
+
+
+Tables = Mapping[str | None, RotaryTable]
+"""The tables of a model by layer type; a single one, of None, where all layers have the same."""
+
+
+def choose_layer_types(
+    tables: Tables, layer_types: Sequence[str] | None, needed: Sequence[str] = ()
+) -> tuple[str | None, ...]:
+    """Return the layer types to patch: those named, or full attention; ``(None,)`` where there is one table for all.
+
+    Args:
+        tables: the tables of the model.
+        layer_types: the layer types that the user names.
+        needed: layer types that the method itself names, which must be among them.
+
+    Raises:
+        ValueError: an unknown layer type, none at all, one that is needed and not patched, or one named where there is
+            one table for all.
+    """
+    if None in tables:
+        if named := (*(layer_types or ()), *needed):
+            raise ValueError(f"this model has one table for all layers: leave out the layer type {', '.join(named)}")
+        return (None,)
+    chosen = ("full_attention",) if layer_types is None else layer_types
+    chosen = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+    if not chosen:
+        raise ValueError(f"layer_types is empty, so nothing would be patched. Known: {', '.join(map(str, tables))}")
+    for kind in (*chosen, *needed):
+        if kind not in tables:
+            raise ValueError(f"no table for layer type {kind!r}. Known: {', '.join(map(str, tables))}")
+        if kind not in chosen:
+            raise ValueError(f"the method is for {kind!r}, which is not patched: name it in layer_types (--layer-type)")
+    return chosen
+
+
+def changes_with_length(rope_parameters: Mapping[str, Any]) -> bool:
+    """Tell whether ``rope_parameters`` describe a table that changes during the forward pass, with the length."""
+    rope_type = rope_parameters.get("rope_type", "default")
+    two = rope_type == "longrope" and rope_parameters["short_factor"] != rope_parameters["long_factor"]
+    return "dynamic" in rope_type or two
 
 
 def other_keys(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def test_contributing_adds_a_method():
 
     patch = rope_patch.apply(tiny_model(), str(method))
     assert patch.after[None].inv_freq.tolist() == pytest.approx((patch.before[None].inv_freq * 0.5).tolist(), rel=1e-6)
-    rope_patch.verify(patch._state.location.model)
+    rope_patch.verify(patch._location.model)
 
 
 def test_import_does_no_work():

@@ -13,7 +13,7 @@ from torch import Tensor
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, twin
 from rope_patch.modeling.loss import fuse
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 MODES = {"float32": ("float32", "highest"), "tf32": ("float32", "high"), "bfloat16": ("bfloat16", "highest")}
 """The dtype of a model, and the precision of torch's matrix products in float32."""
@@ -101,14 +101,14 @@ def positions(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
         sides[f"patched, {precision}"] = twin(model)
         rope_patch.apply(sides[f"patched, {precision}"], "default", precision=precision)
     exact = [theta ** (-2 * i / width) for i in range(width // 2)]
-    in_use = find_rotary(model).module.inv_freq.double().tolist()  # rounded to float32, which far positions multiply
+    in_use = locate(model).module.inv_freq.double().tolist()  # rounded to float32, which far positions multiply
     tables = {"the exact table": exact, "the table in use": in_use}
     found: dict[str, dict[str, dict[str, float]]] = {name: {side: {} for side in sides} for name in tables}
     with torch.no_grad(), matmul_precision(MODES[mode][1]):
         for position in POSITIONS:
             where = torch.tensor([[position]], device=setting.device)
             for side, one in sides.items():
-                got = torch.cat([part[0, :, : width // 2] for part in find_rotary(one).module(x, where)]).double().cpu()
+                got = torch.cat([part[0, :, : width // 2] for part in locate(one).module(x, where)]).double().cpu()
                 for name, table in tables.items():
                     angles = torch.tensor(table, dtype=torch.float64) * position
                     expected = torch.stack([angles.cos(), angles.sin()])

@@ -64,13 +64,13 @@ METHODS = (
 PATCHING = (
     Mutation(
         "table_of_a_tracer_is_kept",
-        "rope_patch/patching/module.py",
+        "rope_patch/patching/rotary.py",
         "if type(cached) is Tensor:  #",
         "if isinstance(cached, Tensor):  #",
     ),
     Mutation(
         "cos_and_sin_are_rounded_where_the_family_keeps_float32",
-        "rope_patch/patching/module.py",
+        "rope_patch/patching/rotary.py",
         "dtype = torch.float32 if self.keep_float32 else x.dtype",
         "dtype = x.dtype",
     ),

@@ -26,7 +26,7 @@ from rope_patch.modeling.attention_probe import attending_with, window_alone, wi
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.sources import layers_text, refuse_prompts
 from rope_patch.modeling.streaming import text_digest, token_rows
-from rope_patch.patching.locate import device_of, find_rotary
+from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
 
 NAME = "rope_patch_attention_mass"
@@ -77,7 +77,7 @@ def measure_heads(
         raise ValueError(f"offsets must be >= 2 and block >= 1, got {offsets} and {block}")
     rows = token_rows(token_ids)
     refuse_prompts(model)
-    root: Any = find_rotary(model).model
+    root: Any = locate(model).model
     vocabulary = root.get_input_embeddings().num_embeddings
     if int(rows.min()) < 0 or int(rows.max()) >= vocabulary:
         raise ValueError(f"token ids must be in [0, {vocabulary}), got {int(rows.min())} to {int(rows.max())}")

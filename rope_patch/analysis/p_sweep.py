@@ -24,7 +24,7 @@ from rope_patch.evaluation.text import builtin_text
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.statistics import Capture, LayerCapture
 from rope_patch.options.analyze import TOLERANCE
-from rope_patch.patching.apply import patched
+from rope_patch.patching.install import patched
 from rope_patch.patching.verify import inspect_model
 
 CONTEXT = 8192

@@ -18,8 +18,8 @@ from transformers.utils.hub import cached_file
 
 from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.errors import blamed_on, read_json
-from rope_patch.patching.encoding import add_older_keys
 from rope_patch.patching.locate import PatchError
+from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.record import PatchRecord, same_tables
 from rope_patch.patching.verify import verify_model
 from rope_patch.runtime.folders import check_source, is_gguf, write_atomically

@@ -13,7 +13,7 @@ from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_patch import verify_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
-from rope_patch.patching.apply import reapply
+from rope_patch.patching.install import reapply
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection, inspect_model, verify_model
 from rope_patch.runtime.folders import is_gguf

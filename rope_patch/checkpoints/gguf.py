@@ -18,11 +18,9 @@ from rope_patch.checkpoints.gguf_table import same_table, sliding_base, table_in
 from rope_patch.checkpoints.reading import in_gguf, read_tokenizer
 from rope_patch.errors import blamed_on
 from rope_patch.methods import Table
-from rope_patch.patching.apply import apply, reapply
-from rope_patch.patching.base_tables import settings_of
-from rope_patch.patching.locate import PatchError, find_rotary
-from rope_patch.patching.record import PatchRecord, TableRecord
-from rope_patch.patching.undo import rebase
+from rope_patch.patching.install import apply, reapply, rebase
+from rope_patch.patching.locate import PatchError, locate
+from rope_patch.patching.record import PatchRecord, TableRecord, settings_of
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.tables import RotaryTable
 
@@ -89,7 +87,7 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
         kind = _table_like(model, in_file).layer_type
         table = Table(tuple(in_file.inv_freq.tolist()), in_file.attention_scaling)
         patch = apply(model, table, layer_types=None if kind is None else [kind])
-        settings = settings_of(find_rotary(model).config)
+        settings = settings_of(locate(model).config)
         patch.restore()
         rebase(model, settings)
     _check_sliding(model, path)
@@ -103,7 +101,7 @@ def weights_in_file(model: Any) -> dict[str, str]:
     Returns:
         ``{"weights": "dequantized Q4_1"}``; nothing for a model that came from elsewhere.
     """
-    found = getattr(find_rotary(model).model, _WEIGHTS, None)
+    found = getattr(locate(model).model, _WEIGHTS, None)
     return {"weights": found} if isinstance(found, str) else {}
 
 

@@ -30,10 +30,9 @@ from rope_patch.checkpoints.gguf_table import (
 )
 from rope_patch.methods import MethodLike, as_method, longrope_parameters
 from rope_patch.methods.two_tables import check_one_table
+from rope_patch.patching.encode import TableChange
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
-from rope_patch.patching.targets import resolve_factor
-from rope_patch.patching.undo import TableChange
 from rope_patch.tables import RotaryTable
 
 BEFORE_KEY = "rope_patch.patching.before"
@@ -100,7 +99,7 @@ def patch_gguf(
     _check_one_table(opened, found.tables[0], source)
     before = _base(found.tables[0])
     check_one_table(chosen, "a GGUF file")
-    chosen = resolve_factor(chosen, [before], target_length)
+    chosen = chosen.extended_to([before], target_length)
     reach = chosen.reach(before) or 0
     if target_length is None and reach > before.max_position_embeddings:
         target_length = reach

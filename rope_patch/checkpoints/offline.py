@@ -18,11 +18,10 @@ from rope_patch.checkpoints.reading import building, check_older_keys, config_js
 from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
 from rope_patch.methods import MethodLike
-from rope_patch.patching.apply import apply, reapply
-from rope_patch.patching.encoding import add_older_keys
+from rope_patch.patching.install import Patch, apply, reapply, restore
 from rope_patch.patching.locate import PatchError
+from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.record import PatchRecord
-from rope_patch.patching.undo import Patch, restore
 from rope_patch.patching.verify import verify_model
 from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 

@@ -14,8 +14,8 @@ from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_reader import read_once
 from rope_patch.errors import blamed_on, in_one_line, read_json
-from rope_patch.patching.encoding import older_differences, text_part
 from rope_patch.patching.locate import PatchError
+from rope_patch.patching.older_keys import older_differences, text_part
 from rope_patch.runtime.folders import check_source, is_gguf
 
 

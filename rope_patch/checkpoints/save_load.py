@@ -40,9 +40,9 @@ from rope_patch.errors import blamed_on
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.methods.parameters import written
 from rope_patch.methods.registry import is_built_in
-from rope_patch.patching.apply import apply, reapply
-from rope_patch.patching.encoding import text_part
-from rope_patch.patching.locate import PatchError, find_rotary
+from rope_patch.patching.install import apply, reapply
+from rope_patch.patching.locate import PatchError, locate
+from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.record import PatchRecord, hashes, same_tables
 from rope_patch.patching.verify import verify_model
 from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf
@@ -99,7 +99,7 @@ def save(
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
     check_adapters(model, record, trusted, save_options.get("selected_adapters"))
-    forget_quantization(find_rotary(model).model)
+    forget_quantization(locate(model).model)
     _warn_of_precision(record)
     if processes()[0] > 0 or not save_options.get("is_main_process", True):
         with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
@@ -108,12 +108,12 @@ def save(
     with folder_in_one_move(out) as folder:
         inner.save_pretrained(folder, **save_options)
         if tokenizer is None:
-            copy_tokenizer(find_rotary(model).model, folder, beside=Path(out))
+            copy_tokenizer(locate(model).model, folder, beside=Path(out))
         elif tokenizer is not False:
             tokenizer.save_pretrained(folder)
         bring_settings(Path(out), folder)
         put_record(record, folder)
-        if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, find_rotary(model).model)):
+        if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, locate(model).model)):
             raise ValueError(
                 f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
                 "adapters merged or unloaded, no part of a state_dict, layers as transformers builds them"
@@ -240,7 +240,7 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
         )
     else:
         _check_loaded(source, model, loaded)
-    own = find_rotary(model).record
+    own = locate(model).record
     if (stated := text_part(config).get("rope_patch")) is not None:
         if own is None or own.to_dict() != PatchRecord.from_dict(stated).to_dict():
             raise PatchError(
@@ -290,7 +290,7 @@ def _load_under_adapter(
             model, loaded = _from_pretrained(bare, from_pretrained)
         _check_loaded(base, model, loaded)
     model.name_or_path = model.config.name_or_path = base
-    recorded = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
+    recorded = record or locate(model).record  # an adapter's own patch may have replaced its base's
     if patch is not None:
         patch(model)
     elif recorded is not None:
@@ -357,7 +357,7 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     adapter, peft_options = _in_subfolder(adapter, peft_options)
     check_source(adapter, [ADAPTER_FILE])
     hub = {key: value for key, value in peft_options.items() if key in HUB_OPTIONS}
-    record, own = read_record(adapter, **hub), find_rotary(model).record
+    record, own = read_record(adapter, **hub), locate(model).record
     if record is None:
         if own is not None:
             raise PatchError(

@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
 from rope_patch.errors import read_json
-from rope_patch.patching.base_tables import quiet
+from rope_patch.patching.record import quiet
 
 INDEX_FILE = "model.safetensors.index.json"
 

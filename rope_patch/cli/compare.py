@@ -34,7 +34,7 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.spec import check_tasks
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.patching.targets import for_target
+    from rope_patch.patching.install import for_target
     from rope_patch.patching.verify import trained_length
 
     if options.report:  # an error without matplotlib comes first

@@ -36,7 +36,7 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.kv_evaluation import run as engine
     from rope_patch.kv_evaluation.reading import CheckReading
-    from rope_patch.patching.targets import for_target
+    from rope_patch.patching.install import for_target
 
     if options.report:  # an error without matplotlib comes first
         pass

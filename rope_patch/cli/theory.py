@@ -54,11 +54,10 @@ def _plain(head_dim: int, rope_theta: float) -> Any:
 def _table_of(model: str) -> Any:
     """Return the base table of a checkpoint, read from its config; of several the one that methods patch by default."""
     from rope_patch.checkpoints.offline import skeleton
-    from rope_patch.patching.base_tables import read_tables
-    from rope_patch.patching.locate import find_rotary
-    from rope_patch.patching.targets import choose_layer_types
+    from rope_patch.patching.locate import locate
+    from rope_patch.tables import choose_layer_types
 
-    tables, _ = read_tables(find_rotary(skeleton(model)))
+    tables = locate(skeleton(model)).static_tables(None)
     return tables[choose_layer_types(tables, None)[0]]
 
 

@@ -23,9 +23,8 @@ from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.modeling.scoring import name_of
-from rope_patch.patching.apply import patched
-from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.targets import for_target
+from rope_patch.patching.install import for_target, patched
+from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model, trained_length
 from rope_patch.runtime.finished import finite, open_cache
 from rope_patch.tables import RotaryTable
@@ -306,7 +305,7 @@ def compare(
     names = [str(method) for method in resolved]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
-    record = find_rotary(model).record
+    record = locate(model).record
     for method in resolved:  # a method that does not fit this model fails before the first is measured
         with under(model, method, record is not None, shared):
             pass

@@ -24,7 +24,7 @@ from rope_patch.evaluation.spec import WINDOWS, EvalSpec
 from rope_patch.methods import Default
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader, fingerprint, losses
-from rope_patch.patching.apply import patched
+from rope_patch.patching.install import patched
 from rope_patch.runtime.finished import key
 from rope_patch.runtime.progress import Progress
 

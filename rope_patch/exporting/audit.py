@@ -20,8 +20,8 @@ from rope_patch.exporting.contexts import kind_of
 from rope_patch.exporting.engines import check
 from rope_patch.exporting.readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.exporting.rules import SHARE, Built, relative_difference
-from rope_patch.patching.encoding import OLDER_FAIL, older_keys, one_base_keys, text_part
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
+from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime.folders import is_gguf
@@ -135,7 +135,7 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
     with torch.device("meta"), building(source):
         model = AutoModelForCausalLM.from_config(config)
     found = inspect_model(model)
-    text = find_rotary(model).config
+    text = locate(model).config
     stated = StatedConfig(
         model_type=str(text.model_type),
         outer_type=str(config.model_type),
@@ -275,8 +275,8 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
         model = AutoModelForCausalLM.from_config(load_config(source))
     plain = inspect_model(model)
     tables = {table.layer_type: table for table in plain.tables}
-    count = int(find_rotary(model).config.num_hidden_layers)
-    types = getattr(find_rotary(model).config, "layer_types", None) or [None] * count
+    count = int(locate(model).config.num_hidden_layers)
+    types = getattr(locate(model).config, "layer_types", None) or [None] * count
     layers = {kind: tuple(i for i in range(count) if kind in (None, types[i])) for kind in tables}
     rows = []
     for own in _own_rows(plain, layers):

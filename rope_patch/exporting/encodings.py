@@ -13,17 +13,10 @@ from rope_patch import frequencies
 from rope_patch.exporting import contexts
 from rope_patch.exporting.rules import DIALECTS, RefusesError, build
 from rope_patch.methods import longrope_parameters
-from rope_patch.patching.base_tables import (
-    READ_GLOBAL,
-    base_of,
-    config_with,
-    encoding_of,
-    original_rotary,
-    scaling_of,
-    settings_of,
-)
-from rope_patch.patching.locate import RotaryLocation, original_tables
-from rope_patch.patching.readers import DecoderReaders
+from rope_patch.patching.encode import change_for_readers, completed
+from rope_patch.patching.locate import Location
+from rope_patch.patching.record import READ_GLOBAL, build_rotary, config_with, settings_of
+from rope_patch.patching.rotary import original_tables, scaling_of
 from rope_patch.tables import RotaryTable
 
 _SHARE = "partial_rotary_factor"
@@ -65,7 +58,7 @@ def _reads(program: str, encoded: Mapping[str, Any], table: RotaryTable, model_t
         return False
 
 
-def config_keys(location: RotaryLocation, tables: Sequence[RotaryTable], *, everywhere: bool) -> dict[str, Any]:
+def config_keys(location: Location, tables: Sequence[RotaryTable], *, everywhere: bool) -> dict[str, Any]:
     """Return the config keys that encode all tables of a model, checked against its original rotary class.
 
     Args:
@@ -81,25 +74,23 @@ def config_keys(location: RotaryLocation, tables: Sequence[RotaryTable], *, ever
         table.layer_type: _without_ignored_factor(location, table, encoding_for(table, kind, everywhere=everywhere))
         for table in tables
     }
-    readers, reason = DecoderReaders(location, location.config), "the table is another"
-    completed = [readers.completed(each, encoding_of(location.config, name)) for name, each in encoded.items()]
-    module, _ = base_of(location)
-    for variant in zip(*completed, strict=False):
+    reason = "the table is another"
+    for variant in zip(*(completed(location, name, each) for name, each in encoded.items()), strict=False):
         parameters: dict[Any, Any] = dict(zip(encoded, variant, strict=True)) if None not in encoded else variant[0]
         settings = settings_of(location.config) | {"rope_parameters": parameters}
         if getattr(location.config, "is_heterogeneous", False) and any(s["rope_type"] == "longrope" for s in variant):
             settings[READ_GLOBAL] = True
         config = config_with(location.config, settings)
-        rebuilt = original_rotary(type(module), config)
+        rebuilt = build_rotary(location.rotary_class, config)
         if all(builds(rebuilt, table) for table in tables):
-            if (objection := readers.objection(config)) is None:
+            if (changed := change_for_readers(location, config)) is None:
                 return settings
-            reason = objection
+            reason = changed
     names = ", ".join(map(str, tables))
     raise ValueError(f"{type(location.model).__name__} does not build {names} from {[*encoded.values()]}: {reason}")
 
 
-def _without_ignored_factor(location: RotaryLocation, table: RotaryTable, encoded: dict[str, Any]) -> dict[str, Any]:
+def _without_ignored_factor(location: Location, table: RotaryTable, encoded: dict[str, Any]) -> dict[str, Any]:
     """Leave out a ``partial_rotary_factor`` that transformers ignores on this family (Llama): vLLM would obey it."""
     factor = encoded.get(_SHARE)
     if factor is None or table.layer_type is not None or encoded.get("rope_type") == "proportional":

@@ -33,9 +33,9 @@ from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
 from rope_patch.exporting.folders import read_tables
 from rope_patch.exporting.readings import PROGRAMS, StatedConfig, reading_of
 from rope_patch.methods import MethodLike
-from rope_patch.patching.apply import apply
-from rope_patch.patching.encoding import text_part
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.install import apply
+from rope_patch.patching.locate import locate
+from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.record import about_two_tables
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
@@ -96,7 +96,7 @@ class PatchedCheckpoint:
 
     def settings(self, *, everywhere: bool) -> dict[str, Any]:
         """Return the keys of a config that state the tables, for transformers or for engines, too."""
-        keys = config_keys(find_rotary(self.model), self.tables, everywhere=everywhere)
+        keys = config_keys(locate(self.model), self.tables, everywhere=everywhere)
         if everywhere:
             keys |= dict.fromkeys(other_contexts(self.stated.complete), self.context)
         return {key: value for key, value in keys.items() if value is not None}
@@ -149,7 +149,7 @@ def flags(
     if is_gguf(source) and program != "llama.cpp":
         raise ValueError(f"{source} is a GGUF file, which {program} options do not fit: give the checkpoint's folder")
     model = skeleton(source)
-    if find_rotary(model).record is not None:
+    if locate(model).record is not None:
         raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
     whole = {} if is_gguf(source) else config_json(source)
     if program != "llama.cpp" and isinstance(whole.get("text_config"), dict):
@@ -158,9 +158,9 @@ def flags(
             f"keys that {program} sets on the whole config would change nothing. rope-patch apply {source} METHOD "
             "-o FOLDER writes a patched folder, and rope-patch audit FOLDER says what is known of programs that read it"
         )
-    before = find_rotary(model).config.to_dict()
+    before = locate(model).config.to_dict()
     patch = apply(model, method, target_length=target_length, layer_types=layer_types)
-    config = find_rotary(model).config
+    config = locate(model).config
     reach = max(patch.method.reach(patch.before[kind]) or 0 for kind in patch.record.layer_types)
     tables = with_context(read_tables(model), target_length or max(reach, int(config.max_position_embeddings)))
     stated = StatedConfig(

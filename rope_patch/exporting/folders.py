@@ -15,9 +15,8 @@ from rope_patch.checkpoints.offline import copied, skeleton
 from rope_patch.exporting.contexts import other_contexts
 from rope_patch.exporting.encodings import config_keys, with_context
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
-from rope_patch.patching.base_tables import is_dynamic, where
-from rope_patch.patching.encoding import OLDER_FAIL, older_keys, one_base_keys, text_part
-from rope_patch.patching.locate import PatchError, find_rotary
+from rope_patch.patching.locate import PatchError, locate
+from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.folders import is_gguf, write_atomically
 from rope_patch.tables import RotaryTable
@@ -36,7 +35,7 @@ def read_tables(model: PreTrainedModel, context: int | None = None) -> tuple[Rot
         PatchError: they are not.
         ValueError: a table that changes with the length, or one that only numbers describe.
     """
-    location = find_rotary(model)
+    location = locate(model)
     if location.record is not None:
         verify_model(model)
         if location.record.precision != "float32":
@@ -46,9 +45,9 @@ def read_tables(model: PreTrainedModel, context: int | None = None) -> tuple[Rot
     context = int(location.config.max_position_embeddings) if context is None else context
     tables = with_context(inspect_model(model).tables, context)
     for table in tables:
-        if table.rope_parameters is not None and is_dynamic(table.rope_parameters, table.rope_type):
+        if table.is_dynamic:
             raise ValueError(
-                f"{where(table)} changes with the length during generation ({table.rope_type}): fix it first, "
+                f"{table.name} changes with the length during generation ({table.rope_type}): fix it first, "
                 "rope-patch apply MODEL default --freeze-at LENGTH -o FOLDER"
             )
     return tables
@@ -120,7 +119,7 @@ def export_folder(
 def _config(
     model: PreTrainedModel, tables: Sequence[RotaryTable], to: str
 ) -> tuple[dict[str, Any], Mapping[str, Any], list[str]]:
-    location = find_rotary(model)
+    location = locate(model)
     settings = config_keys(location, tables, everywhere=to != "hf")
     parameters: dict[str, Any] = settings["rope_parameters"]
     config: dict[str, Any] = json.loads(model.config.to_json_string())

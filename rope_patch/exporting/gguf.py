@@ -16,9 +16,8 @@ from rope_patch.checkpoints.gguf_patch import with_table, write
 from rope_patch.checkpoints.gguf_table import Graph, graph_of
 from rope_patch.checkpoints.offline import copied
 from rope_patch.checkpoints.tokenizer_length import restore_length
-from rope_patch.patching.base_tables import is_dynamic
-from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.undo import restore
+from rope_patch.patching.install import restore
+from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.folders import scratch_folder
 from rope_patch.tables import RotaryTable
@@ -69,9 +68,9 @@ def export_gguf(
         OSError: nothing to load, an unwritable ``out``, a full disk; ``out`` is then as it was.
         ImportError: the package gguf is missing.
     """
-    config: Any = find_rotary(model).config
+    config: Any = locate(model).config
     graph = graph_of(config.model_type)
-    table, record = _one_table(model, graph), find_rotary(model).record
+    table, record = _one_table(model, graph), locate(model).record
     _warn_of_window(config, graph, table)
     base = table
     if record is not None:
@@ -97,14 +96,14 @@ def _one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
         PatchError: a patched model does not use what its record says.
         ValueError: a table that changes with the length, or several that llama.cpp cannot express.
     """
-    record = find_rotary(model).record
+    record = locate(model).record
     if record is not None:
         verify_model(model)
         if record.precision != "float32":
             warnings.warn(f"llama.cpp computes angles in float32, this patch in {record.precision}", stacklevel=3)
     tables = {table.layer_type: table for table in inspect_model(model).tables}
     for table in tables.values():
-        if table.rope_parameters is not None and is_dynamic(table.rope_parameters, table.rope_type):
+        if table.is_dynamic:
             raise ValueError(f"{table.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")
     if set(tables) == {None}:
         return tables[None]

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rope_patch import frequencies
-from rope_patch.patching.base_tables import CONFIG_KEYS
+from rope_patch.patching.record import CONFIG_KEYS
 from rope_patch.tables import RotaryTable
 
 _NORM = re.compile(r"\.[qk]_(layer)?norm(\.norms\.\d+)?\.(weight|bias)$")

@@ -23,8 +23,8 @@ from rope_patch.exporting.gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.exporting.lora import check_adapter, copy_adapter
 from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
-from rope_patch.patching.apply import apply, reapply
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.install import apply, reapply
+from rope_patch.patching.locate import locate
 from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime.folders import is_gguf, scratch_folder
@@ -193,7 +193,7 @@ def _gguf(
     on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write a GGUF file for llama.cpp."""
-    notes = about_two_tables(find_rotary(model).record)
+    notes = about_two_tables(locate(model).record)
     if not all(table.is_geometric for table in inspect_model(model).tables):
         notes.append(
             f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(output)!r}) reads all"
@@ -213,7 +213,7 @@ def _gguf(
 
 def _save(model: nn.Module, folder: Path, origin: str) -> None:
     """Save a model in memory, patched or not, with the tokenizer of the checkpoint it came from if that is found."""
-    if find_rotary(model).record is not None:
+    if locate(model).record is not None:
         checkpoints.save(model, folder)
     else:
         pretrained: Any = model
@@ -241,7 +241,7 @@ def _as_model(
     on_progress("base and adapter, merged")
     merged = loaded.merge_and_unload()
     with scratch_folder(output) as folder:
-        if find_rotary(merged).record is not None:
+        if locate(merged).record is not None:
             checkpoints.save(merged, folder)
         else:
             merged.save_pretrained(folder)
@@ -284,7 +284,7 @@ def _folder(
         def finish(folder: Path) -> None:
             copy_adapter(source, folder / "adapter")
 
-    notes += about_two_tables(find_rotary(model).record)
+    notes += about_two_tables(locate(model).record)
     return export_folder(
         model,
         weights,

@@ -8,7 +8,7 @@ from typing import Any
 from rope_patch.exporting.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
 from rope_patch.exporting.readings import PROGRAMS
 from rope_patch.options.extend import ExtendSettings
-from rope_patch.patching.undo import Patch
+from rope_patch.patching.install import Patch
 from rope_patch.patching.verify import inspect_model
 from rope_patch.planning import plan
 from rope_patch.runtime.folders import is_gguf

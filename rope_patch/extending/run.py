@@ -24,9 +24,8 @@ from rope_patch.extending.writing import check, write
 from rope_patch.methods import as_method
 from rope_patch.options.extend import CANDIDATES, ExtendSettings
 from rope_patch.options.writing import from_dict, to_yaml
-from rope_patch.patching.apply import patched
-from rope_patch.patching.locate import PatchError, find_rotary
-from rope_patch.patching.targets import for_target
+from rope_patch.patching.install import for_target, patched
+from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, trained_length
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.parallel import alone, processes
@@ -117,7 +116,7 @@ class Run:
         self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
         self.on_step, self.on_progress = on_step, on_progress
         self.work = output.with_name(f"{output.name}.work")
-        record = find_rotary(model).record
+        record = locate(model).record
         if record is not None:
             raise PatchError(
                 f"the model is patched already, with {record.to_method()}: give the checkpoint before the patch, or "

@@ -26,7 +26,7 @@ from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.writing import to_dict, to_yaml
-from rope_patch.patching.apply import patched
+from rope_patch.patching.install import patched
 from rope_patch.runtime.finished import finite
 from rope_patch.runtime.folders import (
     file_in_one_move,

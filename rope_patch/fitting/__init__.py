@@ -11,7 +11,7 @@ evolution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -25,11 +25,8 @@ from rope_patch.fitting.running import FitRun
 from rope_patch.fitting.texts import second_domain, split_text
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.fit import FitSettings
-from rope_patch.patching.apply import apply
-from rope_patch.patching.base_tables import read_tables
-from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.targets import for_target
-from rope_patch.patching.undo import Patch
+from rope_patch.patching.install import Patch, apply, for_target
+from rope_patch.patching.locate import locate
 
 __all__ = ["Candidate", "FittedPatch", "fit", "held_out_spec"]
 
@@ -94,7 +91,7 @@ def held_out_spec(model: nn.Module, target_length: int, *, seed: int = 0, **chan
     """
     if not isinstance(target_length, int):
         raise ValueError(f"target_length must be a whole number of tokens, got {target_length!r}")
-    tables, _ = read_tables(find_rotary(model))
+    tables = locate(model).static_tables(None)
     trained = min(table.context for table in tables.values())
     if target_length < trained:
         raise ValueError(f"the target of {target_length} tokens lies below the trained length of {trained}")
@@ -156,12 +153,13 @@ def fit(
         chosen = best(candidates)
         last = apply(model, chosen.method, replace=True, target_length=target_length)
     except BaseException:
-        first._state.reinstate()
+        first.reinstate()
         raise
     unanswered = max(candidate.means["retrieval"][trained] for candidate in candidates) < ANSWERED
     warnings = [TEXT_ALONE] * (not retrieval) + [NO_ANSWERS] * unanswered
-    return FittedPatch(
-        **{f.name: getattr(last, f.name) for f in fields(Patch)} | {"_state": first._state},  # what restore() gives
+    return FittedPatch.joined(
+        first,
+        last,
         candidates=candidates,
         chosen=chosen.name,
         losses=tuple(run.losses),

@@ -19,8 +19,8 @@ from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.trainable_table import TrainableTable
-from rope_patch.patching.apply import apply
-from rope_patch.patching.locate import device_of, find_rotary
+from rope_patch.patching.install import apply
+from rope_patch.patching.locate import device_of, locate
 
 LEARNING_RATE = 0.04
 """Of the logarithms of the frequencies, shared by text and answers. It rises over ``WARM`` of the steps, because Adam's
@@ -60,7 +60,7 @@ class FitRun:
     def __init__(self, method: Method, rows: Rows, evaluator: Evaluator, retrieval: float) -> None:
         self.model, self.method, self.rows, self.evaluator = evaluator.model, method, rows, evaluator
         self.weight = retrieval
-        self.site = find_rotary(self.model)
+        self.site = locate(self.model)
         module: Any = self.site.module
         kinds = [kind for kind in module.tables if kind in self.site.record.layer_types]  # type: ignore[union-attr]
         self.table = TrainableTable(module, kinds).to(device_of(self.model))

@@ -23,8 +23,8 @@ from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.modeling.scoring import Reader, fingerprint
-from rope_patch.patching.apply import apply, reapply
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.install import apply, reapply
+from rope_patch.patching.locate import locate
 from rope_patch.patching.record import key_of
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.text import did_you_mean
@@ -129,7 +129,7 @@ class RopePatchLM(AnsweringLM):
             reapply(self.model, record)
         elif getattr(self.model.config.get_text_config(), "rope_patch", None):
             verify_model(self.model)  # what the original loader built, before ours takes its place
-            reapply(self.model, find_rotary(self.model).record)  # type: ignore[arg-type]
+            reapply(self.model, locate(self.model).record)  # type: ignore[arg-type]
         # It would warn of the length before the patch; prompts that do not fit are refused.
         self.tokenizer.model_max_length = max(self.tokenizer.model_max_length, self.max_length)
         self.reader = Reader(self.model)

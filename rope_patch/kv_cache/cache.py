@@ -16,9 +16,8 @@ from rope_patch.kv_cache.attention import running
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.patching.base_tables import layout_in_use
 from rope_patch.patching.cache_argument import cache_in
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import Location, locate
 
 
 class QuantizedCache(Cache):
@@ -72,17 +71,14 @@ def _digest(plans: Mapping[int, LayerPlan]) -> str:
 
 
 @contextlib.contextmanager
-def noting_turns(module: nn.Module, run: SchemeRun) -> Iterator[None]:
-    """Record the latest cos and sin of each pair from a rotary module within a ``with`` block."""
-    layouts = {}
+def noting_turns(location: Location, run: SchemeRun) -> Iterator[None]:
+    """Record the latest cos and sin of each pair from a model's rotary module within a ``with`` block."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        if kind not in layouts:
-            layouts[kind] = layout_in_use(module, kind)
-        run.turns[kind] = layouts[kind].pairs(output)
+        run.turns[kind] = location.layout.pairs(output)
 
-    handle = module.register_forward_hook(note, with_kwargs=True)
+    handle = location.module.register_forward_hook(note, with_kwargs=True)
     try:
         yield
     finally:
@@ -133,13 +129,13 @@ def quantized(
         ValueError: as for ``plan_layers`` and ``Scheme.parse``.
     """
     planned = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
-    location = find_rotary(model)
+    location = locate(model)
     root: Any = location.model
     run = SchemeRun(plan_layers(model, planned, means=means, context=context))
 
     with contextlib.ExitStack() as stack:
         if any(plan.key.pre for plan in run.plans.values()):
-            stack.enter_context(noting_turns(location.module, run))
+            stack.enter_context(noting_turns(location, run))
         decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
         stack.callback(decoder.register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
         full = all(side.format == "none" for plan in run.plans.values() for side in (plan.key, plan.value))

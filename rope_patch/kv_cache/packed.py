@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, QuantizedCache
 
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
-from rope_patch.patching.locate import device_of, find_rotary
+from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.two_tables import reaching
 
 BACKENDS = {"fp8": (8,), "quanto": (2, 4), "hqq": (1, 2, 4, 8)}
@@ -101,7 +101,7 @@ def packed_caches(
     """
     if token_ids.ndim != 1 or not len(token_ids) or new_tokens < 1 or rounds < 1:
         raise ValueError("give a prompt of shape (tokens,), and at least one token to decode and one round")
-    location = find_rotary(model)
+    location = locate(model)
     config: Any = location.model.config
     makers: dict[str, Callable[[], Cache]] = {"": lambda: DynamicCache(config=config)}
     makers |= {name: _maker(model, name) for name in dict.fromkeys(names)}
@@ -138,7 +138,7 @@ def _decode(model: Any, token_ids: Tensor, cache: Cache, new_tokens: int) -> tup
     """Return the tokens decoded after the prompt, and the seconds per token."""
     device = device_of(model.get_input_embeddings())
     ids = token_ids[None].to(device)
-    through = {cache_argument(find_rotary(model).decoder): cache, "use_cache": True}
+    through = {cache_argument(locate(model).decoder): cache, "use_cache": True}
     out, began = [], 0.0
     for i in range(new_tokens + 1):  # the last token is read, too, so that the cache holds it
         if i == 1:
@@ -191,7 +191,7 @@ def _maker(model: nn.Module, name: str) -> Callable[[], Cache]:
     known = [b if b == "fp8" else f"{b}-{n}" for b, sizes in BACKENDS.items() for n in sizes]
     if name not in known:
         raise ValueError(f"unknown packed cache {name!r}. Known: {', '.join(known)}")
-    config: Any = find_rotary(model).model.config
+    config: Any = locate(model).model.config
     text = config.get_text_config(decoder=True)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     options: dict[str, Any] = {}

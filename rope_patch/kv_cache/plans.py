@@ -15,7 +15,7 @@ from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.sources import Sources, find_sources, split_pairs
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 Tokens = TypeVar("Tokens", int, Tensor)
 PROBE = 8
@@ -240,7 +240,7 @@ def key_means(model: nn.Module, token_ids: Tensor) -> dict[int, Tensor]:
 
 
 def _sources(model: nn.Module) -> Sources:
-    root: Any = find_rotary(model).model
+    root: Any = locate(model).model
     size = root.get_input_embeddings().num_embeddings
     with in_eval_mode(model):
         return find_sources(model, torch.arange(PROBE) * max(1, size // (2 * PROBE)) % size)

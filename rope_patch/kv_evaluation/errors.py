@@ -24,7 +24,7 @@ from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_probe import attending_with
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.statistics import pairs_of
-from rope_patch.patching.locate import device_of, find_rotary
+from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
 
 NAME = "rope_patch_kv_errors"
@@ -85,7 +85,7 @@ def attention_errors(
     """
     if token_ids.ndim != 1 or not len(token_ids):
         raise ValueError(f"token_ids must be (tokens,), got shape {tuple(token_ids.shape)}")
-    site = find_rotary(model)
+    site = locate(model)
     root: Any = site.model
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
     plans = {name: plan_layers(model, scheme, means=means, context=context) for name, scheme in schemes.items()}
@@ -94,7 +94,7 @@ def attention_errors(
     progress = Progress(len(token_ids) * len(schemes), on_progress, reads=len(token_ids))
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_eval_mode(model))
-        stack.enter_context(noting_turns(site.module, plain))
+        stack.enter_context(noting_turns(site, plain))
         stack.enter_context(running(plain, root))
         stack.callback(_STUDY.reset, _STUDY.set(study))
         stack.enter_context(attending_with(root, NAME))

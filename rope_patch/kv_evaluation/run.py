@@ -31,8 +31,8 @@ from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import name_of
 from rope_patch.modeling.statistics import Capture
 from rope_patch.options.kv_check import Limits
-from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.targets import for_target
+from rope_patch.patching.install import for_target
+from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.finished import open_cache
 
@@ -137,7 +137,7 @@ def kv_check(
     if not 0 <= attributed <= COMPARED:
         raise ValueError(f"attributed must be in [0, {COMPARED}] windows, got {attributed}")
     check_packed(model, packed)
-    record = find_rotary(model).record
+    record = locate(model).record
     centred = any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
     result_cache = open_cache(resume)

@@ -94,6 +94,12 @@ class Method:
         return table.becomes(inv_freq, rope_parameters=self.rope_parameters(table), attention_scaling=scaling)
 
     @property
+    def named_layer_types(self) -> tuple[str, ...]:
+        """The layer types that the method, or a step of it, is for by name."""
+        kind = getattr(self, "layer_type", None)
+        return () if kind is None else (kind,)
+
+    @property
     def needs_target(self) -> bool:
         """Whether a factor was left out, to be taken from a target."""
         return False
@@ -109,6 +115,29 @@ class Method:
             ValueError: neither a factor nor a target, or two that contradict each other.
         """
         return self
+
+    def on_tables(self, tables: Sequence[RotaryTable], target_length: int | None) -> Method:
+        """Return the method for a target as :meth:`for_target` does, with the one factor that all tables need.
+
+        Raises:
+            ValueError: as ``for_target``, or tables that need different factors.
+        """
+        methods = [self.for_target(table, target_length) for table in tables]
+        if len(names := {str(method): None for method in methods}) > 1:
+            raise ValueError(
+                f"the tables of this model need different factors ({', '.join(names)}): patch one at a time"
+            )
+        return methods[0]
+
+    def extended_to(self, tables: Sequence[RotaryTable], target_length: int | None) -> Method:
+        """Return :meth:`on_tables`, and refuse a target that the checkpoint reaches without a patch."""
+        drops = getattr(self, "replace_scaling", False)  # what reached further than the trained context
+        least = tables[0].context if drops else max(tables[0].context, tables[0].max_position_embeddings)
+        if target_length is not None and target_length < least:
+            raise ValueError(
+                f"target_length {target_length} is shorter than the context of the checkpoint, {least} tokens"
+            )
+        return self.on_tables(tables, target_length)
 
     def reach(self, table: RotaryTable) -> int | None:
         """Return the context that the method's factor stretches a table to [tokens]; None where it states none."""
@@ -203,6 +232,11 @@ class Chain(Method):
         for step in self.steps:
             table = step(table)
         return table
+
+    @property
+    def named_layer_types(self) -> tuple[str, ...]:
+        """The layer types that any step names."""
+        return tuple(kind for step in self.steps for kind in step.named_layer_types)
 
     @property
     def needs_target(self) -> bool:

@@ -46,6 +46,11 @@ class TwoTables(Method):
         return bool(getattr(self.long, "replace_scaling", False))
 
     @property
+    def named_layer_types(self) -> tuple[str, ...]:
+        """The layer types that either method names."""
+        return (*self.long.named_layer_types, *self.short.named_layer_types)
+
+    @property
     def needs_target(self) -> bool:
         """Whether the factor of the long method is still to be filled in."""
         return self.long.needs_target

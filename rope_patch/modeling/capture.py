@@ -20,7 +20,7 @@ from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.sources import LayerSource, split_pairs
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
 from rope_patch.modeling.streaming import stream, text_digest, token_rows
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 HUGE = 1e18
 """States from here on are refused as infinite ones are: their squares leave the range of float32."""
@@ -85,7 +85,7 @@ def capture(
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
     size = 0 if chunk is None or chunk >= rows.shape[1] else chunk
     return Capture(
-        type(find_rotary(model).model).__name__,
+        type(locate(model).model).__name__,
         rows.numel(),
         len(rows),
         text_digest(rows),

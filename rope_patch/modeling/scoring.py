@@ -20,12 +20,12 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
 from rope_patch.modeling.sizes import SLICE as SLICE
-from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
-from rope_patch.patching.module import PatchedRotary
+from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.patching.two_tables import Reach, cached_tokens, reaching
 from rope_patch.runtime.progress import Progress
+from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
 
@@ -270,7 +270,7 @@ def _is_dynamic(model: nn.Module) -> bool:
     config: Any = model.config
     parameters: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
     several = [item for item in parameters.values() if isinstance(item, Mapping)]
-    return any(is_dynamic(item) for item in several or [parameters] if "rope_type" in item)
+    return any(changes_with_length(item) for item in several or [parameters] if "rope_type" in item)
 
 
 ELSEWHERE = ("transformers_version", "_name_or_path", "architectures", "dtype")

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rope_patch.modeling.attention_probe import ROLES, AttentionCall, record_attention
-from rope_patch.patching.base_tables import call_rotary, is_dynamic, where
-from rope_patch.patching.locate import device_of, find_rotary, original_tables
-from rope_patch.patching.module import PatchedRotary
+from rope_patch.patching.locate import device_of, locate
+from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 
@@ -128,7 +127,7 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
             a part of it puts out.
     """
     refuse_prompts(model)
-    location = find_rotary(model)
+    location = locate(model)
     tables = _tables_in_use(location.model, location.module)
     root: Any = location.model
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
@@ -142,7 +141,7 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
     for order, call in enumerate(calls):
         _check_finite(type(root).__name__, int(getattr(call.module, "layer_idx", order)), call)
     there = positions.to(device_of(location.model))
-    turns = {kind: tuple(half.cpu() for half in call_rotary(location.module, kind, there)) for kind in tables}
+    turns = {kind: tuple(half.cpu() for half in location.cos_sin(kind, there)) for kind in tables}
     types = getattr(location.config, "layer_types", None) or ()
     layers: list[LayerSource] = []
     for order, call in enumerate(calls):
@@ -165,9 +164,9 @@ def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None
     """Return the tables that a model's rotary module holds by layer type, rounded by a cast or not."""
     inspection = inspect_model(model)  # refuses what the patch layer refuses
     for table in inspection.tables:
-        if not isinstance(module, PatchedRotary) and is_dynamic(table.rope_parameters or {}, table.rope_type):
+        if not isinstance(module, PatchedRotary) and table.is_dynamic:
             raise ValueError(
-                f"{where(table)} has a dynamic table (rope_type {table.rope_type!r}): it changes with the length that "
+                f"{table.name} has a dynamic table (rope_type {table.rope_type!r}): it changes with the length that "
                 "is read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
             )
     if isinstance(module, PatchedRotary):

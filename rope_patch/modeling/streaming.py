@@ -15,7 +15,7 @@ from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.sources import LayerSource, find_sources
 from rope_patch.patching.cache_argument import cache_argument
-from rope_patch.patching.locate import device_of, find_rotary
+from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.two_tables import reaching
 from rope_patch.runtime.progress import Progress
 
@@ -60,7 +60,7 @@ def stream(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be >= 1 token, got {chunk}")
     with in_eval_mode(model), contextlib.ExitStack() as stack:
-        location = find_rotary(model)
+        location = locate(model)
         root: Any = location.model
         embedding = root.get_input_embeddings()
         if int(rows.min()) < 0 or int(rows.max()) >= embedding.num_embeddings:

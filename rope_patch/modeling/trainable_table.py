@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rope_patch import frequencies
 from rope_patch.methods import Chain, Method, Table
-from rope_patch.patching.module import PatchedRotary
+from rope_patch.patching.rotary import PatchedRotary
 
 
 class TrainableTable(nn.Module):

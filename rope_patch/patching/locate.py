@@ -1,11 +1,12 @@
-"""Where a model keeps its rotary embedding."""
+"""Where a model keeps its rotary embedding, and all that is known of it, read once."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -13,23 +14,53 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.record import PatchRecord
-from rope_patch.patching.two_tables import attach
+from rope_patch import frequencies
+from rope_patch.errors import blamed_on
+from rope_patch.patching.frozen import frozen_at
+from rope_patch.patching.probe import Probe, probe
+from rope_patch.patching.record import (
+    PatchRecord,
+    build_rotary,
+    config_with,
+    encoding_of,
+    key_of,
+    records_of,
+    same_tables,
+    settings_of,
+)
+from rope_patch.patching.rotary import PatchedRotary, RotaryLayout, call, layout_of, original_tables, scaling_of
+from rope_patch.patching.two_tables import TwoTableRotary, attach
+from rope_patch.tables import RotaryTable, Tables, other_keys
+
+_POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
+_probes: dict[Any, Probe] = {}
 
 
 class PatchError(ValueError):
     """A patch that is missing, doubled, altered, or not what the model really uses."""
 
 
-@dataclass(frozen=True)
-class RotaryLocation:
-    """Where a model keeps its rotary embedding."""
+@dataclass(frozen=True, eq=False)
+class Location:
+    """Where a model keeps its rotary embedding, and all that is known of it.
+
+    What costs time is read when it is first asked for, and kept: a location describes the model as it was then.
+
+    Attributes:
+        model: the model of transformers, without what is wrapped around it.
+        decoder: its text decoder, which runs the rotary embedding.
+        path: the name of the rotary module in the model.
+        module: the rotary module, original or patched.
+        configs: those that say the rotary settings; the text decoder's comes first.
+        record_data: what that one says in ``rope_patch``; None on an unpatched model.
+    """
 
     model: PreTrainedModel
+    decoder: PreTrainedModel
     path: str
     module: nn.Module
     configs: tuple[PreTrainedConfig, ...]
+    record_data: Any
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -37,50 +68,159 @@ class RotaryLocation:
         return self.configs[0]
 
     @property
-    def decoder(self) -> PreTrainedModel:
-        """The text decoder: what runs the rotary embedding."""
-        return _decoder_of(self.model)
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.model).__name__
 
-    @property
+    @cached_property
     def record(self) -> PatchRecord | None:
-        """The patch record of the config, checked; None on an unpatched model."""
-        data = getattr(self.config, "rope_patch", None)
+        """The patch record of the config, checked; None on an unpatched model.
+
+        Raises:
+            PatchError: it is malformed, or was altered.
+        """
         try:
-            return None if data is None else PatchRecord.from_dict(data)
+            return None if self.record_data is None else PatchRecord.from_dict(self.record_data)
         except ValueError as error:
             raise PatchError(str(error)) from error
 
+    @cached_property
+    def base_config(self) -> PreTrainedConfig:
+        """The text decoder's config as it is, or was before the patch."""
+        if self.record is None:
+            return self.config
+        with blamed_on(_ALTERED):
+            return config_with(self.config, self.record.base_config)
+
     @property
-    def lock(self) -> threading.RLock:
-        """The lock that a thread holds while it patches this model, or has it in a ``patched`` block."""
-        with _all_locks:
-            return _locks.setdefault(self.model, threading.RLock())
+    def patched(self) -> PatchedRotary | None:
+        """The rotary module, where it is a patched one."""
+        return self.module if isinstance(self.module, PatchedRotary) else None
+
+    @property
+    def without_numbers(self) -> bool:
+        """Whether the rotary module lies on the meta device, where only the config can be looked at."""
+        return any(buffer.is_meta for buffer in self.module.buffers())
+
+    @property
+    def rotary_class(self) -> type[nn.Module]:
+        """The model's own rotary class."""
+        return type(self.module if self.patched is None else self.patched.original)
+
+    @cached_property
+    def rebuilt(self) -> nn.Module:
+        """What that class builds from the base config."""
+        return build_rotary(self.rotary_class, self.base_config)
+
+    @cached_property
+    def original(self) -> nn.Module:
+        """The original module as it is, or was before the patch."""
+        if self.patched is not None:
+            return self.patched.original
+        if self.record is None:
+            return self.module
+        with blamed_on(_ALTERED):
+            return self.rebuilt
+
+    @cached_property
+    def layout(self) -> RotaryLayout:
+        """How the rotary module lays out cos and sin."""
+        if self.patched is not None:
+            return self.patched.layout
+        kind, inv_freq = next(iter(original_tables(self.module).items()))
+        return layout_of(self.module, kind, len(inv_freq))
+
+    @cached_property
+    def base(self) -> tuple[Tables, tuple[str, ...]]:
+        """The base tables, in use now or before the patch, and warnings of what is unusual about them.
+
+        Raises:
+            ValueError: a rotary embedding of another kind, or a config that does not state its context.
+        """
+        return _read_base(self)
+
+    @property
+    def tables(self) -> Tables:
+        """The base tables."""
+        return self.base[0]
+
+    def static_tables(self, freeze_at: int | None) -> Tables:
+        """Return the base tables as a patch starts from them: none of them changes with the length.
+
+        Args:
+            freeze_at: the length at which a dynamic table is taken [tokens].
+
+        Raises:
+            ValueError: a dynamic table and no length, or a length and no dynamic table.
+        """
+        dynamic = [table for table in self.tables.values() if table.is_dynamic]
+        if freeze_at is not None and not dynamic:
+            raise ValueError(f"freeze_at is for dynamic tables; {self.path} has none")
+        if freeze_at is None and dynamic:
+            raise ValueError(
+                f"{dynamic[0].path} has a dynamic table (rope_type {dynamic[0].rope_type!r}): it changes with the "
+                "length during generation and breaks cached keys. Pass freeze_at=LENGTH to fix it as it is at that "
+                "length"
+            )
+        frozen = {table.layer_type: frozen_at(table, self.base_config, freeze_at or 0) for table in dynamic}
+        return {**self.tables, **frozen}
+
+    def check_base(self) -> None:
+        """Raise PatchError unless the base that a patched model's record describes is the base it was made on."""
+        record = self.record
+        if record is not None and not same_tables(records_of(self.static_tables(record.freeze_at)), record.base_tables):
+            raise PatchError("the rope_patch record was altered: its base_config does not give its base tables")
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether the original module returns float32 whatever the model computes in (OLMo's), or casts (Llama's)."""
+        returned = call(self.rebuilt, next(iter(self.tables)), _POSITIONS[:, :1], torch.bfloat16)
+        return self.layout.parts(returned)[0].dtype == torch.float32
+
+    @cached_property
+    def probe(self) -> Probe:
+        """What a copy of the model without weights shows; a probe of an equal model is used again."""
+        key = (type(self.model), self.model.config.to_json_string(use_diff=False))
+        if key not in _probes:
+            if len(_probes) == 256:
+                _probes.clear()
+            settings = settings_of(self.base_config)
+            _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables, self.layout)
+        return _probes[key]
+
+    def cos_sin(self, layer_type: str | None, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of each pair as the module in place computes them: (1, positions, pairs) float32."""
+        return self.layout.pairs(call(self.module, layer_type, position_ids))
 
     def put(self, module: nn.Module) -> None:
         """Make ``module`` the model's rotary embedding."""
         parent, _, name = self.path.rpartition(".")
-        setattr(self.model.get_submodule(parent), name, module)
-        attach(self.model, self.decoder, module)
+        holder = self.model.get_submodule(parent)
+        two = isinstance(module, TwoTableRotary) or isinstance(getattr(holder, name), TwoTableRotary)
+        setattr(holder, name, module)
+        if two:
+            attach(self.model, self.decoder, module)
 
 
-_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_ALTERED = "the rope_patch record was altered: transformers cannot build the table of its base_config"
 
 
-_all_locks = threading.Lock()
-
-
-def find_rotary(model: nn.Module) -> RotaryLocation:
+def locate(model: nn.Module) -> Location:
     """Find the one rotary embedding of a model's text decoder, through PEFT, ``torch.compile`` and DDP wrappers.
 
     Raises:
         TypeError: not a transformers model.
         ValueError: no rotary table, or several modules with tables of their own.
     """
-    base = _unwrap(model)
-    if not isinstance(base, PreTrainedModel):
-        raise not_a_model(base)
-    decoder = _decoder_of(base)
-    modules = [module for module in decoder.modules() if isinstance(module, PatchedRotary) or original_tables(module)]
+    base = _unwrapped(model)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its output layer a decoder
+        decoder = base
+    modules = [
+        module
+        for module in decoder.modules()
+        if isinstance(module, PatchedRotary) or (module._buffers and original_tables(module))
+    ]
     if not modules:
         raise ValueError(
             f"found no rotary table in {type(base).__name__}: rope_patch needs a module with an 'inv_freq' buffer"
@@ -94,7 +234,21 @@ def find_rotary(model: nn.Module) -> RotaryLocation:
     path = next(name for name, child in base.named_modules() if child is module)
     configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
     distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
-    return RotaryLocation(base, path, module, tuple(distinct.values()))
+    return Location(base, decoder, path, module, tuple(distinct.values()), getattr(configs[0], "rope_patch", None))
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_all_locks = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> threading.RLock:
+    """Return the lock that a thread holds while it patches a model, or has it in a ``patched`` block.
+
+    Raises:
+        TypeError: not a transformers model.
+    """
+    with _all_locks:
+        return _locks.setdefault(_unwrapped(model), threading.RLock())
 
 
 def not_a_model(given: Any) -> TypeError:
@@ -103,13 +257,11 @@ def not_a_model(given: Any) -> TypeError:
     return TypeError(f"expected a transformers model, got {type(given).__name__}{hint}")
 
 
-def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return decoder if isinstance(decoder, PreTrainedModel) else model  # ModernBERT calls its output layer a decoder
-
-
-def _unwrap(model: Any) -> Any:
-    return [*_layers_of(model)][-1]
+def _unwrapped(model: Any) -> PreTrainedModel:
+    inner = [*_layers_of(model)][-1]
+    if not isinstance(inner, PreTrainedModel):
+        raise not_a_model(inner)
+    return inner
 
 
 def _layers_of(model: Any) -> Iterator[Any]:
@@ -131,22 +283,104 @@ def holds_adapters_twice(model: nn.Module) -> bool:
     return sum(hasattr(layer, "get_base_model") and not hasattr(layer, "_orig_mod") for layer in _layers_of(model)) > 1
 
 
-def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
-    """Return the tables that a module of transformers owns, by layer type."""
-    return {
-        name.removesuffix("inv_freq").removesuffix("_") or None: buffer
-        for name, buffer in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq") and "original_" not in name
-    }
-
-
-def other_tables(location: RotaryLocation) -> list[str]:
-    """Return the paths of the rotary modules outside the text decoder, such as an encoder's."""
-    inside = set(location.decoder.modules())
-    return [name for name, module in location.model.named_modules() if module not in inside and original_tables(module)]
-
-
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first real parameter."""
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
+
+
+# --- the base tables -------------------------------------------------------------------------------------------------
+
+
+def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
+    """Return the base tables of a model, and warnings of what is unusual about them.
+
+    A buffer that a cast has rounded is read as the table its config describes, one that was edited by hand as it is.
+
+    Raises:
+        ValueError: a rotary embedding of another kind, or a config that does not state its context.
+    """
+    original, config = location.original, location.base_config
+    context: Any = getattr(config, "max_position_embeddings", None)
+    tables: dict[str | None, RotaryTable] = {}
+    try:
+        for kind, buffer in original_tables(location.rebuilt).items():
+            encoding = encoding_of(config, kind)
+            tables[kind] = RotaryTable(
+                inv_freq=frequencies.zero_unrotated(buffer.float()),
+                attention_scaling=scaling_of(location.rebuilt, kind),
+                rope_theta=float(encoding["rope_theta"]),
+                rope_type=_rope_type(location.rebuilt, kind, encoding),
+                max_position_embeddings=context,  # checked below
+                original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
+                layer_type=kind,
+                path=location.path,
+                rope_parameters=encoding,
+                other_keys=other_keys(encoding),
+            )
+            _check_kind(location, tables[kind], buffer.float())
+    except Exception as error:
+        raise ValueError(
+            f"{location.name} has a rotary embedding of another kind ({location.rotary_class.__name__}): rope_patch "
+            f"needs cos and sin of position x inv_freq, one angle per pair ({error})"
+        ) from error
+    if context is None:
+        raise ValueError(f"the config of {location.name} states no max_position_embeddings: not supported")
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise ValueError(f"the config's max_position_embeddings must be a number of tokens >= 1, got {context!r}")
+    warnings: list[str] = []
+    held = original_tables(original)
+    for kind, table in tables.items():
+        if location.record is not None and key_of(kind) in location.record.edited:
+            base = location.record.base_tables[key_of(kind)]
+            tables[kind] = _by_numbers(table, frequencies.table_of(base.inv_freq), base.attention_scaling)
+        elif not table.is_dynamic:
+            tables[kind], table_warnings = _as_in_use(table, held[kind], scaling_of(original, kind))
+            warnings += table_warnings
+    return tables, tuple(warnings)
+
+
+def _rope_type(module: nn.Module, kind: str | None, encoding: Mapping[str, Any]) -> str:
+    """Return the type of a table: what its module calls it (HunYuan knows a static kind of dynamic), or its config."""
+    named = getattr(module, "rope_type", None)
+    named = named.get(kind) if isinstance(named, Mapping) else named
+    return named if isinstance(named, str) else str(encoding.get("rope_type", "default"))
+
+
+def _check_kind(location: Location, table: RotaryTable, inv_freq: Tensor) -> None:
+    """Raise unless calling the module gives cos and sin of position x inv_freq, in a layout that is known."""
+    if not torch.isfinite(inv_freq).all():
+        raise ValueError("its table holds numbers that are not finite")
+    positions = _POSITIONS[:, :4] if table.is_dynamic else _POSITIONS  # far positions would change a dynamic table
+    layout = location.layout
+    cos, sin = layout.parts(call(location.rebuilt, table.layer_type, positions))
+    angles = positions[..., None].float() * inv_freq
+    if cos.shape != layout.spread(angles).shape:
+        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(inv_freq)} pairs, not two for each")
+    for name, got, pairs in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
+        if not torch.allclose(got, layout.spread(pairs) * table.attention_scaling, atol=1e-5):
+            raise ValueError(f"its {name} is another function of the position")
+
+
+def _as_in_use(table: RotaryTable, buffer: Tensor, scaling: float) -> tuple[RotaryTable, list[str]]:
+    """Reconcile what the config describes with what the buffer holds."""
+    if buffer.is_meta:
+        return table, []
+    in_use, same_scaling = buffer.detach().float().cpu(), scaling == table.attention_scaling
+    if same_scaling and torch.allclose(in_use, table.inv_freq, rtol=1e-6, atol=frequencies.UNROTATED):
+        return table, []
+    error = float(((in_use - table.inv_freq).abs() / table.inv_freq.clamp_min(frequencies.UNROTATED)).max())
+    for dtype in (torch.bfloat16, torch.float16):
+        if same_scaling and torch.equal(in_use, table.inv_freq.to(dtype).float()):
+            warning = f"{table.name} was rounded to {dtype} by a cast (up to {error:.2%} off)"
+            return table, [f"{warning}; a patch starts from the float32 table of the config"]
+    warning = (
+        f"{table.name} is not the table its config describes (up to {error:.2%} off, attention_scaling {scaling:g} "
+        f"for {table.attention_scaling:g}); saving without a patch would lose it"
+    )
+    return _by_numbers(table, frequencies.zero_unrotated(in_use), scaling), [warning]
+
+
+def _by_numbers(table: RotaryTable, inv_freq: Tensor, scaling: float) -> RotaryTable:
+    """Return a table that its config does not describe."""
+    return replace(table, inv_freq=inv_freq, attention_scaling=scaling, rope_type="custom", rope_parameters=None)

@@ -1,70 +1,246 @@
-"""Check, on a copy without weights, that a model uses its rotary tables and works with a patched module."""
+"""What a copy of a model without weights shows: whether its layers use their tables, and what else reads the config.
+
+The attention of DeepSeek takes a softmax scale from ``rope_parameters`` when it is built, that of Ministral 3 looks up
+a temperature and a length while it runs, Moonshine's encoder builds a table of its own. A patch changes the table
+alone, so an encoding must leave all that as it is. Who reads what is seen by running the model's own code: it is built
+from its config on the meta device, without weights or numbers, so that what is sharded, offloaded or quantized is not
+touched, and its ``rope_parameters`` note each key that is looked up, and the module whose code does it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from rope_patch.patching.locate import RotaryLocation
-from rope_patch.patching.module import PatchedRotary
-from rope_patch.tables import RotaryTable
+from rope_patch.patching.record import quiet, write_config
+from rope_patch.patching.rotary import PatchedRotary, RotaryLayout
+from rope_patch.tables import Tables
 
 TOKENS = 8
 
-
-class _Used(Exception):
-    """Something that was computed depends on cos or sin."""
-
-
-_reasons: dict[Any, str | None] = {}
-"""By class, config and layer type: why a table cannot be patched, None where it can."""
+Read = tuple[nn.Module, tuple[str | None, ...]]
+"""A module, and the keys that its code looked up in ``rope_parameters``, one within the other; None for all of them."""
 
 
-def check_use(location: RotaryLocation, tables: Mapping[str | None, RotaryTable], chosen: Sequence[str | None]) -> None:
-    """Raise unless the layers of a model use its rotary tables, and ours in their place.
+@dataclass(frozen=True)
+class Probe:
+    """What a copy of a model without weights shows; nothing of a class that needs more than its config.
 
-    The model's own code runs on a copy of its decoder that is built from the config on the meta device, without
-    weights or numbers: what is sharded, offloaded or quantized is not touched. What fails there for other reasons is
-    left to be found out in use.
+    Attributes:
+        refusals: by layer type, why a table cannot be patched.
+        builders: names of the modules of the decoder that read ``rope_parameters`` while they are built.
+        lookups: what classes of the decoder look up while they run, each with the keys that lead to it.
+        outside: the classes outside the decoder that read the same ``rope_parameters``.
+    """
+
+    refusals: Mapping[str | None, str] = field(default_factory=dict)
+    builders: tuple[str, ...] = ()
+    lookups: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    outside: tuple[str, ...] = ()
+
+
+def probe(
+    model: PreTrainedModel,
+    decoder: nn.Module,
+    path: str,
+    configs: Sequence[PreTrainedConfig],
+    settings: Mapping[str, Any],
+    tables: Tables,
+    layout: RotaryLayout,
+) -> Probe:
+    """Build a model without weights, run its decoder, and note what reads its ``rope_parameters``.
+
+    What fails there for other reasons is left to be found out in use.
 
     Args:
-        location: where the model keeps its tables.
-        tables: those it shall have.
-        chosen: the layer types to patch.
-
-    Raises:
-        ValueError: no layer depends on a table (ALiBi, layers without rotary embeddings), or the model calls its rotary
-            embedding with what a table of one position axis cannot answer.
+        model: the model.
+        decoder: its text decoder.
+        path: the name of its rotary module.
+        configs: those that say the rotary settings.
+        settings: what they say before any patch.
+        tables: the tables before any patch.
+        layout: how the rotary module lays out cos and sin.
     """
-    decoder = location.decoder
-    config = decoder.config.to_json_string(use_diff=False)
-    for kind in chosen:
-        key = (type(decoder), config, kind)
-        if key not in _reasons:
-            if len(_reasons) == 256:
-                _reasons.clear()
-            _reasons[key] = _reason(location, tables, kind)
-        if (reason := _reasons[key]) is not None:
-            raise ValueError(f"{type(location.model).__name__} {reason}. Nothing was changed")
+    reads: list[Read] = []
+    built = without_weights(model, configs, settings, reads)
+    if built is None:
+        return Probe()
+    rotary = built.get_submodule(path)
+    copied = built.get_submodule(next(name for name, module in model.named_modules() if module is decoder))
+    own, inside = set(built.modules()) - {rotary}, set(copied.modules())  # some build modules that they do not keep
+    building = {module for module, _ in reads if module in own}
+    reads.clear()
+    failures: list[Exception] = []
+    for module in copied.modules():
+        if module not in (copied, rotary):
+            module.forward = _passing_on(module.forward, failures)
+    runs = {kind: _run(copied, rotary, kind, failures) for kind in tables}
+    running = {(module, keys) for module, keys in reads if module in own}
+    patched = PatchedRotary(tables, rotary, layout=layout)
+    refusals = {kind: _refusal(patched, kind, *run) for kind, run in runs.items()}
+    readers = {*building, *(module for module, _ in running)}
+    return Probe(
+        {kind: reason for kind, reason in refusals.items() if reason is not None},
+        tuple(name for name, module in built.named_modules() if module in building & inside),
+        tuple(sorted({(type(module).__name__, keys) for module, keys in running}, key=str)),
+        tuple(sorted({type(module).__name__ for module in readers - inside})),
+    )
 
 
-def _reason(location: RotaryLocation, tables: Mapping[str | None, RotaryTable], kind: str | None) -> str | None:
-    """Say why a table cannot be patched; None where it can, or where the copy does not tell."""
-    decoder = without_weights(type(location.decoder), location.decoder.config)
-    path = next(name for name, module in location.decoder.named_modules() if module is location.module)
-    if decoder is None:
+def without_weights(
+    model: PreTrainedModel,
+    configs: Sequence[PreTrainedConfig],
+    settings: Mapping[str, Any],
+    reads: list[Read] | None = None,
+) -> nn.Module | None:
+    """Return a copy of a model on the meta device; None of a class that needs more than its config.
+
+    Args:
+        model: the model.
+        configs: those of its configs that say the rotary settings.
+        settings: what they say in the copy.
+        reads: where to note what is read of ``rope_parameters``.
+    """
+    copies: dict[int, Any] = {}
+    config: Any = copy.deepcopy(model.config, copies)
+    for own in [copies[id(each)] for each in configs if id(each) in copies]:
+        write_config(own, settings, None)
+        own._attn_implementation_internal = "eager"
+        if reads is not None:
+            own.__dict__["rope_parameters"] = _Noted(own.rope_parameters, reads)
+    config._attn_implementation_internal = "eager"  # others may have kernels without a meta form
+    config.__dict__.pop("quantization_config", None)
+    try:
+        with torch.device("meta"), quiet():
+            built: nn.Module = type(model)(config).eval().requires_grad_(False)
+            return built
+    except Exception:  # classes that are not made from their config alone
         return None
-    original = decoder.get_submodule(path)
-    used, calls = _run(decoder, original, kind)
+
+
+def kept_by(built: nn.Module | None, names: Sequence[str]) -> dict[tuple[str, str], Any] | None:
+    """Return what modules keep from when they were built, by class and attribute; None where that cannot be seen."""
+    kept: dict[tuple[str, str], Any] = {}
+    for module in [] if built is None else map(built.get_submodule, names):
+        if any(True for _ in module.buffers(recurse=False)):  # which have no numbers here
+            return None
+        for attribute, value in vars(module).items():
+            if isinstance(value, bool | int | float | str | tuple | list | None):
+                kept.setdefault((type(module).__name__, attribute), []).append(value)
+    return None if built is None else kept
+
+
+class _Noted(dict[str, Any]):
+    """The ``rope_parameters`` of a config, which note the modules whose code reads them."""
+
+    def __init__(self, values: Mapping[str, Any], reads: list[Read], path: tuple[str, ...] = ()) -> None:
+        nested = {
+            key: _Noted(value, reads, (*path, key)) for key, value in values.items() if isinstance(value, Mapping)
+        }
+        super().__init__({**values, **nested})
+        self.reads, self.path = reads, path
+
+    def note(self, key: str | None) -> None:
+        """Note that somebody reads a key, or all keys; of what is nested in this mapping, the nested one notes it."""
+        nested = isinstance(super().get(str(key)), _Noted)
+        frame = None if nested else sys._getframe(2)
+        while frame is not None:
+            reader = frame.f_locals.get("self")
+            if isinstance(reader, PreTrainedConfig):  # that handles its own settings
+                return
+            if isinstance(reader, nn.Module):
+                self.reads.append((reader, (*self.path, key)))
+                return
+            frame = frame.f_back
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Noted:
+        return _Noted({key: dict.__getitem__(self, key) for key in dict.keys(self)}, self.reads, self.path)
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    """Return a method of a dict that notes what it reads."""
+    read = getattr(dict, name)
+
+    def method(self: _Noted, *args: Any) -> Any:
+        self.note(args[0] if args else None)
+        return read(self, *args)
+
+    return method
+
+
+for _name in ("__getitem__", "__contains__", "__iter__", "get", "keys", "values", "items", "copy"):
+    setattr(_Noted, _name, _noting(_name))
+
+
+def _passing_on(forward: Callable[..., Any], failures: list[Exception]) -> Callable[..., Any]:
+    """Return a forward pass that returns its input where the module's own fails, as experts do without numbers."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            failures.append(error)
+            return next(_tensors((args, kwargs)))
+
+    return run
+
+
+Calls = list[tuple[Any, Any, list[torch.Size]]]
+"""The arguments with which a rotary module was called, and the shapes that it returned."""
+
+
+def _run(
+    decoder: nn.Module, rotary: nn.Module, kind: str | None, failures: list[Exception]
+) -> tuple[bool | None, Calls]:
+    """Run a decoder, and see what depends on a table.
+
+    Returns:
+        Whether anything does, None where failures leave it open; and the calls of the rotary module.
+    """
+    calls: Calls = []
+    users: list[nn.Module] = []
+
+    def mark(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if kwargs.get("layer_type", args[2] if len(args) > 2 else None) != kind:
+            return output
+        calls.append((args, kwargs, [tensor.shape for tensor in _tensors(output)]))
+        return _marked(output)
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        if module is not rotary and any(t.requires_grad and not t.is_leaf for t in _tensors(output)):
+            users.append(module)
+
+    hooks = [rotary.register_forward_hook(mark, with_kwargs=True)]
+    hooks += [module.register_forward_hook(look) for module in decoder.modules()]
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    completed = False
+    for options in ({"use_cache": True}, {}):  # a cache keeps transformers from looking for packed rows
+        calls.clear()
+        with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
+            decoder(input_ids=ids, **options)
+            completed = True
+        if completed or users:
+            break
+    for hook in hooks:
+        hook.remove()
+    return True if users else None if failures or not completed else False, calls
+
+
+def _refusal(patched: PatchedRotary, kind: str | None, used: bool | None, calls: Calls) -> str | None:
+    """Say why a table cannot be patched; None where it can, or where the copy does not tell."""
     if used is False:
         what = "its rotary embedding" if kind is None else f"its table for {kind}"
         return f"does not use {what}: no layer turns queries or keys with it, and a patch would change nothing"
-    patched = PatchedRotary(tables, original)
     for args, kwargs, shapes in calls:
         axes = next((tensor.ndim for tensor in _tensors((args[1:], kwargs))), 2)
         try:
@@ -75,58 +251,6 @@ def _reason(location: RotaryLocation, tables: Mapping[str | None, RotaryTable], 
             why = "several position axes" if axes > 2 else "another shape"
             return f"has rotary embeddings of another kind: its layers give them {why}"
     return None
-
-
-def without_weights(decoder: type[nn.Module], config: Any) -> nn.Module | None:
-    """Return a decoder built from a config on the meta device; None of a class that needs more than its config."""
-    config = copy.deepcopy(config)
-    for name in ("quantization_config", "rope_patch"):
-        config.__dict__.pop(name, None)
-    config._attn_implementation_internal = "eager"  # others may have kernels without a meta form
-    try:
-        with torch.device("meta"):
-            return decoder(config).eval().requires_grad_(False)
-    except Exception:  # classes that are not made from their config alone
-        return None
-
-
-def _run(
-    decoder: nn.Module, rotary: nn.Module, kind: str | None
-) -> tuple[bool | None, list[tuple[Any, Any, list[torch.Size]]]]:
-    """Run a decoder until something depends on a table.
-
-    Returns:
-        Whether anything does, None where it failed before that could be seen; and how the rotary module was called,
-        with the shapes it returned.
-    """
-    calls: list[tuple[Any, Any, list[torch.Size]]] = []
-
-    def mark(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if kwargs.get("layer_type", args[2] if len(args) > 2 else None) != kind:
-            return output
-        calls.append((args, kwargs, [tensor.shape for tensor in _tensors(output)]))
-        return _marked(output)
-
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        if module is not rotary and any(t.requires_grad and not t.is_leaf for t in _tensors(output)):
-            raise _Used
-
-    hooks = [rotary.register_forward_hook(mark, with_kwargs=True)]
-    hooks += [module.register_forward_hook(look) for module in decoder.modules()]
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    try:
-        for options in ({"use_cache": True}, {}):  # a cache keeps transformers from looking for packed rows
-            calls.clear()
-            with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
-                try:
-                    decoder(input_ids=ids, **options)
-                except _Used:
-                    return True, calls
-                return False, calls
-        return None, calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,20 +1,27 @@
-"""The patch record: what ``config.rope_patch`` and an adapter's ``rope_patch.json`` hold."""
+"""What a config says of a patch: its rotary settings, and the record in ``config.rope_patch`` and beside an adapter."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import json
-from collections.abc import Callable, Mapping
+import logging
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
 from rope_patch import __version__
 from rope_patch.frequencies import fingerprint, table_of
 from rope_patch.methods import Method, TwoTables, from_dict, method_string, missing_methods
-from rope_patch.tables import RotaryTable
+from rope_patch.patching.record_rules import check_layout
+from rope_patch.tables import RotaryTable, Tables
 
 SCHEMA = 1
 
@@ -117,6 +124,11 @@ class PatchRecord:
     schema: int = SCHEMA
 
     @property
+    def stated_length(self) -> int:
+        """The context that the config states after the patch [tokens]."""
+        return self.target_length or int(self.base_config["max_position_embeddings"])
+
+    @property
     def changed(self) -> bool:
         """Whether any table differs from the one before the patch."""
         tables = (*self.tables.items(), *self.short_tables.items())
@@ -161,13 +173,9 @@ class PatchRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        data = asdict(self) | {"changed": self.changed}
-        data["layer_types"], data["edited"] = list(self.layer_types), list(self.edited)
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self) | {"changed": self.changed}))
         if not self.short_tables:
             del data["short_tables"]
-        for group in ("tables", "base_tables", "short_tables"):
-            for table in data.get(group, {}).values():
-                table["inv_freq"] = list(table["inv_freq"])
         return data
 
     @classmethod
@@ -190,7 +198,7 @@ class PatchRecord:
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"the rope_patch record has unknown keys {sorted(unknown)}")
-        _check_layout(data)
+        check_layout(data)
         for group in ("tables", "base_tables", "short_tables"):
             data[group] = {key: _read_table(key, table) for key, table in data.get(group, {}).items()}
         record = cls(**data | {"layer_types": tuple(data["layer_types"]), "edited": tuple(data.get("edited", ()))})
@@ -217,6 +225,11 @@ def about_two_tables(record: PatchRecord | None) -> list[str]:
     ]
 
 
+def records_of(tables: Tables) -> dict[str, TableRecord]:
+    """Record tables, by their keys."""
+    return {key_of(kind): TableRecord.of(table) for kind, table in tables.items()}
+
+
 def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]) -> bool:
     """Tell whether two sets of tables hold the same layer types and the same tables."""
     return set(one) == set(other) and all(one[key].matches(other[key]) for key in one)
@@ -232,90 +245,6 @@ def key_of(layer_type: str | None) -> str:
     return layer_type or "all"
 
 
-# --- what a record must hold -----------------------------------------------------------------------------------------
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(map(_is_table, value.values()))
-
-
-def _is_table(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("inv_freq"), list | tuple)
-        and len(value["inv_freq"]) > 0
-        and all(map(_is_number, value["inv_freq"]))
-        and _is_number(value.get("attention_scaling"))
-        and isinstance(value.get("hash"), str)
-    )
-
-
-def _is_base_config(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("rope_parameters"), Mapping)
-        and _is_length(value.get("max_position_embeddings"))
-    )
-
-
-def _is_types(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(item is None or isinstance(item, str) for item in value)
-
-
-_LAYOUT: Mapping[str, tuple[Callable[[Any], bool], str, bool]] = {
-    "method": (lambda value: isinstance(value, Mapping), "an object with the method's name and parameters", True),
-    "layer_types": (lambda value: _is_types(value) and len(value) > 0, "a list of layer types", True),
-    "tables": (_is_tables, "tables with inv_freq, attention_scaling and hash", True),
-    "base_tables": (_is_tables, "tables with inv_freq, attention_scaling and hash", True),
-    "base_config": (_is_base_config, "an object with rope_parameters and max_position_embeddings", True),
-    "target_length": (lambda value: value is None or _is_length(value), "a number of tokens or null", False),
-    "precision": (lambda value: value in ("float32", "float64"), "float32 or float64", False),
-    "freeze_at": (lambda value: value is None or _is_length(value), "a number of tokens or null", False),
-    "short_tables": (
-        lambda value: _is_tables(value) or value == {},
-        "tables with inv_freq, attention_scaling and hash",
-        False,
-    ),
-    "edited": (lambda value: _is_types(value) and None not in value, "a list of layer types", False),
-    "package_version": (lambda value: isinstance(value, str), "a version", False),
-    "schema": (_is_length, "a number", False),
-}
-"""By key: whether a value is one, what it must be, and whether the record must have it."""
-
-
-def _check_layout(data: Mapping[str, Any]) -> None:
-    for key, (holds, rule, needed) in _LAYOUT.items():
-        if key not in data:
-            if needed:
-                raise ValueError(f"the rope_patch record lacks {key!r}, {rule}")
-        elif not holds(data[key]):
-            raise _malformed(key, rule, data[key])
-    kinds = {key_of(kind) for kind in data["layer_types"]}
-    short, two = data.get("short_tables", {}).keys(), data["method"].get("method") == TwoTables.name
-    fitting = data["tables"].keys() == data["base_tables"].keys() >= kinds and short == (kinds if two else set())
-    if not fitting:
-        raise ValueError(
-            f"the rope_patch record was altered: its patched layer types {sorted(kinds)}, its tables "
-            f"{sorted(data['tables'])} and the tables before the patch {sorted(data['base_tables'])} do not fit"
-        )
-
-
-def _malformed(key: str, rule: str, value: Any) -> ValueError:
-    text = json.dumps(value, default=str)
-    return ValueError(
-        f"the rope_patch record is malformed: {key!r} must be {rule}, got "
-        f"{text if len(text) <= 80 else text[:80] + ' …'}. Restore the file from its source"
-    )
-
-
 def _read_table(key: str, data: Mapping[str, Any]) -> TableRecord:
     table = TableRecord(tuple(map(float, data["inv_freq"])), float(data["attention_scaling"]), str(data["hash"]))
     actual = fingerprint(table_of(table.inv_freq), table.attention_scaling)
@@ -325,3 +254,91 @@ def _read_table(key: str, data: Mapping[str, Any]) -> TableRecord:
             f"{table.hash}. Restore the file from its source, or patch the base checkpoint again"
         )
     return table
+
+
+# --- the rotary settings of a config ---------------------------------------------------------------------------------
+
+READ_GLOBAL = "allow_global_per_layer_attribute_access"
+"""On configs whose head_dim varies by layer (Gemma 4), transformers' own check of the longrope form reads the global
+head_dim, which such a config refuses unless it says this. The rotary class itself reads the right one."""
+
+CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", READ_GLOBAL)
+"""The keys of a config that a patch may set. The original context Phi-3 owns, and Phi-MoE copies it out of
+``rope_parameters`` whenever those are checked."""
+
+
+def _names_in(config: PreTrainedConfig) -> dict[str, str]:
+    """Return the keys that a patch may set, and what the family of a config calls each."""
+    return {key: str(config.attribute_map.get(key, key)) for key in CONFIG_KEYS}
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a copy of the config's rotary settings, an open ``head_dim`` among them."""
+    names = _names_in(config)
+    if config.__dict__.get("head_dim", 0) is None:
+        names["head_dim"] = "head_dim"
+    return {key: copy.deepcopy(config.__dict__[name]) for key, name in names.items() if name in config.__dict__}
+
+
+def write_config(config: PreTrainedConfig, settings: Mapping[str, Any], record: Mapping[str, Any] | None) -> None:
+    """Make a config say exactly these rotary settings and this record."""
+    for name in (*_names_in(config).values(), "rope_patch"):
+        config.__dict__.pop(name, None)
+    for key, value in settings.items():
+        setattr(config, key, copy.deepcopy(value))
+    if record is not None:
+        config.rope_patch = copy.deepcopy(record)
+
+
+def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return what transformers makes of the config with other rotary settings: through its JSON form, no record."""
+    names = _names_in(config)
+    data = json.loads(config.to_json_string(), object_hook=_infinity)
+    for name in (*names.values(), "rope_patch"):
+        data.pop(name, None)
+    data |= {names.get(key, key): copy.deepcopy(value) for key, value in settings.items()}
+    with quiet():
+        return type(config).from_dict(data)
+
+
+def _infinity(value: dict[str, Any]) -> Any:
+    """Read an infinity as transformers writes it into JSON."""
+    return float(value["__float__"]) if set(value) == {"__float__"} else value
+
+
+def encoding_of(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
+    """Return the part of ``rope_parameters`` that encodes one table."""
+    parameters: Mapping[str, Any] = config.rope_parameters
+    return parameters if layer_type is None else parameters[layer_type]
+
+
+def build_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
+    """Build the model's own rotary class from a config, on the CPU."""
+    with torch.device("cpu"), quiet():
+        return rotary_class(config)
+
+
+# transformers calls these two keys of the longrope form unrecognized each time a config is read. vLLM takes the
+# attention scaling from them alone, so they are right where they are, and nobody needs the warning.
+_OUR_KEYS = re.compile(r"Unrecognized keys in .*: \{'(?:short|long)_mscale', '(?:short|long)_mscale'\}")
+logging.getLogger("transformers.modeling_rope_utils").addFilter(lambda r: not _OUR_KEYS.fullmatch(r.getMessage()))
+
+_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
+
+
+def _unless_silent(record: logging.LogRecord) -> bool:
+    return not _silent.get()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' logging of trial configs and models, in this thread alone."""
+    for name in ("modeling_rope_utils", "configuration_utils", "modeling_utils"):
+        logging.getLogger(f"transformers.{name}").addFilter(_unless_silent)
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(_unless_silent)
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from rope_patch.patching.cache_argument import arguments_of, cache_argument, cache_in
-from rope_patch.patching.module import PatchedRotary
-from rope_patch.tables import RotaryTable
+from rope_patch.patching.rotary import PatchedRotary
+from rope_patch.tables import Tables
 
 Reach = int | Sequence[int] | Tensor
 """The length that a sequence will reach, or one of each row of a batch [tokens]."""
@@ -167,10 +167,10 @@ class TwoTableRotary(PatchedRotary):
 
     def __init__(
         self,
-        tables: Mapping[str | None, RotaryTable],
+        tables: Tables,
         original: nn.Module,
         *,
-        short: Mapping[str | None, RotaryTable],
+        short: Tables,
         switch_at: int,
         **options: Any,
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,21 +11,20 @@ import torch
 from torch import nn
 
 from rope_patch import frequencies
-from rope_patch.methods import Method, TwoTables
-from rope_patch.patching.base_tables import (
-    Tables,
-    call_rotary,
+from rope_patch.methods import TwoTables
+from rope_patch.patching.encode import repeat
+from rope_patch.patching.locate import Location, PatchError, device_of, holds_adapters_twice, locate
+from rope_patch.patching.record import (
+    PatchRecord,
+    TableRecord,
+    about_two_tables,
+    build_rotary,
     config_with,
-    encoding_of,
-    original_rotary,
-    read_tables,
+    key_of,
+    records_of,
     settings_of,
-    where,
 )
-from rope_patch.patching.encoding import encode
-from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary, holds_adapters_twice
-from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.record import PatchRecord, TableRecord, about_two_tables, key_of
+from rope_patch.patching.rotary import PatchedRotary, call
 from rope_patch.patching.two_tables import TwoTableRotary, reaching
 from rope_patch.tables import RotaryTable
 
@@ -99,22 +97,26 @@ def inspect_model(model: nn.Module) -> Inspection:
         TypeError: no model of transformers.
         ValueError: a model without a rotary table that could be patched.
     """
-    location = find_rotary(model)
+    location = locate(model)
     record = location.record
-    missing = [] if record is None or record.missing is None else [record.missing]
-    if isinstance(location.module, PatchedRotary):
-        in_use = tuple(location.module.tables.values())
+    warnings = [record.missing] if record is not None and record.missing is not None else []
+    if location.patched is not None:
+        in_use = tuple(location.patched.tables.values())
         lost = ["patched, but its config has lost the record"] if record is None else []
-        return Inspection(type(location.model).__name__, in_use, record, (*missing, *_scaling_warnings(in_use), *lost))
-    # Read what the config in force describes, patched or not, without the record's base.
-    by_layer_type, warnings = read_tables(_without_record(location), strict=False)
+        return Inspection(location.name, in_use, record, (*warnings, *_scaling_warnings(in_use), *lost))
+    as_stated = replace(location, record_data=None)  # what the config in force describes, patched or not
+    in_use = tuple(as_stated.tables.values())
+    warnings += as_stated.base[1]
+    warnings += [
+        f"{table.name} changes with the length during generation: pass freeze_at to patch it"
+        for table in in_use
+        if table.is_dynamic
+    ]
     if record is not None:
-        records = {key_of(kind): TableRecord.of(table) for kind, table in by_layer_type.items()}
-        warnings += _differences(record.tables, records, "record")
-    in_use = tuple(by_layer_type.values())
-    warnings = [*missing, *warnings, *_scaling_warnings(in_use)]
+        warnings += _differences(record.tables, records_of(as_stated.tables), "record")
+    warnings += _scaling_warnings(in_use)
     cast_warning = _cast_warning(in_use, getattr(location.config, "dtype", None))
-    return Inspection(type(location.model).__name__, in_use, record, tuple(warnings), cast_warning=cast_warning)
+    return Inspection(location.name, in_use, record, tuple(warnings), cast_warning=cast_warning)
 
 
 def trained_length(model: nn.Module) -> int:
@@ -131,7 +133,7 @@ def trained_length(model: nn.Module) -> int:
         >>> trained_length(LlamaForCausalLM(config))
         2048
     """
-    record = find_rotary(model).record
+    record = locate(model).record
     stated = None if record is None else record.base_config.get("max_position_embeddings")
     return int(stated or inspect_model(model).tables[0].max_position_embeddings)
 
@@ -140,7 +142,7 @@ def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:
     for table in tables:
         if table.attention_scaling != 1.0:
             yield (
-                f"{where(table)} multiplies cos and sin of every pair by {table.attention_scaling:g}, unrotated pairs "
+                f"{table.name} multiplies cos and sin of every pair by {table.attention_scaling:g}, unrotated pairs "
                 f"included: logits by {table.attention_scaling**2:.3g}"
             )
 
@@ -159,12 +161,6 @@ def _cast_warning(tables: Sequence[RotaryTable], dtype: torch.dtype | None) -> s
     )
 
 
-def _without_record(location: RotaryLocation) -> RotaryLocation:
-    config = copy.deepcopy(location.config)
-    config.__dict__.pop("rope_patch", None)
-    return replace(location, configs=(config,))
-
-
 def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
     """Check that the model really uses the tables its record describes; raise with the difference if not.
 
@@ -181,13 +177,11 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
     Raises:
         PatchError: no record, or any difference.
     """
-    location = find_rotary(model)
+    location = locate(model)
     own = location.record
     expected = record or own
     if expected is None:
-        raise PatchError(
-            f"{type(location.model).__name__} carries no patch record: it is not patched, or the patch was lost"
-        )
+        raise PatchError(f"{location.name} carries no patch record: it is not patched, or the patch was lost")
     expected.warn_of_missing()
     problems = []
     if holds_adapters_twice(model):
@@ -195,68 +189,47 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
     if own is None:
         problems.append("the model carries no patch record")
     else:
-        base, redone, _ = _redone(location, own)
-        problems += _differences(own.base_tables, {key_of(k): TableRecord.of(s) for k, s in base.items()}, "base table")
-        problems += _differences(own.tables, {key_of(k): TableRecord.of(s) for k, s in redone.items()}, "method")
-        length = own.target_length or int(own.base_config["max_position_embeddings"])
-        module_class = type(location.module.original if isinstance(location.module, PatchedRotary) else location.module)
-        rebuilt = original_rotary(module_class, config_with(location.config, settings_of(location.config)))
-        problems += [f"config: {p}" for p in measure(rebuilt, own.tables, torch.device("cpu"))]
-        if location.config.max_position_embeddings != length:
+        again = repeat(location, own).record
+        problems += _differences(own.base_tables, again.base_tables, "base table")
+        problems += _differences(own.tables, again.tables, "method")
+        config = location.config
+        rebuilt = build_rotary(location.rotary_class, config_with(config, settings_of(config)))
+        problems += [f"config: {problem}" for problem in measure(location, rebuilt, own.tables, torch.device("cpu"))]
+        if config.max_position_embeddings != own.stated_length:
             problems.append(
-                f"max_position_embeddings is {location.config.max_position_embeddings}, the record says {length}"
+                f"max_position_embeddings is {config.max_position_embeddings}, the record says {own.stated_length}"
             )
-    if not any(
-        buffer.is_meta for buffer in location.module.buffers()
-    ):  # without weights only the config can be checked
-        problems += [f"in use: {p}" for p in _in_use(location, expected)]
+    if not location.without_numbers:
+        problems += [f"in use: {problem}" for problem in _in_use(location, expected)]
     if problems:
         raise PatchError(
-            f"{type(location.model).__name__} does not use the tables of {expected.to_method()}:\n  "
-            + "\n  ".join(problems)
+            f"{location.name} does not use the tables of {expected.to_method()}:\n  " + "\n  ".join(problems)
         )
     return expected
 
 
-def _in_use(location: RotaryLocation, record: PatchRecord) -> list[str]:
+def _in_use(location: Location, record: PatchRecord) -> list[str]:
     """Compare the tables that a model uses with those of a record; returns a line per difference."""
     module, device = location.module, device_of(location.model)
-    problems = measure(module, record.tables, device)
+    problems = measure(location, module, record.tables, device)
     method = record.to_method()
     if not isinstance(method, TwoTables) or not isinstance(module, PatchedRotary):
         return problems  # the module of transformers has the long table alone
     if not isinstance(module, TwoTableRotary) or module.switch_at != method.switch_at:
         switches = f"at {module.switch_at} tokens" if isinstance(module, TwoTableRotary) else "nowhere"
         return [*problems, f"the table changes {switches}, the record says at {method.switch_at} tokens"]
-    short = measure(module, record.short_tables, device, reach=method.switch_at)
+    short = measure(location, module, record.short_tables, device, reach=method.switch_at)
     return problems + [f"short table: {problem}" for problem in short]
 
 
-def method_of(location: RotaryLocation, record: PatchRecord) -> Method:
-    """Return a record's method; where its class is missing and the config has its tables, with their encodings."""
-    if record.missing is None or location.record is None or location.record.tables != record.tables:
-        return record.to_method()
-    return record.to_method({key_of(kind): encoding_of(location.config, kind) for kind in record.layer_types})
-
-
-def _redone(location: RotaryLocation, record: PatchRecord) -> tuple[Tables, Tables, dict[str, Any]]:
-    """Apply a record's method again: the base tables, the tables, and the config that says them."""
-    base, _ = read_tables(location, freeze_at=record.freeze_at)
-    method = method_of(location, record)
-    again = {kind: method(table) if kind in record.layer_types else table for kind, table in base.items()}
-    length = record.target_length or int(record.base_config["max_position_embeddings"])
-    redone, settings = encode(location, base, again, length)
-    return base, redone, settings
-
-
-def edits_since(location: RotaryLocation) -> list[str]:
+def edits_since(location: Location) -> list[str]:
     """Return what somebody has changed in a patched model's config since the patch, a line for each key."""
     record = location.record
     if record is None:
         return []
     recorded, current = (
         dict(_flat(settings_of(config_with(location.config, settings))))
-        for settings in (_redone(location, record)[2], settings_of(location.config))
+        for settings in (repeat(location, record).settings, settings_of(location.config))
     )
     return [
         f"{key} {recorded.get(key, 'absent')} -> {current.get(key, 'absent')}"
@@ -284,12 +257,18 @@ def _differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, Table
 
 
 def measure(
-    module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device, *, reach: int = _FAR
+    location: Location,
+    module: nn.Module,
+    tables: Mapping[str, TableRecord],
+    device: torch.device,
+    *,
+    reach: int = _FAR,
 ) -> list[str]:
     """Call a rotary module and compare its cos and sin with the tables; returns a line per difference.
 
     Args:
-        module: to be called.
+        location: where the model keeps its rotary module.
+        module: that one, or another of its class, which is called.
         tables: by layer type.
         device: to call it on.
         reach: the length that is stated to a module of two tables [tokens].
@@ -300,27 +279,26 @@ def measure(
         kind = None if key == key_of(None) else key
         try:
             with reaching(module, reach):
-                cos, sin = call_rotary(module, kind, positions)
+                cos, sin = location.layout.pairs(call(module, kind, positions))
         except Exception as error:
             problems.append(f"[{key}] cannot be called: {error}")
             continue
-        f = frequencies.table_of(table.inv_freq)
+        inv_freq = frequencies.table_of(table.inv_freq)
         if cos.dtype != torch.float32 or cos.device.type != device.type:
             problems.append(f"[{key}] cos is {cos.dtype} on {cos.device}, expected torch.float32 on {device}")
-        if cos.shape[-1] != len(f):
-            problems.append(f"[{key}] has {cos.shape[-1]} pairs, the record has {len(f)}")
+        if cos.shape[-1] != len(inv_freq):
+            problems.append(f"[{key}] has {cos.shape[-1]} pairs, the record has {len(inv_freq)}")
             continue
-        angles = positions.cpu()[..., None].double() * f.double()  # on the CPU: not every device has doubles
+        got = torch.stack((cos, sin)).cpu().double()  # on the CPU: not every device has doubles
+        angles = positions.cpu()[..., None].double() * inv_freq.double()
+        off = (got - torch.stack((angles.cos(), angles.sin())) * table.attention_scaling).abs()
         # float32 angles carry a relative error of 6e-8; a table off by 1e-5 shows at the far positions
-        allowed = 2e-6 + 2e-7 * angles
-        for name, got, want in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
-            off = (got.cpu().double() - want * table.attention_scaling).abs()
-            if bool((off > allowed * table.attention_scaling).any()) or not bool(torch.isfinite(got).all()):
-                pair = int((off - allowed * table.attention_scaling).flatten(0, 1).max(0).values.argmax())
-                turns = math.atan2(float(sin[0, 1, pair]), float(cos[0, 1, pair]))
-                problems.append(
-                    f"[{key}] {name} is off by up to {float(off.max()):.3g}: pair {pair} turns {turns:.6g} rad/token, "
-                    f"the record says {table.inv_freq[pair]:.6g}"
-                )
-                break
+        excess = off - (2e-6 + 2e-7 * angles) * table.attention_scaling
+        if bool((excess > 0).any()) or not bool(torch.isfinite(got).all()):
+            pair = int(excess.flatten(0, -2).amax(0).argmax())
+            turns = math.atan2(float(sin[0, 1, pair]), float(cos[0, 1, pair]))
+            problems.append(
+                f"[{key}] cos and sin are off by up to {float(off.max()):.3g}: pair {pair} turns {turns:.6g} "
+                f"rad/token, the record says {table.inv_freq[pair]:.6g}"
+            )
     return problems

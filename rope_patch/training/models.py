@@ -17,8 +17,8 @@ from rope_patch import checkpoints
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.packaged import data_path
-from rope_patch.patching.apply import apply
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.install import apply
+from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
 from rope_patch.planning.options import ALL_LINEAR
 from rope_patch.runtime.text import did_you_mean
@@ -102,7 +102,7 @@ def prepare(model: Any, options: RecipeOptions) -> Any:
     """
     patch = options.patch
     names = target_names(model, options.lora.target_modules) if options.lora.rank else []
-    own = find_rotary(model).record
+    own = locate(model).record
     if patch.method is None and own is not None:
         _check_own_patch(own, options)
     else:
@@ -127,7 +127,7 @@ def prepare(model: Any, options: RecipeOptions) -> Any:
 
 def _stated_context(model: Any, options: RecipeOptions) -> int | None:
     """The context that the config states: the given target, or the longest row if the checkpoint states less."""
-    stated = int(find_rotary(model).config.max_position_embeddings)
+    stated = int(locate(model).config.max_position_embeddings)
     given = options.patch.target_length is not None
     return options.target_length if given or options.target_length >= stated else None
 

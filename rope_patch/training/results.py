@@ -14,7 +14,7 @@ import transformers
 
 from rope_patch import __version__
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.card import card
@@ -80,7 +80,7 @@ def _curve(log: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def _notes(model: Any, before: EvalResult | None, after: EvalResult) -> list[str]:
     """Return whether the task may be too hard for the unpatched model within its trained length."""
-    record = find_rotary(model).record
+    record = locate(model).record
     if before is not None and (record is None or str(record.to_method()) == "default"):
         return before.warnings(trained_length(model))
     measured = [after] if before is None else [before, after]
@@ -90,7 +90,7 @@ def _notes(model: Any, before: EvalResult | None, after: EvalResult) -> list[str
 def _description(options: RecipeOptions, command: str, trainer: LongTrainer, rows: PackedRows) -> dict[str, Any]:
     """Return what was run, on what, and its losses."""
     model: Any = trainer.model
-    state, record, source = trainer.state, find_rotary(model).record, resolve(options.model.name)
+    state, record, source = trainer.state, locate(model).record, resolve(options.model.name)
     processes = reading_processes()
     items = state.global_step * options.train.batch * options.train.accumulate * processes
     return {

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from rope_patch.checkpoints.adapters import RopePatchCallback
 from rope_patch.modeling.loss import fuse
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 from rope_patch.training.collators import Collator
 from rope_patch.training.sharding import ShardedCollator, check_windows, weight_of
 
@@ -53,7 +53,7 @@ class LongTrainer(Trainer):
         args.remove_unused_columns = False
         args.train_sampling_strategy = "sequential"
         args.label_names = ["labels"]
-        self.guard = RopePatchCallback() if find_rotary(model).record is not None else None
+        self.guard = RopePatchCallback() if locate(model).record is not None else None
         self.evaluator = evaluator
         if evaluator is not None:
             kwargs["eval_dataset"] = rows  # transformers requires one; the evaluator has its own texts and prompts

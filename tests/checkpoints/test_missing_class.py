@@ -14,7 +14,7 @@ from support.tiny import ids, logits
 
 import rope_patch
 from rope_patch import METHODS
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
 
 SCRIPT = """
@@ -101,8 +101,8 @@ def warnings(caplog):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_loads_with_the_tables_of_its_record(root, name, warnings):
     model = rope_patch.load(root / name).eval()
-    record = find_rotary(model).record
-    for table in find_rotary(model).module.tables.values():
+    record = locate(model).record
+    for table in locate(model).module.tables.values():
         recorded = record.tables[table.layer_type or "all"]
         assert torch.equal(table.inv_freq, torch.tensor(recorded.inv_freq))
         assert table.attention_scaling == recorded.attention_scaling
@@ -148,14 +148,14 @@ def test_the_patch_is_undone_and_replaced(root):
 def test_a_method_goes_on_top_of_the_recorded_table(root):
     model = rope_patch.load(root / "plain")
     before = rope_patch.inspect(model).tables[0].inv_freq
-    rope_patch.apply(model, (find_rotary(model).record.to_method(), "p_rope:p=0.5"), replace=True)
+    rope_patch.apply(model, (locate(model).record.to_method(), "p_rope:p=0.5"), replace=True)
     after = rope_patch.inspect(model).tables[0].inv_freq
     half = len(after) // 2
     assert torch.equal(after[:half], before[:half]) and not after[half:].any()
 
 
 def test_a_broken_step_beside_a_missing_one_is_still_an_error(root):
-    data = find_rotary(rope_patch.load(root / "chain")).record.to_dict()
+    data = locate(rope_patch.load(root / "chain")).record.to_dict()
     data["method"] = {"method": "chain", "steps": [{"by": 1.0}, {"method": "of_a_script"}]}
     with pytest.raises(ValueError, match="rope_patch"):
         PatchRecord.from_dict(data)

@@ -17,7 +17,7 @@ from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
-from rope_patch.patching.apply import patched
+from rope_patch.patching.install import patched
 
 
 def chosen(model, window, context, short, **options):

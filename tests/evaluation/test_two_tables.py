@@ -11,7 +11,7 @@ from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.modeling.streaming import stream
-from rope_patch.patching.apply import patched
+from rope_patch.patching.install import patched
 
 LONG, BOTH = "yarn:factor=4", "yarn:factor=4@64"
 SPEC = EvalSpec((64, 128, 256), windows=2, depths=(0.0, 1.0), samples=1, bucket=64, haystack="noise")

@@ -21,7 +21,7 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import SEED, held_out_spec, running
 from rope_patch.fitting.estimate import FitCost
 from rope_patch.methods import Table
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 
 def weights_of(model):
@@ -131,7 +131,7 @@ def test_sliding_layers_with_a_table_of_their_own_get_consecutive_positions():
             with_kwargs=True,
         )
     fitted(model, TOKENIZER, positions="pose", init="abf:factor=10", steps=1)
-    consecutive = find_rotary(model).module.original(torch.zeros(1), torch.arange(64)[None], "sliding_attention")[0]
+    consecutive = locate(model).module.original(torch.zeros(1), torch.arange(64)[None], "sliding_attention")[0]
     assert all(torch.equal(cos, consecutive) for cos in given[0])
     assert not any(cos.shape == consecutive.shape and torch.equal(cos, consecutive) for cos in given[1])
 
@@ -174,7 +174,7 @@ def test_the_prompts_that_decide_are_of_no_seed_of_a_fit():
 
 def test_an_interrupted_fit_leaves_the_model_as_it_was():
     model = small()
-    original, config = find_rotary(model).module, model.config.to_dict()
+    original, config = locate(model).module, model.config.to_dict()
 
     def interrupt(stage, tokens):
         if stage == "step 2: evaluation":
@@ -182,7 +182,7 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was():
 
     with pytest.raises(KeyboardInterrupt):
         fitted(model, TOKENIZER, on_progress=interrupt)
-    assert find_rotary(model).module is original and model.config.to_dict() == config
+    assert locate(model).module is original and model.config.to_dict() == config
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -200,10 +200,10 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was():
 )
 def test_errors_before_anything_is_changed(changes, message):
     model = small()
-    original, config = find_rotary(model).module, model.config.to_dict()
+    original, config = locate(model).module, model.config.to_dict()
     with pytest.raises(ValueError, match=message):
         fitted(model, TOKENIZER, **changes)
-    assert find_rotary(model).module is original and model.config.to_dict() == config
+    assert locate(model).module is original and model.config.to_dict() == config
 
 
 def test_layers_that_share_their_table_with_sliding_ones_are_refused():

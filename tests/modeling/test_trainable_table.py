@@ -12,12 +12,12 @@ from support.tiny import ids, tiny_model
 import rope_patch
 from rope_patch.frequencies import table_of, unrotated
 from rope_patch.modeling.trainable_table import TrainableTable
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 
 def trainable(model, method="yarn:factor=2"):
     patch = rope_patch.apply(model, method)
-    site = find_rotary(model)
+    site = locate(model)
     return site, TrainableTable(site.module, patch.record.layer_types)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import rope_patch
 from rope_patch import METHODS, PatchError
 from rope_patch.methods import Method
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 CONTEXT, HIGH = {"original_max_position_embeddings": 64}, {"high_freq_factor": 4.0}
 IDENTITIES = ("default", "longrope", "table")
@@ -231,7 +233,7 @@ def test_a_lost_record_is_noticed():
 def test_double_precision():
     far = torch.tensor([[1_000_003]])
     model = tiny_model()
-    exact = (far[..., None].double() * find_rotary(model).module.inv_freq.double()).cos()
+    exact = (far[..., None].double() * locate(model).module.inv_freq.double()).cos()
     single = cos_sin(model, far)[0][..., :8]
     with rope_patch.patched(model, "default", precision="float64"):
         double = cos_sin(model, far)[0][..., :8]
@@ -268,6 +270,24 @@ def test_tables_that_cannot_be_used(method, message):
     with pytest.raises(ValueError, match=message):
         rope_patch.apply(model, method)
     assert module_of(model) is stock
+
+
+def test_a_patch_is_a_straight_line():
+    """A second patch of equal models, counted: calls of functions of this package, and the files that they are in."""
+    root, apply, calls = str(Path(rope_patch.__file__).parent), rope_patch.apply, []
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls.append(frame.f_code.co_filename)
+
+    first, second = tiny_model(), tiny_model()
+    apply(first, "p_rope", p=0.75)
+    sys.setprofile(count)
+    try:
+        apply(second, "p_rope", p=0.75)
+    finally:
+        sys.setprofile(None)
+    assert 100 < len(calls) <= 250 and len(set(calls)) <= 12
 
 
 # --- what is found ---------------------------------------------------------------------------------------------------
@@ -406,10 +426,10 @@ def test_vision_rotary_is_refused():
 
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = Gemma4VisionModel(Gemma4VisionConfig(**size, num_key_value_heads=4, head_dim=16))
-    before = find_rotary(model).module
+    before = locate(model).module
     with pytest.raises(ValueError, match="Gemma4VisionModel"):
         rope_patch.apply(model, "p_rope")
-    assert find_rotary(model).module is before
+    assert locate(model).module is before
 
 
 @pytest.mark.parametrize(
@@ -460,7 +480,7 @@ def test_verify_names_what_differs():
     with pytest.raises(PatchError, match="config"):
         rope_patch.verify(model)
     model.config.rope_parameters["factor"] = 4.0
-    find_rotary(model).put(patch._state.location.module)
+    locate(model).put(patch._location.module)
     with pytest.raises(PatchError, match="rad/token"):
         rope_patch.verify(model)
 

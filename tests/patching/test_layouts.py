@@ -33,7 +33,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwe
 
 import rope_patch
 from rope_patch.modeling.trainable_table import TrainableTable
-from rope_patch.patching.layout import RotaryLayout, layout_of
+from rope_patch.patching.rotary import RotaryLayout, layout_of
 
 FOUR = {**SIZE, "num_hidden_layers": 4}
 CONFIGS = {

@@ -19,7 +19,6 @@ from transformers import (
     HunYuanDenseV1Config,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaModel,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -32,7 +31,7 @@ from transformers.utils import logging
 import rope_patch
 from rope_patch import PatchError
 from rope_patch.checkpoints.offline import skeleton
-from rope_patch.patching import probe as probing
+from rope_patch.patching import locate as locating
 
 
 def built(config, seed=0):
@@ -69,16 +68,16 @@ def test_the_users_weights_and_random_numbers_are_left_alone(monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("the model itself was run"))
     model.model.forward = model.forward  # instance attributes, as hooks of accelerate leave them
     state = torch.get_rng_state()
-    probing._reasons.clear()
+    locating._probes.clear()
     rope_patch.apply(model, "p_rope:p=0.5")
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_model_in_inference_mode_and_one_without_weights():
-    probing._reasons.clear()
+    locating._probes.clear()
     with torch.inference_mode():
         rope_patch.apply(tiny_model("qwen2"), "p_rope:p=0.5")
-    probing._reasons.clear()
+    locating._probes.clear()
     with torch.device("meta"):
         rope_patch.apply(tiny_model("qwen2"), "p_rope:p=0.5")
 
@@ -102,15 +101,14 @@ class SummedAxes(LlamaRotaryEmbedding):
         return super().forward(x, position_ids.sum(0) if position_ids.ndim == 3 else position_ids)
 
 
-class SummedModel(LlamaModel):
+class SummedForCausalLM(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        self.rotary_emb = SummedAxes(config)
+        self.model.rotary_emb = SummedAxes(config)
 
 
 def test_position_axes_that_are_mixed_are_refused():
-    model = LlamaForCausalLM(LlamaConfig(**SIZE)).eval()
-    model.model = SummedModel(model.config).eval()
+    model = SummedForCausalLM(LlamaConfig(**SIZE)).eval()
     refused(model, "rotary embeddings of another kind: its layers give them several position axes")
 
 
@@ -231,7 +229,7 @@ def test_a_decoder_that_is_an_output_layer(tmp_path):
 
 def heard(monkeypatch):
     warnings = []
-    monkeypatch.setattr(rope_patch.patching.apply.logger, "warning", warnings.append)
+    monkeypatch.setattr(rope_patch.patching.install.logger, "warning", warnings.append)
     return warnings
 
 

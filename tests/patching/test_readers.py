@@ -9,11 +9,12 @@ import pytest
 import torch
 from support.patches import module_of
 from support.round_trip import assert_cached_equals_full, assert_round_trip
-from support.tiny import SIZE, YARN, logits, tiny_model
+from support.tiny import SIZE, YARN, logits, tiny_config
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    LlamaForCausalLM,
     MiniCPM3Config,
     Ministral3Config,
 )
@@ -21,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import rope_patch
 from rope_patch.exporting.encodings import config_keys
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 LATENT = {**SIZE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16}
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
@@ -122,7 +123,7 @@ def test_what_attention_looks_up_while_it_runs_is_kept():
         with rope_patch.patched(model, method) as patch:
             found = model.config.rope_parameters
             assert (found["llama_4_scaling_beta"], found["original_max_position_embeddings"]) == (0.1, 16)
-            settings = config_keys(find_rotary(model), [*patch.after.values()], everywhere=True)
+            settings = config_keys(locate(model), [*patch.after.values()], everywhere=True)
             assert settings["rope_parameters"]["original_max_position_embeddings"] == 16
 
 
@@ -132,8 +133,12 @@ def test_a_class_that_reads_the_config_in_an_unknown_way_is_refused():
             self.seen = list(self.config.rope_parameters)
             return super().forward(*args, **kwargs)
 
-    model = tiny_model()
-    model.model.layers[1].self_attn.__class__ = Reading
+    class ReadingForCausalLM(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers[1].self_attn = Reading(config, 1)
+
+    model = ReadingForCausalLM(tiny_config("llama")).eval()
     before = logits(model)
     with pytest.raises(ValueError, match="Reading"):
         rope_patch.apply(model, "p_rope:p=0.5")

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Dynamic
 import rope_patch
 from rope_patch import PatchError, TwoTables
 from rope_patch.methods import Default, from_dict, parse
-from rope_patch.patching.apply import reapply
 from rope_patch.patching.cache_argument import cache_argument, cache_in
+from rope_patch.patching.install import reapply
 from rope_patch.patching.two_tables import reach_of
 
 SWITCH, LONG, BOTH = 64, "yarn:factor=4", "yarn:factor=4@64"

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from rope_patch import METHODS
 from rope_patch.methods import Scaling, create
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 
 
 def method_for(family: str, name: str):
@@ -21,7 +21,7 @@ def method_for(family: str, name: str):
 
 
 def module_of(model):
-    return find_rotary(model).module
+    return locate(model).module
 
 
 def cos_sin(model, positions, layer_type=None):

@@ -14,7 +14,7 @@ from support.subsets import full
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.packaged import data_path
-from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.locate import locate
 from rope_patch.planning import shape_of
 from rope_patch.training.estimate import describe, training_plan
 from rope_patch.training.models import BUNDLED, prepare
@@ -88,11 +88,11 @@ def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None
     options = read(list(files), base=BASE)
     model = two_layers(options)
     model = prepare(model, options)
-    record = find_rotary(model).record
+    record = locate(model).record
     assert record is not None and (
         options.patch.method is None or record.changed == (options.patch.method != "default")
     )
-    assert find_rotary(model).config.max_position_embeddings >= options.target_length
+    assert locate(model).config.max_position_embeddings >= options.target_length
     ids = torch.zeros(1, 32, dtype=torch.long, device="meta")
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

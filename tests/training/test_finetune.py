@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.patching.locate import PatchError, find_rotary
+from rope_patch.patching.locate import PatchError, locate
 from rope_patch.training import finetune as module
 from rope_patch.training.collators import PackedCollator, PoSECollator
 from rope_patch.training.evaluating import metrics, suite_of
@@ -245,7 +245,7 @@ def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
         options(tmp_path / "b", f"model.name={base}", "patch.method=pi:factor=4", "patch.replace=true", *small)
     )
     loaded = rope_patch.load(other.folder, dtype=torch.float32)
-    assert str(find_rotary(loaded).record.to_method()) == "pi:factor=4"
+    assert str(locate(loaded).record.to_method()) == "pi:factor=4"
     with pytest.raises(ValueError, match="is an adapter: merge it into its base first"):
         finetune(options(tmp_path / "c", f"model.name={other.folder}", *small))
 
@@ -308,7 +308,7 @@ def test_ways_to_train(words, tmp_path):
     result = finetune(options(tmp_path, *words))
     assert all(map(math.isfinite, losses(result))) and len(losses(result)) == 2
     model = rope_patch.load(result.folder, dtype=torch.float32)
-    assert str(find_rotary(model).record.to_method()) == (result.results["patch"] or "default")
+    assert str(locate(model).record.to_method()) == (result.results["patch"] or "default")
     suite = suite_of(options("x", *words), AutoTokenizer.from_pretrained(LLAMA))
     assert metrics(suite.run(model)) == pytest.approx(result.results["after"], abs=1e-4)
 

@@ -22,7 +22,7 @@ from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
-from rope_patch.patching.locate import PatchError, find_rotary
+from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning import shape_of
 from rope_patch.training.collators import Collator
 from rope_patch.training.data import conversation, mix
@@ -398,18 +398,18 @@ def test_long_lora_comes_back_whole(family, tied, tmp_path):
 def test_without_a_method_a_model_keeps_its_own_table_and_says_so():
     with pytest.warns(UserWarning, match=r"^there is no patch\.method: the model keeps its original rotary table"):
         model = prepare(bold_model(), asked_for("patch.method=null", "lora.rank=2"))
-    record = find_rotary(model).record
+    record = locate(model).record
     assert str(record.to_method()) == "default" and record.target_length == 64
     patched = bold_model()
     rope_patch.apply(patched, "yarn", factor=2)
     prepared = prepare(patched, asked_for("patch.method=null", "lora.rank=2"))
-    assert str(find_rotary(prepared).record.to_method()) == "yarn:factor=2"
+    assert str(locate(prepared).record.to_method()) == "yarn:factor=2"
     again = bold_model()
     rope_patch.apply(again, "yarn", factor=2)
     with pytest.raises(PatchError):
         prepare(again, asked_for("lora.rank=2"))
     replaced = prepare(again, asked_for("lora.rank=2", "patch.replace=true"))
-    assert str(find_rotary(replaced).record.to_method()) == "yarn:factor=4:replace_scaling=true"
+    assert str(locate(replaced).record.to_method()) == "yarn:factor=4:replace_scaling=true"
 
 
 def test_data_that_ends_is_read_again(tmp_path, tokenizer):

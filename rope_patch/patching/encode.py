@@ -1,0 +1,329 @@
+"""Encode tables in a config so that transformers rebuilds them, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rope_patch import frequencies
+from rope_patch.methods import Method, TwoTables, longrope_parameters
+from rope_patch.patching.locate import Location
+from rope_patch.patching.probe import kept_by, without_weights
+from rope_patch.patching.record import (
+    READ_GLOBAL,
+    PatchRecord,
+    about_two_tables,
+    build_rotary,
+    config_with,
+    encoding_of,
+    key_of,
+    records_of,
+    settings_of,
+)
+from rope_patch.patching.rotary import original_tables, scaling_of
+from rope_patch.tables import RotaryTable, Tables, choose_layer_types
+
+
+@dataclass(frozen=True)
+class PatchRequest:
+    """The options of :func:`rope_patch.apply`, which says what they mean.
+
+    Raises:
+        ValueError: options that no model could take.
+    """
+
+    layer_types: Sequence[str] | None = None
+    target_length: int | None = None
+    replace: bool = False
+    keep_edits: bool = False
+    precision: str = "float32"
+    freeze_at: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("float32", "float64"):
+            raise ValueError(f"precision must be 'float32' or 'float64', got {self.precision!r}")
+        length = self.target_length
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise ValueError(f"target_length must be a whole number of tokens >= 1, got {length!r}")
+        if self.keep_edits and not self.replace:
+            raise ValueError("keep_edits goes with replace=True: it says what an earlier patch is replaced on")
+
+    @classmethod
+    def of(cls, record: PatchRecord) -> PatchRequest:
+        """Return the options by which a patch is made again."""
+        kinds = None if record.layer_types == (None,) else [str(kind) for kind in record.layer_types]
+        return cls(kinds, record.target_length, True, False, record.precision, record.freeze_at)
+
+
+@dataclass(frozen=True, eq=False)
+class NewTables:
+    """What a method makes of the tables of a model.
+
+    Attributes:
+        method: with its factor.
+        layer_types: those that are patched.
+        before: the base tables; where nothing changes, the very same ones are in ``after``.
+        after: the new tables.
+        short: the tables of short sequences, of the patched layer types; empty where there is one table for all.
+    """
+
+    method: Method
+    layer_types: tuple[str | None, ...]
+    before: Tables
+    after: Tables
+    short: Tables
+
+
+def new_tables(location: Location, method: Method, options: PatchRequest, *, recorded: bool = False) -> NewTables:
+    """Apply a method to the base tables of a model.
+
+    Args:
+        location: where the model keeps them.
+        method: the method.
+        options: which of them are patched, and the context they are to reach.
+        recorded: the method is of a patch record: its factor is not checked again.
+
+    Raises:
+        ValueError: bad options, or a method that is not for these tables.
+    """
+    before = location.static_tables(options.freeze_at)
+    chosen = choose_layer_types(before, options.layer_types, method.named_layer_types)
+    if not recorded:
+        method = method.extended_to([before[kind] for kind in chosen], options.target_length)
+    after = {kind: method(table) if kind in chosen else table for kind, table in before.items()}
+    short = {kind: method.short_table(before[kind]) for kind in chosen} if isinstance(method, TwoTables) else {}
+    return NewTables(method, chosen, before, after, short)
+
+
+@dataclass(frozen=True, eq=False)
+class TableChange:
+    """What a patch changes, in a model or in a file.
+
+    Attributes:
+        method: what is applied.
+        before: the tables found, by layer type.
+        after: the tables in use.
+        record: what ``config.rope_patch`` says.
+    """
+
+    method: Method
+    before: Tables
+    after: Tables
+    record: PatchRecord
+
+    @property
+    def unstated(self) -> str | None:
+        """Say so where the tables reach further than the context that the config states."""
+        reached = [self.method.reach(self.before[kind]) or 0 for kind in self.record.layer_types]
+        stated, furthest = self.record.stated_length, max(reached)
+        if furthest <= stated:
+            return None
+        return (
+            f"{self.method} reaches {furthest} tokens, the checkpoint still states a context of {stated}: "
+            f"target_length={furthest} (--target-length) states the longer one"
+        )
+
+    def describe(self) -> str:
+        """Return the tables before and after, a line each."""
+        lines = [f"patch {self.method}"]
+        for kind, table in self.after.items():
+            if table is self.before[kind]:
+                lines.append(f"  {table}: left alone")
+            else:
+                lines += [f"  before  {self.before[kind]}", f"  after   {table}"]
+        lines += [f"  {sentence}" for sentence in about_two_tables(self.record)]
+        stated = int(self.record.base_config["max_position_embeddings"])
+        if self.record.stated_length != stated:
+            lines.append(f"  context {stated} tokens before, {self.record.stated_length} after")
+        elif self.unstated is not None:
+            lines.append(f"  {self.unstated}")
+        return "\n".join(lines)
+
+    __str__ = describe
+
+
+@dataclass(frozen=True, eq=False)
+class PatchPlan(TableChange):
+    """A patch that is not in place yet.
+
+    Attributes:
+        base: the location that it was made from.
+        short: the tables of short sequences, as in :class:`NewTables`.
+        settings: what the config is to say.
+    """
+
+    base: Location
+    short: Tables
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode(location: Location, tables: NewTables, options: PatchRequest) -> PatchPlan:
+    """Find config settings from which the model's own rotary class rebuilds every table, to the last bit.
+
+    The native encoding of each table is tried first, then the longrope form; what counts is what that class makes
+    of the config after a round trip through JSON. Tables whose last bits no factor reaches are canonicalised.
+
+    Args:
+        location: where the model keeps its rotary module.
+        tables: the base tables, and the new ones.
+        options: the context that the config is to state, and what the record holds.
+
+    Raises:
+        ValueError: no config of transformers gives a table, or not without changing what others read.
+    """
+    config, before = location.base_config, tables.before
+    base_settings = settings_of(config)
+    length = options.target_length or int(config.max_position_embeddings)
+    settings = base_settings | {"max_position_embeddings": length}
+    extras: list[dict[str, Any]] = [{}]
+    if getattr(config, "is_heterogeneous", False):
+        extras.append({READ_GLOBAL: True})
+    if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
+        extras.append({"head_dim": config.hidden_size // config.num_attention_heads})
+    after = dict(tables.after)
+    for kind, table in tables.after.items():
+        if table is not before[kind] or table.rope_parameters is None or location.tables[kind].is_dynamic:
+            stated = replace(table, max_position_embeddings=length)
+            after[kind], settings = _encode_table(location, stated, [settings | extra for extra in extras])
+    record = PatchRecord(
+        method=tables.method.to_dict(),
+        layer_types=tables.layer_types,
+        tables=records_of(after),
+        base_tables=records_of(before),
+        short_tables=records_of(tables.short),
+        base_config=base_settings,
+        target_length=options.target_length,
+        precision=options.precision,
+        freeze_at=options.freeze_at,
+        edited=tuple(key_of(kind) for kind, table in before.items() if table.rope_parameters is None),
+    )
+    return PatchPlan(tables.method, before, after, record, location, tables.short, settings)
+
+
+def repeat(location: Location, record: PatchRecord) -> PatchPlan:
+    """Return the plan of a patch that a record describes, made from the base tables again."""
+    encodings = {}
+    if record.missing is not None and location.record is not None and location.record.tables == record.tables:
+        encodings = {key_of(kind): encoding_of(location.config, kind) for kind in record.layer_types}
+    options = PatchRequest.of(record)
+    return encode(location, new_tables(location, record.to_method(encodings), options, recorded=True), options)
+
+
+def _encode_table(
+    location: Location, table: RotaryTable, starts: Sequence[dict[str, Any]]
+) -> tuple[RotaryTable, dict[str, Any]]:
+    """Return a table as a config states it, and the settings that do: the first that the model's own code reads so.
+
+    Args:
+        location: where the model keeps its rotary module.
+        table: the table.
+        starts: the settings to state it in, in order.
+
+    Raises:
+        ValueError: no config of transformers gives the table, or not without changing what others read.
+    """
+    kind = table.layer_type
+    reason = "the table it rebuilds is another"
+    for settings in starts:
+        for candidate in _encodings(location, table):
+            parameters = dict(candidate.rope_parameters or {})
+            if kind is not None:
+                parameters = {**settings["rope_parameters"], kind: parameters}
+            trial = settings | {"rope_parameters": parameters}
+            try:
+                config = config_with(location.base_config, trial)
+                rebuilt = build_rotary(location.rotary_class, config)
+            except Exception as error:  # a family refuses a type in its own way: Phi3 takes longrope only
+                reason = f"{type(error).__name__}: {error}"
+                continue
+            if not _same_table(rebuilt, candidate):
+                continue
+            if (changed := change_for_readers(location, config)) is None:
+                return candidate, trial
+            reason = f"{changed}; a patch changes the table alone"
+            if "mscale_all_dim" in (table.rope_parameters or {}):  # attention would apply a factor of it itself
+                raise ValueError(
+                    f"attention of {location.name} takes its softmax scale from mscale_all_dim, too: {reason}. Leave "
+                    "out mscale and mscale_all_dim, or state attention_factor. Nothing was changed"
+                )
+    raise ValueError(
+        f"{location.name} cannot express this table in a config that plain transformers reads; nothing was changed. "
+        f"The last encoding failed with {reason}"
+    )
+
+
+def _encodings(location: Location, table: RotaryTable) -> Iterator[RotaryTable]:
+    """Yield the encodings of a table, each as it is and with what other readers of the config may need."""
+    for candidate in _own_encodings(table):
+        for parameters in completed(location, table.layer_type, candidate.rope_parameters or {}):
+            yield replace(candidate, rope_parameters=parameters)
+
+
+def _own_encodings(table: RotaryTable) -> Iterator[RotaryTable]:
+    native = table.rope_parameters
+    if native is not None:
+        yield table
+        if table.other_keys:  # a partial factor the family ignores must not be read by the native type
+            yield replace(table, rope_parameters={k: v for k, v in native.items() if k not in table.other_keys})
+    factors = frequencies.longrope_factors(table.inv_freq, table.rope_theta)
+    form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
+    inv_freq = frequencies.zero_unrotated(frequencies.longrope(table.rope_theta, factors))
+    scaling = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
+    for own in (table.other_keys, {}, scaling):  # which Phi-MoE asks for, also where it is 1
+        yield replace(table, inv_freq=inv_freq, rope_type="longrope", rope_parameters={**own, **form})
+
+
+def _same_table(rotary: nn.Module, table: RotaryTable) -> bool:
+    built = original_tables(rotary)[table.layer_type]
+    return torch.equal(frequencies.zero_unrotated(built), table.inv_freq) and (
+        scaling_of(rotary, table.layer_type) == table.attention_scaling
+    )
+
+
+# --- what else reads the config --------------------------------------------------------------------------------------
+
+
+def completed(location: Location, layer_type: str | None, encoding: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield an encoding, then with more and more of the keys of the base config, which other readers may need."""
+    yield dict(encoding)
+    looked_up = {keys[-1] for _, keys in location.probe.lookups}
+    if looked_up or location.probe.builders:
+        found = {key: value for key, value in encoding_of(location.base_config, layer_type).items() if key != "type"}
+        yield {**{key: value for key, value in found.items() if key in looked_up}, **encoding}
+        yield {**found, **encoding}
+        if encoding.get("rope_type") == "longrope":  # its lists and attention factor say all there is of the table
+            kept = ("factor", "original_max_position_embeddings")
+            yield {**found, **encoding, **{key: found[key] for key in kept if key in found}}
+
+
+def change_for_readers(location: Location, config: PreTrainedConfig) -> str | None:
+    """Say what other readers of ``rope_parameters`` would do otherwise under a config; None where they do the same."""
+    base, probe = location.base_config, location.probe
+    if config.rope_parameters == base.rope_parameters:
+        return None
+    for reader, keys in probe.lookups:
+        old, new = base.rope_parameters, config.rope_parameters
+        for key in keys:
+            if key is None:
+                return f"{reader} reads config.rope_parameters in a way that is not known"
+            old, new = (None if each is None else each.get(key) for each in (old, new))
+        if old != new:
+            return f"{reader} would read {'.'.join(map(str, keys))} as {new}, and it is {old}"
+    if not probe.builders:
+        return None
+    before, after = (
+        kept_by(without_weights(location.model, location.configs, settings_of(each)), probe.builders)
+        for each in (base, config)
+    )
+    if before is None or after is None:
+        return f"{location.name} reads config.rope_parameters as it is built, and what it makes of them cannot be seen"
+    for (name, attribute), old in before.items():
+        for one, other in zip(old, after.get((name, attribute), []), strict=False):
+            if one != other:
+                return f"{name} would be built with a {attribute} of {other!r}, and it has {one!r}"
+    return None

@@ -1,0 +1,346 @@
+"""Put tables into a model and take them out again: apply, restore, patched."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from torch import nn
+from transformers.utils import logging as hf_logging
+
+from rope_patch.methods import Default, Method, MethodLike, TwoTables, as_method
+from rope_patch.patching.encode import PatchPlan, PatchRequest, TableChange, encode, new_tables, repeat
+from rope_patch.patching.locate import Location, PatchError, device_of, locate, lock_of
+from rope_patch.patching.record import PatchRecord, build_rotary, hashes, same_tables, settings_of, write_config
+from rope_patch.patching.rotary import PatchedRotary, original_tables
+from rope_patch.patching.two_tables import Reach, TwoTableRotary, check_decoder, reaching
+from rope_patch.patching.verify import edits_since, measure
+from rope_patch.tables import choose_layer_types
+
+logger = hf_logging.get_logger("rope_patch")
+
+
+@dataclass(frozen=True, eq=False)
+class Patch(TableChange):
+    """A patch in place."""
+
+    _module: PatchedRotary
+    _location: Location
+    _configs: Sequence[tuple[Mapping[str, Any], Any]]  # the settings and the record of each, before the patch
+
+    @classmethod
+    def joined(cls, first: Patch, last: Patch, **more: Any) -> Self:
+        """Return the last of two patches of a model, as one whose :meth:`restore` undoes both.
+
+        Args:
+            first: a patch that ``last`` has replaced.
+            last: the patch in place.
+            **more: the other fields of the class.
+        """
+        own = {each.name: getattr(last, each.name) for each in fields(Patch)}
+        return cls(**own | {"_location": first._location, "_configs": first._configs}, **more)
+
+    def reaching(self, tokens: Reach) -> AbstractContextManager[None]:
+        """State the length that sequences will reach, for the forward passes of a ``with`` block.
+
+        A patch of two tables chooses one for each sequence by it, and keeps to it: state it around all passes that read
+        one sequence through a cache. ``generate`` states it itself, and a pass without a cache shows it. The block
+        belongs to the thread: do not yield inside it.
+
+        Args:
+            tokens: one number for all rows of the batch, or one for each [tokens].
+
+        Raises:
+            ValueError: no whole numbers above 0.
+        """
+        return reaching(self._module, tokens)
+
+    def restore(self) -> None:
+        """Undo the patch: the model is as it was before ``apply``.
+
+        Raises:
+            PatchError: another patch has replaced this one, or it was undone already.
+        """
+        location = self._location
+        with lock_of(location.model):
+            if location.model.get_submodule(location.path) is not self._module:
+                raise PatchError(f"the patch {self.method} is no longer in place: nothing to restore")
+            if getattr(location.config, "rope_patch", None) != self.record.to_dict():
+                raise PatchError(f"the config no longer says {self.method}: is it shared with another model?")
+            follow_device(location.module, location.model)
+            self.reinstate()
+
+    def reinstate(self) -> None:
+        """Put back what was there before the patch, whatever is in place now."""
+        self._location.put(self._location.module)
+        for config, (settings, record) in zip(self._location.configs, self._configs, strict=True):
+            write_config(config, settings, record)
+
+
+def apply(
+    model: nn.Module,
+    method: MethodLike,
+    /,
+    *,
+    layer_types: Sequence[str] | None = None,
+    target_length: int | None = None,
+    replace: bool = False,
+    keep_edits: bool = False,
+    precision: str = "float32",
+    freeze_at: int | None = None,
+    **params: Any,
+) -> Patch:
+    """Patch a model's rotary tables in place.
+
+    The module that holds them is swapped for a :class:`PatchedRotary`, which no cast or re-initialisation can change,
+    and ``config.rope_parameters`` is rewritten so that ``save_pretrained`` gives a folder plain transformers loads with
+    equal logits. On any error the model is as it was.
+
+    Args:
+        model: a causal language model of transformers, bare or under PEFT, quantization or ``torch.compile``.
+        method: a name with ``params``, a method string (``"yarn:factor=4"``), a method object, or a sequence of them.
+            ``"yarn:factor=4@8192"`` (:class:`~rope_patch.TwoTables`) leaves sequences of up to 8192 tokens as they are.
+        layer_types: which tables to patch on models with one per layer type; ``("full_attention",)`` by default.
+        target_length: the context to state in the config [tokens]; unchanged by default. A ``factor`` that is left out
+            is taken from it, one that does not reach it is refused.
+        replace: replace an earlier patch, starting again from the base table. What was changed in the config since
+            then is dropped, with a warning.
+        keep_edits: with ``replace``, start from what the config says now, such changes included.
+        precision: ``"float64"`` computes angles in double; no config of transformers can say so.
+        freeze_at: length at which to freeze a ``dynamic`` or two-table ``longrope`` checkpoint [tokens].
+        **params: the method's parameters.
+
+    Returns:
+        The patch, with the tables before and after and ``restore()``.
+
+    Raises:
+        ValueError: bad parameters, a factor that contradicts the target, a model without a rotary table that can be
+            patched, or whose layers use none.
+        PatchError: the model is patched already.
+    """
+    options = PatchRequest(layer_types, target_length, replace, keep_edits, precision, freeze_at)
+    patch = _apply(model, as_method(method, **params), options, logger.warning)
+    if target_length is None and (unstated := patch.unstated) is not None:
+        logger.warning(unstated)
+    return patch
+
+
+def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callable[[str], None]) -> Patch:
+    with lock_of(model):
+        location = locate(model)
+        base, warnings = _base(location, options)
+        tables = new_tables(base, method, options)
+        plan = encode(base, tables, options)
+        if not (plan.record.changed or isinstance(method, Default)):
+            warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
+        _check(location, plan, warnings, warn)
+        return install(location, plan)
+
+
+def install(location: Location, plan: PatchPlan) -> Patch:
+    """Put a plan into a model: the only step that changes it. On any error the model is as it was."""
+    base, precision = plan.base, plan.record.precision
+    options: Any = {"precision": precision, "keep_float32": base.keeps_float32, "layout": base.layout}
+    if isinstance(plan.method, TwoTables):
+        options |= {"short": plan.short, "switch_at": plan.method.switch_at}
+    module = (TwoTableRotary if plan.short else PatchedRotary)(plan.after, base.original, **options)
+    module.train(location.module.training)
+    hook = getattr(location.module, "_hf_hook", None)
+    if hook is not None:  # of accelerate, which dispatches
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(module, hook)
+    configs = [(settings_of(each), copy.deepcopy(getattr(each, "rope_patch", None))) for each in location.configs]
+    patch = Patch(plan.method, plan.before, plan.after, plan.record, module, location, configs)
+    record = plan.record.to_dict()
+    try:
+        location.put(module)
+        for config in location.configs:
+            write_config(config, plan.settings, record)
+    except BaseException:
+        patch.reinstate()
+        raise
+    for kind in module.tables:  # before any compiler looks at the module
+        module.table(kind, device_of(location.model))
+    return patch
+
+
+def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: Callable[[str], None]) -> None:
+    """Refuse a model that cannot take a plan, and give the warnings about one that can.
+
+    Raises:
+        ValueError: no layer uses the table (ALiBi, layers without rotary embeddings), something else reads the config,
+            or the model calls its rotary embedding with what a patched one cannot answer.
+    """
+    name, method, before = location.name, plan.method, plan.before
+    warnings = [*plan.base.base[1], *warnings]
+    if isinstance(method, TwoTables):
+        check_decoder(location.model, location.decoder)
+        warnings += method.warnings([before[kind] for kind in plan.record.layer_types])
+    probe = plan.base.probe
+    if plan.settings["rope_parameters"] != plan.base.base_config.rope_parameters and probe.outside:
+        raise ValueError(
+            f"{', '.join(probe.outside)} of {name} reads config.rope_parameters besides the rotary embedding: another "
+            "encoding would change more than the table. Such families are not supported"
+        )
+    for kind in plan.record.layer_types:
+        if kind in probe.refusals:
+            raise ValueError(f"{name} {probe.refusals[kind]}. Nothing was changed")
+    if getattr(location.model.config, "is_encoder_decoder", False):
+        inside = set(location.decoder.modules())
+        others = [n for n, part in location.model.named_modules() if part not in inside and original_tables(part)]
+        if others:
+            warnings.append(f"the decoder alone is patched: {', '.join(others)} keep their tables")
+    for warning in warnings:
+        warn(warning)
+
+
+def _base(location: Location, options: PatchRequest) -> tuple[Location, list[str]]:
+    """Return the location to read the base tables from, and warnings.
+
+    Raises:
+        PatchError: the model is patched already, and is not to be patched anew.
+    """
+    location.check_base()
+    if not options.replace:
+        _refuse_a_second_patch(location)
+    if location.record is None:
+        return location, []
+    if options.keep_edits:
+        module = build_rotary(location.rotary_class, location.config)
+        return dataclasses.replace(location, module=module, record_data=None), []
+    if not (edits := edits_since(location)):
+        return location, []
+    dropped = f"replacing {location.record.to_method()} drops what was changed in the config since: {'; '.join(edits)}"
+    return location, [f"{dropped}. keep_edits=True (--keep-edits) starts from the config as it is"]
+
+
+def _refuse_a_second_patch(location: Location) -> None:
+    record, name = location.record, location.name
+    if record is None:
+        if location.patched is not None:
+            raise PatchError(f"{name} is patched, but its config has lost the record: load the model again")
+        return
+    patched_already = f"{name} is already patched with {record.to_method()}"
+    if edits := edits_since(location):
+        raise PatchError(
+            f"{patched_already}, and its config was changed since ({'; '.join(edits)}). replace=True (--replace) drops "
+            "that and starts from the table before the patch; with keep_edits=True (--keep-edits), from the config as "
+            "it is"
+        )
+    measurable = location.patched is None and not location.without_numbers
+    if measurable and measure(location, location.module, record.tables, device_of(location.model)):
+        raise PatchError(
+            f"the config of this {name} says it is patched with {record.to_method()}, but it does not use that table. "
+            "Models built from one config object share it: give each its own copy (or pass replace=True here)"
+        )
+    raise PatchError(f"{patched_already}: restore it first, or pass replace=True (--replace)")
+
+
+@contextlib.contextmanager
+def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator[Patch]:
+    """Patch a model for the length of a ``with`` block; undone at its end, also after an exception.
+
+    Takes what :func:`apply` takes. Another thread that wants to patch the same model waits until then.
+    """
+    own = {each.name: options.pop(each.name) for each in fields(PatchRequest) if each.name in options}
+    chosen = as_method(method, **options)
+    with lock_of(model):
+        patch = _apply(model, chosen, PatchRequest(**own), logger.warning_once)
+        try:
+            yield patch
+        finally:
+            patch.restore()
+
+
+def reapply(model: nn.Module, record: PatchRecord) -> Patch:
+    """Apply what a record says to a model and check that the tables come out the same.
+
+    Raises:
+        PatchError: the model's base tables are not those the record was made on.
+    """
+    record.warn_of_missing()
+    with lock_of(model):
+        location = locate(model)
+        location.check_base()
+        plan = repeat(location, record)
+        for name in ("base_tables", "tables", "short_tables"):
+            recorded, rebuilt = getattr(record, name), getattr(plan.record, name)
+            if not same_tables(recorded, rebuilt):
+                raise PatchError(
+                    f"the record of {record.to_method()} was made on another model: its {name.replace('_', ' ')} "
+                    f"({hashes(recorded)}) are not this model's ({hashes(rebuilt)})"
+                )
+        _check(location, plan, [], logger.warning)
+        return install(location, plan)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo every patch of a model, also one that was loaded from a patched folder: base tables, base config.
+
+    Raises:
+        PatchError: the model is not patched.
+    """
+    with lock_of(model):
+        location = locate(model)
+        record = location.record
+        if record is None:
+            raise PatchError(f"{location.name} carries no patch record: nothing to restore")
+        location.check_base()
+        if record.edited and location.patched is None:
+            raise PatchError("the base table was edited by hand before the patch; its config alone cannot restore it")
+        _reset(location, location.original, record.base_config)
+
+
+def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Give an unpatched model the rotary settings of another config, and the table that they describe."""
+    location = locate(model)
+    for config in location.configs:
+        write_config(config, settings, None)
+    _reset(location, build_rotary(location.rotary_class, location.config), settings)
+
+
+def _reset(location: Location, original: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Put an original module into a model, and its settings into the configs, without a record."""
+    follow_device(original, location.model)
+    location.put(original)
+    for config in location.configs:
+        write_config(config, settings, None)
+
+
+def follow_device(module: nn.Module, model: nn.Module) -> None:
+    """Bring an original module that was set aside to where the model now is, without touching its dtype."""
+    if not isinstance(module, PatchedRotary) and not any(b.is_meta for b in module.buffers()):
+        module.to(device=device_of(model))
+
+
+def for_target(
+    model: nn.Module,
+    method: MethodLike,
+    target_length: int,
+    *,
+    layer_types: Sequence[str] | None = None,
+    freeze_at: int | None = None,
+) -> Method:
+    """Return a method with the factor that :func:`apply` would take from a target where it was left out.
+
+    Args:
+        model: to be patched.
+        method: in any form.
+        target_length: to be reached [tokens].
+        layer_types: as for ``apply``.
+        freeze_at: as for ``apply``.
+
+    Raises:
+        ValueError: a bad method, or tables that need different factors.
+    """
+    chosen = as_method(method)
+    if not chosen.needs_target:
+        return chosen
+    tables = locate(model).static_tables(freeze_at)
+    return chosen.on_tables([tables[kind] for kind in choose_layer_types(tables, layer_types)], target_length)

@@ -1,0 +1,113 @@
+"""The keys of a config.json by which transformers 4, and engines that follow it, read the rotary tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rope_patch.runtime.folders import write_atomically
+
+_SHARE = "partial_rotary_factor"
+OLDER_FAIL = "this table needs transformers 5"
+"""A base on which transformers 4 fails, for tables that it would lose."""
+
+_OLDER_BASES = {
+    **dict.fromkeys(("gemma3_text", "gemma3n_text"), ("rope_theta", "rope_local_base_freq")),
+    **dict.fromkeys(("modernbert", "modernbert-decoder"), ("global_rope_theta", "local_rope_theta")),
+}
+"""The keys of version 4 for the bases of full and of sliding attention, in families that have both there."""
+
+
+def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys at the top of config.json by which transformers 4, and engines that follow it, say the same.
+
+    They repeat ``rope_parameters``, since transformers 5 takes ``rope_scaling`` in its place where both are there.
+    Where version 4 has one scaling for all layer types it is that of full attention. For tables that it cannot
+    express, of sliding layers that are not plain and of families that came later, it is given a base that it fails on,
+    instead of none; so do the releases of version 5 in which Olmo 3 has one table. What they make of
+    every family that it knows is in ``benchmarks/results/older_loaders.json``.
+    """
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        names = _OLDER_BASES.get(model_type)
+        if names is None:
+            return {"rope_theta": OLDER_FAIL}
+        keys: dict[str, Any] = {}
+        for kind, name in zip(("full_attention", "sliding_attention"), names, strict=True):
+            if (table := parameters.get(kind)) is not None:
+                scaled = table.get("rope_type", "default") != "default"
+                keys[name] = OLDER_FAIL if scaled else table["rope_theta"]
+        if names == _OLDER_BASES["gemma3_text"] and "full_attention" in parameters:  # which has one scaling
+            keys |= older_keys("", parameters["full_attention"])
+        return keys
+    neox = model_type in ("gpt_neox", "gpt_neox_japanese")
+    base, share = ("rotary_emb_base", "rotary_pct") if neox else ("rope_theta", _SHARE)
+    keys = {base: parameters["rope_theta"]}
+    if _SHARE in parameters:
+        keys[share] = parameters[_SHARE]
+    if parameters.get("rope_type", "default") != "default" or set(parameters) - {"rope_type", "rope_theta", _SHARE}:
+        keys["rope_scaling"] = dict(parameters)  # the sections of several position axes are read there, too
+        if model_type == "nemotron":  # version 4 reads nothing but its base
+            keys[base] = OLDER_FAIL
+    return keys
+
+
+def one_base_keys(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the keys of OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
+
+    Transformers 4 and SGLang read these. None where tables of two layer types are not of that kind.
+    """
+    full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
+    if full is None or sliding is None or sliding.get("rope_type", "default") != "default":
+        return None
+    return older_keys("", full) if full["rope_theta"] == sliding["rope_theta"] else None
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that holds a patch record; in others the one of the text decoder."""
+    parts = [config]
+    for part in parts:  # which grows on the way
+        if "rope_patch" in part:
+            return part
+        parts += [value for value in part.values() if isinstance(value, dict)]
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def add_older_keys(folder: str | Path) -> None:
+    """Add the keys by which transformers 4 reads the tables to a checkpoint's config.json.
+
+    A plain ``save_pretrained`` writes what transformers 5 reads alone, and version 4 takes such a folder for unpatched.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = text_part(config)
+    text |= older_keys(str(text.get("model_type")), text["rope_parameters"])
+    write_atomically(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def older_differences(config: Mapping[str, Any]) -> list[str]:
+    """Return how what a config.json tells transformers 4 differs from what it tells transformers 5."""
+    text = text_part(dict(config))
+    parameters = text.get("rope_parameters")
+    if not isinstance(parameters, Mapping):
+        return []
+    # Transformers 5 reads a base at the top for tables that state none.
+    base = {} if text.get("rope_theta") is None else {"rope_theta": text["rope_theta"]}
+    nested = any(isinstance(value, Mapping) for value in parameters.values())
+    complete = {kind: {**base, **table} for kind, table in parameters.items()} if nested else {**base, **parameters}
+    if not all("rope_theta" in table for table in (complete.values() if nested else [complete])):
+        return []
+    expected = older_keys(str(text.get("model_type")), complete)
+    stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}
+    if text.get("model_type") == "olmo3" and stated == one_base_keys(complete):
+        return []
+    return [
+        f"{key} is {stated[key]!r}, rope_parameters says {expected.get(key)!r}"
+        for key in sorted(stated)
+        if stated[key] != expected.get(key)
+    ]
