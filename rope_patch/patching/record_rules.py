@@ -3,66 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rope_patch.methods import TwoTables
 
-
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _is_table(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not isinstance(numbers := value.get("inv_freq"), list | tuple) or not numbers:
-        return False
-    return all(map(_is_number, (*numbers, value.get("attention_scaling")))) and isinstance(value.get("hash"), str)
-
-
-def _is_base_config(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not isinstance(value.get("rope_parameters"), Mapping):
-        return False
-    return _is_length(value.get("max_position_embeddings"))
-
-
-def _are_tables(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(map(_is_table, value.values()))
-
-
-def _are_types(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(item is None or isinstance(item, str) for item in value)
-
-
-_NEEDED = ("method", "layer_types", "tables", "base_tables", "base_config")
+NEEDED = ("method", "layer_types", "tables", "base_tables", "base_config")
 _TABLES = "tables with inv_freq, attention_scaling and hash"
 _LENGTH = "a number of tokens or null"
-_RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "method": ("an object with the method's name and parameters", lambda value: isinstance(value, Mapping)),
-    "layer_types": ("a list of layer types", lambda value: _are_types(value) and len(value) > 0),
-    "tables": (_TABLES, lambda value: _are_tables(value) and len(value) > 0),
-    "base_tables": (_TABLES, lambda value: _are_tables(value) and len(value) > 0),
-    "base_config": ("an object with rope_parameters and max_position_embeddings", _is_base_config),
-    "target_length": (_LENGTH, lambda value: value is None or _is_length(value)),
-    "precision": ("float32 or float64", lambda value: value in ("float32", "float64")),
-    "freeze_at": (_LENGTH, lambda value: value is None or _is_length(value)),
-    "short_tables": (_TABLES, _are_tables),
-    "edited": ("a list of layer types", lambda value: _are_types(value) and None not in value),
-    "package_version": ("a version", lambda value: isinstance(value, str)),
-    "schema": ("a number", _is_length),
+_RULES = {
+    "method": "an object with the method's name and parameters",
+    "layer_types": "a list of layer types",
+    "tables": _TABLES,
+    "base_tables": _TABLES,
+    "base_config": "an object with rope_parameters and max_position_embeddings",
+    "target_length": _LENGTH,
+    "precision": "float32 or float64",
+    "freeze_at": _LENGTH,
+    "short_tables": _TABLES,
+    "edited": "a list of layer types",
+    "package_version": "a version",
+    "schema": "a number",
 }
-"""By key: what a value must be, and whether one is."""
+"""By key, what its value must be."""
 
 
 def check_layout(data: Mapping[str, Any]) -> None:
     """Raise ValueError unless a record has the keys that it needs, each with a value of its kind, and they agree."""
-    for key, (rule, holds) in _RULES.items():
-        if key not in data and key in _NEEDED:
+    for key, rule in _RULES.items():
+        if key not in data and key in NEEDED:
             raise ValueError(f"the rope_patch record lacks {key!r}, {rule}")
-        if key in data and not holds(data[key]):
+        if key in data and not _fits(key, data[key]):
             text = json.dumps(data[key], default=str)
             raise ValueError(
                 f"the rope_patch record is malformed: {key!r} must be {rule}, got "
@@ -76,3 +47,38 @@ def check_layout(data: Mapping[str, Any]) -> None:
             f"the rope_patch record was altered: its patched layer types {sorted(kinds)}, its tables "
             f"{sorted(data['tables'])} and the tables before the patch {sorted(data['base_tables'])} do not fit"
         )
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Tell whether the value of a key follows its rule."""
+    match key, value:
+        case ("method", {}) | ("package_version", str()) | ("precision", "float32" | "float64"):
+            return True
+        case "layer_types", [_, *_]:
+            return all(item is None or isinstance(item, str) for item in value)
+        case "edited", [*_]:
+            return all(isinstance(item, str) for item in value)
+        case (("tables" | "base_tables" | "short_tables"), {}):
+            return (key == "short_tables" or len(value) > 0) and all(map(_is_table, value.values()))
+        case "base_config", {"rope_parameters": {}, "max_position_embeddings": length}:
+            return _is_length(length)
+        case (("target_length" | "freeze_at"), None):
+            return True
+        case (("target_length" | "freeze_at" | "schema"), length):
+            return _is_length(length)
+    return False
+
+
+def _is_table(value: Any) -> bool:
+    match value:
+        case {"inv_freq": [_, *_] as numbers, "attention_scaling": scaling, "hash": str()}:
+            return all(map(_is_number, (*numbers, scaling)))
+    return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

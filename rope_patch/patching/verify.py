@@ -133,9 +133,7 @@ def trained_length(model: nn.Module) -> int:
         >>> trained_length(LlamaForCausalLM(config))
         2048
     """
-    record = locate(model).record
-    stated = None if record is None else record.base_config.get("max_position_embeddings")
-    return int(stated or inspect_model(model).tables[0].max_position_embeddings)
+    return next(iter(locate(model).tables.values())).max_position_embeddings
 
 
 def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:

@@ -257,21 +257,6 @@ def test_ambient_dtype_and_device_play_no_part(name):
     rope_patch.verify(other)
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("table:values=1e39/1/1/1/1/1/1/1", "would hold infinite, NaN or negative frequencies"),
-        ("yarn:factor=1000000000:mscale=-3:mscale_all_dim=1", "give no positive factor on cos and sin"),
-    ],
-)
-def test_tables_that_cannot_be_used(method, message):
-    model = tiny_model()
-    stock = module_of(model)
-    with pytest.raises(ValueError, match=message):
-        rope_patch.apply(model, method)
-    assert module_of(model) is stock
-
-
 def test_a_patch_is_a_straight_line():
     """A second patch of equal models, counted: calls of functions of this package, and the files that they are in."""
     root, apply, calls = str(Path(rope_patch.__file__).parent), rope_patch.apply, []
@@ -430,24 +415,6 @@ def test_vision_rotary_is_refused():
     with pytest.raises(ValueError, match="Gemma4VisionModel"):
         rope_patch.apply(model, "p_rope")
     assert locate(model).module is before
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "word"),
-    [
-        ("p_rope", {"p": 1.5}, "p must"),
-        ("table", {"values": [1.0, 0.5]}, "per pair"),
-        ("yarn", {"layer_types": ["full_attention"]}, "one table"),
-        ("yarn", {"target_length": 0}, "target_length"),
-    ],
-)
-def test_bad_input_changes_nothing(method, options, word):
-    model = tiny_model()
-    stock, config = module_of(model), model.config.to_json_string()
-    with pytest.raises(ValueError, match=word):
-        rope_patch.apply(model, method, **options)
-    assert module_of(model) is stock
-    assert model.config.to_json_string() == config
 
 
 def test_atomic_when_the_swap_fails():

@@ -41,10 +41,10 @@ def built(config, seed=0):
 
 def refused(model, message, method="p_rope:p=0.5", **options):
     """A patch is refused, and the model is as it was."""
-    before, config = logits(model), model.config.to_json_string()
+    before, config, original = logits(model), model.config.to_json_string(), module_of(model)
     with pytest.raises(ValueError, match=message):
         rope_patch.apply(model, method, **options)
-    assert model.config.to_json_string() == config
+    assert model.config.to_json_string() == config and module_of(model) is original
     assert torch.equal(logits(model), before)
 
 
@@ -80,12 +80,6 @@ def test_a_model_in_inference_mode_and_one_without_weights():
     locating._probes.clear()
     with torch.device("meta"):
         rope_patch.apply(tiny_model("qwen2"), "p_rope:p=0.5")
-
-
-def test_a_model_that_was_patched_before_is_looked_at_alike():
-    model = built(FalconConfig(**SMALL))
-    rope_patch.apply(model, "yarn:factor=4")
-    rope_patch.apply(model, "abf", replace=True)
 
 
 # --- what the model asks of its rotary embedding ----------------------------------------------------------------------
@@ -244,16 +238,22 @@ def test_a_method_that_leaves_the_table_as_it_was_is_said_and_recorded(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "options"),
+    ("word", "family", "method", "options"),
     [
-        ("gemma3", "p_rope", {"layer_types": ()}),
-        ("gemma3", "p_rope", {"layer_types": ["global"]}),
-        ("gemma3", "table:layer_type=sliding_attention:attention_scaling=2", {}),
-        ("llama", "table:layer_type=full:values=1/0.5", {}),
+        ("layer", "gemma3", "p_rope", {"layer_types": ()}),
+        ("layer", "gemma3", "p_rope", {"layer_types": ["global"]}),
+        ("layer", "gemma3", "table:layer_type=sliding_attention:attention_scaling=2", {}),
+        ("layer", "llama", "table:layer_type=full:values=1/0.5", {}),
+        ("one table", "llama", "yarn", {"layer_types": ["full_attention"]}),
+        ("target_length", "llama", "yarn", {"target_length": 0}),
+        ("p must", "llama", "p_rope", {"p": 1.5}),
+        ("per pair", "llama", "table", {"values": [1.0, 0.5]}),
+        ("infinite", "llama", "table:values=1e39/1/1/1/1/1/1/1", {}),
+        ("positive", "llama", "yarn:factor=1000000000:mscale=-3:mscale_all_dim=1", {}),
     ],
 )
-def test_an_empty_or_unknown_choice_of_layers_is_refused(family, method, options):
-    refused(tiny_model(family), "layer", method, **options)
+def test_bad_input_is_refused(word, family, method, options):
+    refused(tiny_model(family), word, method, **options)
 
 
 def test_a_target_is_checked_and_a_factor_left_out_filled_in(monkeypatch):
