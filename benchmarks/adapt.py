@@ -66,8 +66,9 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
     import torch
     import transformers
 
+    from rope_patch.options.finetune import RecipeOptions
+    from rope_patch.options.writing import from_dict
     from rope_patch.training.finetune import finetune
-    from rope_patch.training.reading import read
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
@@ -80,8 +81,9 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
         sys.stdout = sys.stderr = nowhere
         try:
             finetune(
-                read(
-                    base={
+                from_dict(
+                    RecipeOptions,
+                    {
                         "model": {"name": shape, "dtype": "float32"},
                         "patch": {"method": METHODS[name], "target_length": LONG},
                         "lora": {"rank": 16},
@@ -107,7 +109,7 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
                             "seed": seed,
                         },
                         "output": str(folder_of(Path(root), cell)),
-                    }
+                    },
                 ),
                 command="python benchmarks/adapt.py",
             )

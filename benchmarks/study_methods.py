@@ -161,8 +161,9 @@ def _evaluate(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, 
 
 
 def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, tokenizer: Any, quick: bool) -> None:
+    from rope_patch.options.finetune import RecipeOptions
+    from rope_patch.options.writing import from_dict
     from rope_patch.training.finetune import finetune
-    from rope_patch.training.reading import read
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     target = cell.factor * trained
@@ -195,7 +196,7 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
         shown = sys.stdout, sys.stderr
         sys.stdout = sys.stderr = nowhere
         try:
-            finetune(read(base=base), command="python benchmarks/study_methods.py")
+            finetune(from_dict(RecipeOptions, base), command="python benchmarks/study_methods.py")
         finally:
             sys.stdout, sys.stderr = shown
 

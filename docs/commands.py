@@ -1,7 +1,7 @@
-"""The page of all commands, from their options.
+"""The page of all commands and the YAML file of all options of a recipe, made from the options.
 
-python docs/commands.py            # writes docs/commands.md
-python docs/commands.py --check    # fails where it is not current, as `make check` asks
+python docs/commands.py            # writes docs/commands.md and recipes/configs/lora.yaml
+python docs/commands.py --check    # fails where one is not current, as `make check` asks
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from pathlib import Path
 
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import Leaf, OptionSet, leaves
+from rope_patch.options.finetune import RecipeOptions
+from rope_patch.options.writing import from_dict, to_yaml
 
 PAGE = Path(__file__).with_name("commands.md")
+RECIPE = PAGE.parents[1] / "recipes" / "configs" / "lora.yaml"
 HEAD = """\
 # Command line
 
@@ -34,6 +37,25 @@ Lengths are numbers of tokens, written as 8192 or 8k; lists are one word, separa
 say first how many tokens they read, and `--budget 30m` reads what fits into a time. Every command has `--help`. This
 page is made from the options by `docs/commands.py`.
 """
+
+
+HEAD_OF_RECIPE = """\
+# Every option with its default, and what it does. Copy what you change; the rest may be left out. Three options have no
+# default: model.name, data.lengths and output. This file is made by `docs/commands.py`.
+#
+#   python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke
+#   python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER patch.method=yarn data.lengths=32k \\
+#       output=out
+#
+# Of several files, later ones replace values of earlier ones; key=value overrides (train.steps=100) replace both.
+"""
+
+
+def recipe() -> str:
+    """Return every option of a recipe as YAML; the length of the rows is a comment, since it must be chosen."""
+    required = {"model": {"name": "llama"}, "data": {"lengths": "32k"}, "output": "build/finetuned"}
+    text = to_yaml(from_dict(RecipeOptions, required))
+    return HEAD_OF_RECIPE + text.replace("\n  lengths: 32k\n", "\n  # lengths: 32k\n")
 
 
 def page() -> str:
@@ -56,7 +78,8 @@ def item(leaf: Leaf) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--check"]:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit("docs/commands.md is not current: make commands")
+    for path, text in ((PAGE, page()), (RECIPE, recipe())):
+        if sys.argv[1:] != ["--check"]:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path} is not current: make commands")

@@ -12,12 +12,8 @@ launchers of several processes, such as `accelerate launch`, can start it.
 
 import sys
 
-import typer
-
 from rope_patch.cli.finetune import finetune
 from rope_patch.runtime.command import guarded
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-    app.command()(finetune)
-    sys.exit(guarded(app))
+    sys.exit(guarded(lambda: finetune(sys.argv[1:])))

@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
-from rope_patch.cli import legacy
 from rope_patch.cli.parsing import UsageError
 from rope_patch.options import COMMANDS
 from rope_patch.runtime.command import guarded
@@ -44,8 +43,6 @@ def dispatch(words: Sequence[str]) -> int:
     if name in ("", "--help", "-h"):
         print(help_text())
         return 0 if name else 2
-    if name in legacy.names():
-        return legacy.run([*words])
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} rope-patch --help lists all of them")
     module = name.replace("-", "_")
@@ -56,13 +53,12 @@ def dispatch(words: Sequence[str]) -> int:
 def help_text() -> str:
     """Return what the package does, and a sentence for each command."""
     width = min(shutil.get_terminal_size().columns, 120)
-    longest = max(map(len, [*COMMANDS, *legacy.names()]))
+    longest = max(map(len, COMMANDS))
     lines = ["usage: rope-patch [--version] [--help] COMMAND ...", ""]
     for paragraph in ABOUT:
         lines += [textwrap.fill(paragraph, width), ""]
-    every = {name: options.__doc__ or "" for name, options in COMMANDS.items()} | legacy.names()
-    for name, help in every.items():
-        sentence = " ".join(help.partition("\n\n")[0].replace("``", "").split())
+    for name, options in COMMANDS.items():
+        sentence = " ".join((options.__doc__ or "").partition("\n\n")[0].replace("``", "").split())
         indent = " " * (longest + 4)
         lines.append(textwrap.fill(sentence, width, initial_indent=f"  {name:{longest}}  ", subsequent_indent=indent))
     return "\n".join(lines)

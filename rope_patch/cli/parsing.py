@@ -12,7 +12,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import yaml
 
-from rope_patch.options.fields import Leaf, OptionSet, build, leaves
+from rope_patch.options.fields import Leaf, Option, OptionSet, build, leaves
+from rope_patch.options.writing import read_value, stated
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
@@ -61,7 +62,7 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
         from rope_patch.evaluation.importing import import_modules
 
         import_modules(modules)
-    values = {by_name[name].path: value for word in sources for name, value in _stated(word, by_name)} | written
+    values = {path: value for word in sources for path, value in _stated(word, by_name)} | written
     missing = [leaf.flag for leaf in known if leaf.default is MISSING and leaf.path not in values]
     if missing:
         raise UsageError(f"missing {', '.join(missing)}: rope-patch {kind.command} --help says what is needed")
@@ -119,7 +120,8 @@ def _divided(
         if leaf.option.kind is bool and value != leaf.default:
             values[leaf.path] = value
         elif leaf.option.kind is not bool and value:
-            values[leaf.path] = _read(leaf, list(value) if leaf.option.repeated else value[0], leaf.flag)
+            given = list(value) if leaf.option.repeated else None if value[0] == "null" else value[0]
+            values[leaf.path] = read_value(leaf.option, given, leaf.flag)
     return values, rest
 
 
@@ -158,46 +160,32 @@ def _tyro_field(name: str, leaf: Leaf) -> Any:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def _read(leaf: Leaf, value: Any, where: str) -> Any:
-    """Return the value of an option: words are read, and ``null`` is None.
-
-    Raises:
-        UsageError: a word that is no value of the option; ``where`` says where it stands.
-    """
-    option = leaf.option
-    if isinstance(value, bool) and option.kind is not bool:
-        value = "on" if value else "off"  # YAML reads these words so
-    try:
-        if isinstance(value, list):
-            return tuple(option.read(item) if isinstance(item, str) else item for item in value)
-        if value == "null" or not isinstance(value, str):
-            return None if value == "null" else value
-        return tuple(map(option.read, value.replace(",", " ").split())) if option.several else option.read(value)
-    except ValueError as error:
-        raise UsageError(f"{where}: {error}") from None
-
-
-def _stated(word: str, known: Mapping[str, Leaf]) -> Iterator[tuple[str, Any]]:
+def _stated(word: str, known: Mapping[str, Leaf]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the options that a YAML file or a word ``key=value`` states, with their values.
 
     Raises:
-        ValueError: a file that is no YAML, or an option that is not known.
+        ValueError: a file that is no YAML, an option that is not known, or a wrong value.
         OSError: no such file.
     """
     name, equals, text = word.partition("=")
     if equals:
-        plain = text[:1] != "[" and text not in ("true", "false")
-        values, where = {name: text if plain else yaml.safe_load(text)}, name
-    else:
+        return stated(known, {name: _value(known[name].option, text) if name in known else text})
+    try:
+        values = yaml.safe_load(Path(word).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{word} is no YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{word} must hold options of the form name: value")
+    return stated(known, values, f"{word}: ")
+
+
+def _value(option: Option, text: str) -> Any:
+    """Return what stands behind ``key=``: ``null`` is None, and lists and truth values are written as in YAML."""
+    if text == "null":
+        return None
+    if option.kind is bool or (text[:1] == "[" and (option.several or option.repeated)):
         try:
-            values, where = yaml.safe_load(Path(word).read_text(encoding="utf-8")), word
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{word} is no YAML: {error}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"{word} must hold options of the form name: value")
-    for key, value in values.items():
-        inside = {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
-        for full, one in inside.items():
-            if full not in known:
-                raise UsageError(f"{where}: unknown option {full!r}.{did_you_mean(str(full), known)}")
-            yield full, _read(known[full], one, f"{where}: {full}")
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text  # which the option refuses
+    return text

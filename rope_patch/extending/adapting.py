@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from rope_patch.options.extend import ExtendSettings
+from rope_patch.options.finetune import RecipeOptions
+from rope_patch.options.writing import from_dict
 from rope_patch.planning import plan
 from rope_patch.runtime.finished import key
 from rope_patch.runtime.folders import folder_in_one_move
@@ -95,7 +97,6 @@ def train(model: Any, tokenizer: Any, method: str, options: ExtendSettings, trai
         work: folder in which the adapter's folder is made.
     """
     from rope_patch.training.finetune import finetune
-    from rope_patch.training.reading import read
 
     source, dtype = work / "model", str(model.dtype).removeprefix("torch.")
 
@@ -129,7 +130,7 @@ def train(model: Any, tokenizer: Any, method: str, options: ExtendSettings, trai
         recipe["data"]["source"] = options.train_text
     folder = work / f"adapter-{key(recipe=recipe)[:8]}"
     with elsewhere(model):
-        finetune(read(base=recipe | {"output": str(folder)}), command="rope-patch extend")
+        finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
     return folder
 
 

@@ -11,6 +11,7 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.export import ExportOptions
 from rope_patch.options.extend import ExtendOptions
 from rope_patch.options.fields import OptionSet
+from rope_patch.options.finetune import FinetuneOptions
 from rope_patch.options.fit import FitOptions
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.options.listing import MethodsOptions, TasksOptions
@@ -30,6 +31,7 @@ COMMANDS: dict[str, type[OptionSet]] = {
         TasksOptions,
         CompareOptions,
         PlanOptions,
+        FinetuneOptions,
         TheoryOptions,
         AnalyzeOptions,
         KvCheckOptions,

@@ -100,6 +100,10 @@ class Option:
             if not (isinstance(value, Real) and math.isfinite(value)):
                 raise ValueError(f"{name} must be a number, got {value!r}")
             value = float(value)
+        elif self.kind is bool and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        elif value == "":
+            raise ValueError(f"{name} is empty: leave it out, or give a value")
         elif self.kind in (Path, PathLike):
             if not isinstance(value, str | PathLike):
                 raise ValueError(f"{name} must be a path or a name, got {value!r}")
@@ -238,7 +242,8 @@ class Leaf:
     @property
     def key(self) -> str:
         """The option in files and in Python: the name of its field, behind that of its section if it has one."""
-        return self.name if "." in self.name else self.path[-1]
+        section, dot, _ = self.name.rpartition(".")
+        return f"{section}{dot}{self.path[-1]}"
 
     @property
     def shown(self) -> str:
@@ -290,7 +295,10 @@ def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
         inner = {path[1:]: value for path, value in values.items() if path[0] == one.name}
         if "kind" in one.metadata:
             defaults = {(name,): value for name, value in one.metadata["values"].items()}
-            arguments[one.name] = build(one.metadata["kind"], defaults | inner)
+            try:
+                arguments[one.name] = build(one.metadata["kind"], defaults | inner)
+            except ValueError as error:
+                raise ValueError(f"{one.name}.{error}" if one.metadata["section"] else str(error)) from None
         elif inner:
             arguments[one.name] = inner[()]
     return kind(**arguments)

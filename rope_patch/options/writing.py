@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from rope_patch.options.fields import Leaf, OptionSet, build, leaves
+from rope_patch.options.fields import Leaf, Option, OptionSet, build, leaves
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
@@ -26,15 +27,56 @@ def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
     Raises:
         ValueError: an unknown name, or a value out of its bounds.
     """
-    paths, found = {leaf.key: leaf.path for leaf in leaves(kind)}, {}
-    for name, value in values.items():
-        inside = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
-        for key, one in inside.items():
-            if key not in paths:
-                raise ValueError(f"unknown option {key!r}.{did_you_mean(key, paths)}")
-            found[paths[key]] = one
-    options: T = build(kind, found)
+    options: T = build(kind, dict(stated({leaf.key: leaf for leaf in leaves(kind)}, values)))
     return options
+
+
+def stated(
+    known: Mapping[str, Leaf], values: Mapping[str, Any], where: str = ""
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path of every option that values state, as YAML or JSON gives them, and its value.
+
+    Args:
+        known: options by their keys.
+        values: by key; a section is a dictionary of its own, and one of None is empty.
+        where: what messages begin with.
+
+    Raises:
+        ValueError: an unknown option, or a value of another kind.
+    """
+    sections = {key.rpartition(".")[0] for key in known}
+    for name, value in values.items():
+        inside = {name: value}
+        if name in sections:
+            if not isinstance(value, Mapping | None):
+                raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
+            inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
+        for key, one in inside.items():
+            if key not in known:
+                raise ValueError(f"{where}unknown option {key!r}.{did_you_mean(str(key), known)}")
+            yield known[key].path, read_value(known[key].option, one, f"{where}{key}")
+
+
+def read_value(option: Option, value: Any, where: str) -> Any:
+    """Return the value of an option as YAML, JSON or the command line gives it: words are read.
+
+    Raises:
+        ValueError: a word that is no value of the option, or what YAML does not take for text; ``where`` names it.
+    """
+    text = option.kind in (str, Path, PathLike)
+    if isinstance(value, bool) and text and ("on" if value else "off") in option.choices:
+        value = "on" if value else "off"  # YAML reads these words so
+    if text and isinstance(value, bool | float):
+        raise ValueError(f"{where} must be text, and YAML reads {value!r} here: put it in quotes")
+    if option.several and value is not None and not isinstance(value, list | tuple):
+        value = str(value).replace(",", " ").split()
+    try:
+        if isinstance(value, list | tuple):
+            return tuple(option.read(item) if isinstance(item, str) else item for item in value)
+        value = str(value) if text and isinstance(value, int) else value
+        return option.read(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def to_dict(options: OptionSet) -> dict[str, Any]:
@@ -46,23 +88,26 @@ def to_dict(options: OptionSet) -> dict[str, Any]:
     return values
 
 
-def to_yaml(options: OptionSet, *, width: int = 120) -> str:
+def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> str:
     """Return options as YAML, the help of each in a comment beside it, or above it where it is long.
 
     Args:
         options: the values.
+        comments: whether there are any.
         width: longest line of a comment [characters].
     """
+    if not comments:
+        return str(yaml.safe_dump(to_dict(options), sort_keys=False, allow_unicode=True))
     lines, section = list[str](), ""
     for leaf, value in _values(options):
         own, _, name = leaf.key.rpartition(".")
-        if own and own != section:
+        if own != section:
             section = own
-            lines += ["", f"{section}:"]
+            lines += ["", f"{section}:"] if section else [""]
         indent = "  " if own else ""
         stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
         line = f"{indent}{name}: {stated}"
-        beside = f"{line:<32}# {leaf.option.help}"
+        beside = f"{line:<31} # {leaf.option.help}"
         above = textwrap.wrap(leaf.option.help, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         lines += [beside] if len(beside) <= width else [*above, line]
     return "\n".join(lines) + "\n"

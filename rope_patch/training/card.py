@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.suite import EvalResult
+from rope_patch.options.finetune import RecipeOptions
+from rope_patch.options.writing import to_yaml
 from rope_patch.training.evaluating import retrieval_of
 from rope_patch.training.models import BUNDLED
-from rope_patch.training.recipe import RecipeOptions
 
 TEMPLATE = """---
 {head}---
@@ -82,7 +83,7 @@ def card(options: RecipeOptions, results: dict[str, Any], final: EvalResult) -> 
         tokens=results["tokens"],
         best="" if results["best_step"] is None else best,
         losses=", ".join(f"{entry['loss']:.3f} (step {entry['step']})" for entry in results["losses"][-3:]),
-        options=options.to_yaml(),
+        options=to_yaml(options, comments=False),
         **{name: environment[name] for name in ("torch", "transformers", "python", "processes", "device")},
     )
 
@@ -92,7 +93,7 @@ def _head(options: RecipeOptions, adapter: bool) -> str:
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     if options.model.name not in BUNDLED:  # these are on no hub
         header["base_model"] = options.model.name
-    return OmegaConf.to_yaml(OmegaConf.create({**header, "tags": ["rope_patch", "long-context"]}))
+    return str(yaml.safe_dump({**header, "tags": ["rope_patch", "long-context"]}, sort_keys=False))
 
 
 def _scores(results: dict[str, Any], final: EvalResult) -> str:

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -16,7 +16,6 @@ from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.tasks import NEEDLES, find_task
 
-Boundaries = Literal["join", "apart", "whole"]
 BOUNDARIES = ("join", "apart", "whole")
 
 
@@ -31,7 +30,7 @@ class WeightedDocument(TokenDocument):
     weights: Tensor | None = None
 
 
-def pack(documents: Iterable[TokenDocument], length: int, boundaries: Boundaries = "join") -> Iterator[dict[str, Any]]:
+def pack(documents: Iterable[TokenDocument], length: int, boundaries: str = "join") -> Iterator[dict[str, Any]]:
     """Yield rows of at most ``length`` tokens that hold every token of the documents exactly once, in order.
 
     Args:
@@ -125,7 +124,7 @@ def mix(
         yield {**row, "index": index}
 
 
-def conversation(tokenizer: Any, messages: list[dict[str, Any]], learn: Literal["all", "assistant"]) -> TokenDocument:
+def conversation(tokenizer: Any, messages: list[dict[str, Any]], learn: str) -> TokenDocument:
     """Return a conversation in the model's chat template.
 
     Args:

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rope_patch.evaluation.tasks import find_task
+from rope_patch.options.finetune import RecipeOptions
+from rope_patch.options.plan import ALL_LINEAR
+from rope_patch.options.writing import to_yaml
 from rope_patch.planning import Plan, Shape, plan, shape_of
 from rope_patch.training.models import resolve
-from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.sources import plan_stages, reading_processes
 
 GIB = 2**30
@@ -48,7 +50,12 @@ def describe(options: RecipeOptions, gpu_memory: float) -> str:
             "rotary table"
         )
     planned = training_plan(options)
-    lines = [options.to_yaml(), *_steps(options), *_memory(options, planned, gpu_memory), _evaluations(options)]
+    lines = [
+        to_yaml(options, comments=False),
+        *_steps(options),
+        *_memory(options, planned, gpu_memory),
+        _evaluations(options),
+    ]
     return "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)])
 
 
@@ -94,12 +101,10 @@ def training_plan(options: RecipeOptions) -> Plan:
 def _targets(options: RecipeOptions, shape: Shape) -> tuple[str, ...]:
     """Return the projections with adapters, as the plan names them."""
     targets = options.lora.target_modules
-    if options.lora.rank and targets == "attention":
+    if options.lora.rank and targets == ("attention",):
         linears = [linear for layer in shape.kinds for linear in layer.linears if linear.place.startswith("attention")]
         return tuple(dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears))
-    if not options.lora.rank:
-        return ("all-linear",)
-    return (targets,) if isinstance(targets, str) else tuple(targets)
+    return targets if options.lora.rank else (ALL_LINEAR,)
 
 
 def _steps(options: RecipeOptions) -> Iterator[str]:
@@ -153,10 +158,10 @@ def evaluations(options: RecipeOptions) -> int:
 
 def _evaluations(options: RecipeOptions) -> str:
     asked, lengths = options.evaluation, options.evaluation_lengths
-    needles = 1 if find_task(asked.task).joined else len(asked.depths)
-    prompts = asked.samples * needles * len(lengths)
+    needles = 1 if find_task(asked.task).joined else len(asked.spec.depths)
+    prompts = asked.spec.samples * needles * len(lengths)
     most = "up to " if asked.patience else ""
     return (
-        f"evaluations: {most}{evaluations(options)}, each of {asked.windows} windows of {max(lengths)} tokens and "
+        f"evaluations: {most}{evaluations(options)}, each of {asked.spec.windows} windows of {max(lengths)} tokens and "
         f"{prompts} prompts of {' and '.join(map(str, lengths))} tokens"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +16,10 @@ from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime.finished import finite
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.parallel import from_first, processes
-from rope_patch.training.recipe import RecipeOptions
 
 SEED = 1_000_003
 """Added to the seed, so that an evaluation asks what no comparison or study with a small seed asks."""
@@ -30,22 +31,8 @@ def suite_of(options: RecipeOptions, tokenizer: Any) -> EvalSuite:
     Raises:
         ValueError: what cannot be asked, or too little text.
     """
-    asked, lengths = options.evaluation, options.evaluation_lengths
-    spec = EvalSpec(
-        lengths,
-        depths=asked.depths,
-        samples=asked.samples,
-        windows=asked.windows,
-        tasks=(asked.task,),
-        mode=asked.mode,
-        text=asked.text,
-        haystack=asked.haystack,
-        chat_template=asked.chat_template,
-        longppl=asked.longppl,
-        bucket=max(lengths),
-        chunk=asked.chunk,
-        seed=SEED + asked.seed,
-    )
+    spec, lengths = options.evaluation.spec, options.evaluation_lengths
+    spec = replace(spec, lengths=lengths, tasks=(options.evaluation.task,), bucket=max(lengths), seed=SEED + spec.seed)
     try:
         return EvalSuite(spec, tokenizer)
     except ValueError as error:

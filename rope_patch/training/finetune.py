@@ -17,14 +17,14 @@ from transformers import TrainingArguments
 from rope_patch import checkpoints
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.scoring import fingerprint
+from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime.parallel import from_first
 from rope_patch.training.estimate import GIB, memory_advice
 from rope_patch.training.evaluating import Evaluations, suite_of
 from rope_patch.training.models import load_model, prepare, resolve
-from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.results import write_results
 from rope_patch.training.runs import RunFolder, inspect_folder, one_command_in
-from rope_patch.training.setup import arguments, build_trainer, check_device
+from rope_patch.training.setup import arguments, build_trainer, check
 from rope_patch.training.sources import make_rows, reading_processes
 from rope_patch.training.trainer import LongTrainer
 
@@ -68,10 +68,10 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         torch.OutOfMemoryError: with the predicted memory of a step, and what to change.
     """
     processes, source = reading_processes(), resolve(options.model.name)
-    check_device(options)
+    check(options)
     for warning in options.warnings():
         warnings.warn(warning, stacklevel=2)
-    args = arguments(options, Path(options.output).expanduser() / "work")
+    args = arguments(options, options.output.expanduser() / "work")
 
     def inspect(identity: str | None = None) -> RunFolder:
         return inspect_folder(options, processes, source=source, fingerprint=identity, restart=restart)

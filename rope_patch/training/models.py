@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from transformers import BitsAndBytesConfig
 from rope_patch import checkpoints
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
+from rope_patch.options.finetune import LoraOptions, ModelOptions, RecipeOptions
+from rope_patch.options.plan import ALL_LINEAR
 from rope_patch.packaged import data_path
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
-from rope_patch.planning.options import ALL_LINEAR
 from rope_patch.runtime.text import did_you_mean
-from rope_patch.training.options import LoraOptions, ModelOptions, Precision
-from rope_patch.training.recipe import RecipeOptions
 
 ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 """What transformers calls the kernels."""
@@ -41,7 +40,7 @@ def resolve(name: str) -> str:
     return str(data_path("assets") / name) if name in BUNDLED and not Path(name).exists() else name
 
 
-def load_model(options: ModelOptions, compute: Precision = "bfloat16") -> tuple[Any, Any]:
+def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[Any, Any]:
     """Return model and tokenizer.
 
     Quantized weights are loaded onto this process's GPU, where there is one, and quantized while they are read.
@@ -116,8 +115,8 @@ def prepare(model: Any, options: RecipeOptions) -> Any:
             model,
             as_method(patch.method or "default"),
             target_length=_stated_context(model, options),
-            layer_types=patch.layer_types,
-            freeze_at=patch.freeze_at,
+            layer_types=patch.patching.layer_types,
+            freeze_at=patch.patching.freeze_at,
             replace=patch.replace,
         )
     if not options.lora.rank:
@@ -128,14 +127,16 @@ def prepare(model: Any, options: RecipeOptions) -> Any:
 def _stated_context(model: Any, options: RecipeOptions) -> int | None:
     """The context that the config states: the given target, or the longest row if the checkpoint states less."""
     stated = int(locate(model).config.max_position_embeddings)
-    given = options.patch.target_length is not None
+    given = options.patch.patching.target_length is not None
     return options.target_length if given or options.target_length >= stated else None
 
 
 def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:
     """Refuse options that would be ignored because the checkpoint keeps its patch, and rows beyond its context."""
     check_one_table(own.to_method(), "a model in training")
-    ignored = [name for name in ("layer_types", "freeze_at", "replace") if getattr(options.patch, name)]
+    patch = options.patch
+    given = {"layer_types": patch.patching.layer_types, "freeze_at": patch.patching.freeze_at, "replace": patch.replace}
+    ignored = [name for name, value in given.items() if value]
     if ignored:
         raise ValueError(
             f"patch.{ignored[0]} without patch.method would change nothing: the checkpoint keeps its own "
@@ -180,12 +181,12 @@ def _decoder_path(model: Any) -> str:
     return next(str(name) for name, module in model.named_modules() if module is decoder)
 
 
-def target_names(model: Any, targets: str | list[str]) -> list[str]:
+def target_names(model: Any, targets: Sequence[str]) -> list[str]:
     """Return the last names of the projections that get an adapter, read from the model.
 
     Args:
         model: a causal language model of transformers, bare.
-        targets: ``"all-linear"``, ``"attention"``, or names.
+        targets: names; or ``"all-linear"`` or ``"attention"`` alone.
 
     Raises:
         ValueError: a name that matches nothing.
@@ -194,19 +195,16 @@ def target_names(model: Any, targets: str | list[str]) -> list[str]:
     linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
     attention = _last(name for name in linear if "attn" in name)
     known = _last(name for name in linear if "attn" in name or "mlp" in name)
-    if targets == ALL_LINEAR:
-        return known
-    if targets == "attention":
-        return attention
-    names = [targets] if isinstance(targets, str) else list(map(str, targets))
-    for name in names or [""]:
+    if tuple(targets) in ((ALL_LINEAR,), ("attention",)):
+        return known if targets[0] == ALL_LINEAR else attention
+    for name in targets:
         if name not in known:
             raise ValueError(
                 f"lora.target_modules: {name!r} matches no projection of {type(model).__name__}."
                 f"{did_you_mean(name, [*known, ALL_LINEAR, 'attention'])} "
                 f"Known: {ALL_LINEAR}, attention, {', '.join(known)}"
             )
-    return names
+    return list(targets)
 
 
 def _last(names: Iterable[str]) -> list[str]:

@@ -14,13 +14,14 @@ import transformers
 
 from rope_patch import __version__
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
+from rope_patch.options.finetune import RecipeOptions
+from rope_patch.options.writing import to_dict
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.card import card
 from rope_patch.training.evaluating import Evaluations, best_step, changes, metrics
 from rope_patch.training.models import resolve
-from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.runs import RESULTS
 from rope_patch.training.sources import PackedRows, reading_processes
 from rope_patch.training.trainer import LongTrainer
@@ -95,7 +96,7 @@ def _description(options: RecipeOptions, command: str, trainer: LongTrainer, row
     items = state.global_step * options.train.batch * options.train.accumulate * processes
     return {
         "command": command or " ".join(sys.argv),
-        "options": options.to_dict(),
+        "options": to_dict(options),
         "base": source if options.model.name != source else None,
         "patch": None if record is None else str(record.to_method()),
         "steps": state.global_step,

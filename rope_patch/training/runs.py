@@ -13,8 +13,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 from transformers.trainer import TRAINER_STATE_NAME
 
+from rope_patch.options.finetune import RecipeOptions
+from rope_patch.options.writing import from_dict, to_dict
 from rope_patch.runtime.folders import write_atomically
-from rope_patch.training.recipe import RecipeOptions
 
 SETTINGS = "run.json"
 RESULTS = "results.json"
@@ -69,8 +70,8 @@ def inspect_folder(
         ValueError: the folder is the model's own, or holds another run or other files.
         NotADirectoryError: the path is a file.
     """
-    out = Path(options.output).expanduser()
-    asked = {name: values for name, values in options.to_dict().items() if name != "output"}
+    out = options.output.expanduser()
+    asked = _without_output(options)
     settings = {"processes": processes, "options": asked, "model": fingerprint}
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"output: {str(out)!r} is a file: give a folder")
@@ -85,6 +86,9 @@ def inspect_folder(
     earlier = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(earlier, dict) or earlier.keys() != settings.keys():
         raise ValueError(f"output: {path} is not of a run of this version: give another folder")
+    with contextlib.suppress(ValueError):  # an option that is gone, which is shown as it is
+        known = from_dict(RecipeOptions, {**earlier["options"], "output": str(out)})
+        earlier["options"] = _without_output(known)  # an earlier version may have written words in place of lists
     checkpoint, results = last_checkpoint(out / "work"), _finished(out)
     changes = "; ".join(_changes(earlier, settings if fingerprint else {**settings, "model": earlier["model"]}))
     if restart or (changes and checkpoint is None and results is None):  # in the second case nothing is lost
@@ -92,6 +96,11 @@ def inspect_folder(
     if changes:
         raise ValueError(f"{out} holds a run with {changes}: choose another output, or --restart to delete that run")
     return RunFolder(out, settings, checkpoint, results)
+
+
+def _without_output(options: RecipeOptions) -> dict[str, Any]:
+    """Return all options but the folder, which may move."""
+    return {name: values for name, values in to_dict(options).items() if name != "output"}
 
 
 def last_checkpoint(work: Path) -> Path | None:

@@ -9,8 +9,11 @@ import torch
 from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
 
+from rope_patch.evaluation.tasks import find_task
+from rope_patch.methods import as_method
+from rope_patch.methods.two_tables import check_one_table
+from rope_patch.options.finetune import RecipeOptions
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator
-from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.sources import PackedRows
 from rope_patch.training.trainer import LongTrainer
 
@@ -22,12 +25,18 @@ OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
 """What transformers calls the optimizers for which it has another name."""
 
 
-def check_device(options: RecipeOptions) -> None:
-    """Refuse quantized weights that this machine would train or evaluate wrongly.
+def check(options: RecipeOptions) -> None:
+    """Refuse unknown names, and quantized weights that this machine would train or evaluate wrongly.
 
     Raises:
-        ValueError: quantized weights that are evaluated before the end on a CPU, or are trained through Liger.
+        ValueError: an unknown method or task; quantized weights that are evaluated before the end on a CPU, or are
+            trained through Liger.
     """
+    if options.patch.method is not None:
+        check_one_table(as_method(options.patch.method), "a model in training")
+    find_task(options.evaluation.task, options.evaluation.spec.mode)
+    if options.data.retrieval:
+        find_task(options.data.task)
     quantized = options.model.quantization != "none"
     if quantized and not torch.cuda.is_available() and (options.evaluation.every or options.evaluation.before):
         raise ValueError(

@@ -18,9 +18,8 @@ from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import find_task
 from rope_patch.evaluation.text import builtin_text
+from rope_patch.options.finetune import DataOptions, RecipeOptions
 from rope_patch.training.data import conversation, mix, pack
-from rope_patch.training.options import DataOptions
-from rope_patch.training.recipe import RecipeOptions
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """The reader of ``datasets`` for each kind of file."""

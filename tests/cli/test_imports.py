@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from rope_patch.cli import legacy
 from rope_patch.options import COMMANDS
 
 CHILD = """
@@ -37,7 +36,7 @@ def imported_by(*commands: list[str]) -> dict[str, list[str]]:
 
 
 def test_help_imports_neither_torch_nor_transformers():
-    names = [[], *([name] for name in (*COMMANDS, *legacy.names())), ["recipes", "copy"]]
+    names = [[], *([name] for name in COMMANDS)]
     assert len(names) > 15
     imported = imported_by(*([*words, "--help"] for words in names))
     assert imported == {words: [] for words in imported}

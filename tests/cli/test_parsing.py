@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.commands import invoke
 
-from rope_patch.cli.parsing import UsageError, parse, parse_given
+from rope_patch.cli.parsing import parse, parse_given
 from rope_patch.options import CompareOptions
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, path, word
@@ -143,5 +143,5 @@ def test_a_file_that_holds_no_options_is_named(files, tmp_path, text):
 
 
 def test_an_unknown_key_leads_to_the_nearest(files):
-    with pytest.raises(UsageError, match="samples"):
+    with pytest.raises(ValueError, match="samples"):
         parse(RunOptions, ["-c", "one.yaml", "sample=3"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import rope_patch
+from rope_patch.cli.parsing import parse
+from rope_patch.options.finetune import FinetuneOptions, RecipeOptions
 
 LLAMA = rope_patch.data_path("assets") / "llama"
 
@@ -24,6 +28,11 @@ SMALL = [
     "evaluation.samples=1",
     "evaluation.windows=2",
 ]
+
+
+def recipe(*words: str | Path) -> RecipeOptions:
+    """Return the options of YAML files and of words such as ``train.steps=3``, later ones over earlier ones."""
+    return parse(FinetuneOptions, [str(word) for word in words]).recipe
 
 
 def losses(result):

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.recipe_runs import recipe
 from support.subsets import full
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rope_patch.options.finetune import RecipeOptions
 from rope_patch.packaged import data_path
 from rope_patch.patching.locate import locate
 from rope_patch.planning import shape_of
 from rope_patch.training.estimate import describe, training_plan
 from rope_patch.training.models import BUNDLED, prepare
-from rope_patch.training.reading import read
-from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.setup import arguments
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 GIB = 2**30
-BASE = {"model": {"name": "llama"}, "data": {"lengths": "512"}, "output": "x"}
+BASE = ("model.name=llama", "data.lengths=512", "output=x")
 FILES = sorted(CONFIGS.glob("*.yaml"))
 PAIRS = [
     (CONFIGS / f"{first}.yaml", second)
@@ -85,7 +85,7 @@ def two_layers(options: RecipeOptions) -> Any:
 @pytest.mark.filterwarnings("ignore:there is no patch.method")
 def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None:
     """Patch, adapters, a pass forward and backward; and transformers accepts the arguments of the training."""
-    options = read(list(files), base=BASE)
+    options = recipe(*BASE, *files)
     model = two_layers(options)
     model = prepare(model, options)
     record = locate(model).record
@@ -118,7 +118,7 @@ def test_the_launch_files_of_a_header_are_those_of_the_plan(path: Path) -> None:
         shared = file.get("parallelism_config", {})
         sharing = shared.get("parallelism_config_cp_size", 1)
         more = [CONFIGS / added] if added.endswith(".yaml") else []
-        options = read([path, *more], [added] if added and not more else [])
+        options = recipe(path, *more, *[added] * bool(added and not more))
         planned = training_plan(options).but(gpus=int(count), context_parallel=sharing)
         assert float(shown) == pytest.approx(planned.total / GIB, abs=0.06)
         assert planned.total <= 0.95 * int(size) * GIB  # a GPU of 80 GB has 79.6 GiB, some of them taken
@@ -130,8 +130,8 @@ def test_the_table_of_the_readme_is_predicted(path: Path) -> None:
     page = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| \[{re.escape(path.stem)}\]\(configs/{re.escape(path.name)}\) \|(.*)\|$", page, re.M)
     cells = [cell.strip() for cell in row.split("|")]
-    options = read([path])
-    quantized = training_plan(read([path, CONFIGS / "qlora.yaml"]))
+    options = recipe(path)
+    quantized = training_plan(recipe(path, CONFIGS / "qlora.yaml"))
     assert cells[1].strip("`") == str(options.patch.method).partition(":original")[0]
     assert cells[2] == str(options.target_length)
     assert int(cells[3]) == pytest.approx(training_plan(options).total / GIB, abs=0.51)

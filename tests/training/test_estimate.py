@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from support.recipe_runs import recipe
 
 from rope_patch.planning import plan
 from rope_patch.training.estimate import describe, evaluations, memory_advice, training_plan
-from rope_patch.training.reading import read
 
-BASE = {
-    "model": {"name": "Llama-3.1-8B"},
-    "data": {"lengths": "32k"},
-    "output": "x",
-    "patch": {"method": "pi:factor=4"},
-}
+BASE = ("model.name=Llama-3.1-8B", "data.lengths=32k", "output=x", "patch.method=pi:factor=4")
 GIB = 2**30
 
 
 def options(*overrides):
-    return read(overrides=overrides, base=BASE)
+    return recipe(*BASE, *overrides)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from support.evaluated import answered
-from support.recipe_runs import LLAMA
+from support.recipe_runs import LLAMA, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
@@ -16,7 +16,6 @@ from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.training.evaluating import Evaluations, changes, from_json, metrics, score, suite_of
-from rope_patch.training.reading import read
 
 
 def result(answers, losses=()):
@@ -89,7 +88,7 @@ def test_perplexity_only_parts_equals():
 
 def options(*words):
     small = ("model.name=llama", "data.lengths=64", "output=x", "evaluation.lengths=48 64", "evaluation.samples=1")
-    return read(overrides=[*small, "evaluation.depths=[0.0,1.0]", "evaluation.windows=2", *words])
+    return recipe(*small, "evaluation.depths=[0.0,1.0]", "evaluation.windows=2", *words)
 
 
 def test_an_evaluation_is_numbers_by_length_and_is_kept(tmp_path, capfd):

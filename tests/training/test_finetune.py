@@ -18,7 +18,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from support.forks import forked
 from support.gguf_files import write_toy
-from support.recipe_runs import LLAMA, SMALL, losses
+from support.recipe_runs import LLAMA, SMALL, losses, recipe
 from support.tiny import ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
@@ -30,7 +30,6 @@ from rope_patch.training import finetune as module
 from rope_patch.training.collators import PackedCollator, PoSECollator
 from rope_patch.training.evaluating import metrics, suite_of
 from rope_patch.training.finetune import finetune
-from rope_patch.training.reading import read
 from rope_patch.training.runs import last_checkpoint, one_command_in
 from rope_patch.training.setup import arguments, collator
 
@@ -44,7 +43,7 @@ TEXTS = [f"data.source={DOMAINS}", f"evaluation.text={DOMAINS}", f"evaluation.ha
 
 
 def options(out, *words):
-    return read(overrides=[*SMALL, *TEXTS, f"output={out}", *words])
+    return recipe(*SMALL, *TEXTS, f"output={out}", *words)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import warnings
 import datasets
 import pytest
 import torch
+from support.recipe_runs import recipe
 from support.scored import bold_model
 from support.tiny import ARCHITECTURES, ids, logits, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, TrainingArguments
@@ -22,14 +23,13 @@ from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.options.finetune import DataOptions, ModelOptions
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning import shape_of
 from rope_patch.training.collators import Collator
 from rope_patch.training.data import conversation, mix
 from rope_patch.training.evaluating import SEED
 from rope_patch.training.models import load_model, long_lora_modules, pattern, prepare, target_names
-from rope_patch.training.options import DataOptions, ModelOptions
-from rope_patch.training.reading import read
 from rope_patch.training.sources import PackedRows, make_rows, open_source, plan_stages
 from rope_patch.training.trainer import LongTrainer
 
@@ -71,7 +71,7 @@ def packed(asked, tokenizer, folder, **more):
 
 def options(source, *words):
     given = ["model.name=llama", f"data.source={source}", "data.lengths=128", "train.steps=4", "train.accumulate=2"]
-    return read(overrides=[*given, "output=out", *words])
+    return recipe(*given, "output=out", *words)
 
 
 def rows_of(items):
@@ -206,7 +206,7 @@ def test_files_and_folders_of_every_kind(tmp_path, kind, streaming):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # datasets leaves CSV files that it streams open
         for source in {path, tmp_path / "data"}:
-            data = DataOptions(source=str(source), lengths=128, streaming=streaming, shuffle=False)
+            data = DataOptions(source=str(source), lengths="128", streaming=streaming, shuffle=False)
             assert texts(data) == ["one\n\ntwo", "three"], "a text file is one document"
         gc.collect()
 
@@ -296,7 +296,7 @@ def asked_for(*words):
     """YaRN on every family: Gemma 4's full layers are scaled already."""
     method = "yarn:factor=4:replace_scaling=true"
     plain = ["model.name=x", "model.dtype=float32", "data.lengths=64", "output=out", f"patch.method={method}"]
-    return read(overrides=[*plain, *words])
+    return recipe(*plain, *words)
 
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -310,7 +310,7 @@ def hit(model, names):
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_targets_are_read_from_the_model(family):
     model = bold_model(family)
-    every, attention = target_names(model, "all-linear"), target_names(model, "attention")
+    every, attention = target_names(model, ["all-linear"]), target_names(model, ["attention"])
     fused = {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"}
     assert set(every) == (fused if family == "phi3" else LINEAR)
     assert set(attention) == {name for name in every if name in {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}}
@@ -323,7 +323,7 @@ def test_targets_are_read_from_the_model(family):
     }
     assert hit(model, every) == inside
     assert hit(model, attention) == {name for name in inside if ".self_attn." in name}
-    assert target_names(model, ["o_proj"]) == target_names(model, "o_proj") == ["o_proj"]
+    assert target_names(model, ["o_proj"]) == ["o_proj"]
 
 
 def seeing():
@@ -442,7 +442,7 @@ def test_quantized_weights_are_packed_and_adapters_on_them_learn(quantization, t
     model, _ = load_model(ModelOptions("llama", dtype="float32", quantization=quantization))
     kind = {"nf4": bitsandbytes.nn.Linear4bit, "8bit": bitsandbytes.nn.Linear8bitLt}[quantization]
     packed = {name for name, module in model.named_modules() if isinstance(module, kind)}
-    assert packed == hit(model, target_names(model, "all-linear")), "every projection, and nothing else"
+    assert packed == hit(model, target_names(model, ["all-linear"])), "every projection, and nothing else"
     if quantization == "nf4":
         weight = model.model.layers[0].mlp.up_proj.weight
         assert weight.quant_state.quant_type == "nf4" and weight.quant_state.nested

@@ -1,0 +1,347 @@
+"""The options of ``rope-patch finetune``: sections that YAML files hold, with their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rope_patch.options import shared
+from rope_patch.options.evaluation import EvalSpec
+from rope_patch.options.fields import OptionSet, contained, flag, number, tokens, whole, word
+from rope_patch.options.plan import ALL_LINEAR
+from rope_patch.options.shared import Patching
+from rope_patch.runtime.text import parse_length
+
+PRECISIONS = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class ModelOptions(OptionSet):
+    """The checkpoint."""
+
+    name: str = word("The checkpoint: a folder, a hub id, or a bundled checkpoint (llama, gemma3).", metavar="MODEL")
+    revision: str | None = word("The branch, tag or commit of a hub id.", None)
+    dtype: str = word(
+        "The data type of weights that are not quantized: bfloat16, float16 or float32.",
+        "bfloat16",
+        metavar="DTYPE",
+        choices=PRECISIONS,
+    )
+    attention: str = word(
+        "The attention kernel: sdpa, flash (flash_attention_2, a package of its own) or eager (it holds all scores).",
+        "sdpa",
+        metavar="KERNEL",
+        choices=("sdpa", "flash", "eager"),
+    )
+    quantization: str = word(
+        "The quantization of the frozen weights by bitsandbytes: nf4 (QLoRA) or 8bit take a quarter or half of the "
+        "memory, and are slower.",
+        "none",
+        metavar="KIND",
+        choices=("none", "8bit", "nf4"),
+    )
+    trust_remote_code: bool = flag("Run code that comes with the checkpoint.")
+
+
+@dataclass(frozen=True)
+class PatchOptions(OptionSet):
+    """The rotary patch."""
+
+    method: str | None = word(
+        "A method string, NAME:key=value (rope-patch methods lists them). Without one the checkpoint keeps its own "
+        "patch or, where it has none, its original table.",
+        None,
+        metavar="METHOD",
+    )
+    patching: Patching = contained(Patching)
+    replace: bool = flag("Replace an earlier patch.")
+
+
+@dataclass(frozen=True)
+class LoraOptions(OptionSet):
+    """Which weights are trained."""
+
+    rank: int = whole("The rank of the adapters. 0 trains every weight, and adds no adapter.", 16, least=0)
+    alpha: int | None = whole(
+        "LoRA's alpha: the scale of the adapters times their rank. By default twice the rank.", None, least=1
+    )
+    dropout: float = number(
+        "The dropout on the input of the adapters. Above 0 it takes memory on long rows.", 0.0, least=0, most=1
+    )
+    target_modules: tuple[str, ...] = word(
+        "The projections that get an adapter: all-linear (attention and MLP), attention, or names.",
+        (ALL_LINEAR,),
+        metavar="NAMES",
+        several=True,
+    )
+    long_lora: bool = flag(
+        "Train embeddings and norms too, and save them with the adapter (LongLoRA, arXiv:2309.12307)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(OptionSet):
+    """The documents, and the rows of tokens that they are packed into."""
+
+    source: str = word(
+        "The documents: builtin (text that ships with Python), a file, a folder (txt, md, json, jsonl, parquet, csv), "
+        "or the hub id of a dataset.",
+        "builtin",
+        metavar="PATH|ID",
+    )
+    config: str | None = word("The configuration of a hub dataset.", None)
+    split: str = word("The split of a hub dataset.", "train")
+    streaming: bool = flag("Read a dataset while it is downloaded.")
+    column: str = word("The column that holds the text; lists of messages are rendered with the chat template.", "text")
+    learn: str = word(
+        "The tokens of a conversation that count in the loss: all, or assistant (its turns alone).",
+        "all",
+        choices=("all", "assistant"),
+    )
+    shuffle: bool = flag("Shuffle the documents, by train.seed.", True)
+    lengths: str = word(
+        'The length of the rows [tokens], such as 32k. A schedule gives shares of the steps: "4k:0.25 16k:0.25 32k"; '
+        "each step has as many tokens as one at the longest length.",
+        metavar="TOKENS",
+    )
+    boundaries: str = word(
+        "Between documents of a row: join (documents attend to those before them), apart (they do not) or whole (each "
+        "row holds one document, or a piece of one).",
+        "join",
+        choices=("join", "apart", "whole"),
+    )
+    allow_short: bool = flag("Train although no document is as long as a row.")
+    positions: str = word(
+        "full counts from 0; pose gives short rows positions up to patch.target_length (PoSE, arXiv:2309.10400).",
+        "full",
+        choices=("full", "pose"),
+    )
+    chunks: int = whole("The pieces of a row under pose.", 2, least=1)
+    retrieval: float = number(
+        "The share of the rows that are retrieval prompts over training text.", 0.0, metavar="SHARE", least=0, most=1
+    )
+    task: str = word("The task of these prompts: passkey, niah, multivalue, multiquery or vt.", "passkey")
+    answer_weight: float = number(
+        "The weight of an answer's tokens in the loss of these prompts; other tokens have weight 1.", 5.0, least=0
+    )
+
+
+@dataclass(frozen=True)
+class TrainOptions(OptionSet):
+    """The optimizer and its steps."""
+
+    steps: int = whole("The steps of the optimizer.", 500, least=1)
+    batch: int = whole("Rows of the longest length per forward pass and device; memory grows with it.", 1, least=1)
+    accumulate: int = whole("Forward passes per step; time grows with it, memory does not.", 8, least=1)
+    learning_rate: float = number("The highest learning rate that the scheduler reaches.", 2e-4, above=0)
+    scheduler: str = word(
+        "The scheduler of transformers, such as constant_with_warmup, linear or cosine.", "constant_with_warmup"
+    )
+    warmup: float = number("The warm-up steps; below 1, a share of all steps.", 20.0, least=0)
+    optimizer: str = word(
+        "The optimizer: adamw, adamw_8bit or paged_adamw_8bit (bitsandbytes; a quarter of the memory of its states), "
+        "or sgd (which has no states).",
+        "adamw",
+        choices=("adamw", "adamw_8bit", "paged_adamw_8bit", "sgd"),
+    )
+    weight_decay: float = number("The weight decay of AdamW.", 0.0, least=0)
+    max_grad_norm: float = number("Gradients are clipped to this norm.", 1.0, least=0)
+    precision: str = word(
+        "The data type of the arithmetic; float32 turns autocast off.",
+        "bfloat16",
+        metavar="DTYPE",
+        choices=PRECISIONS,
+    )
+    checkpointing: bool = flag(
+        "Compute each layer again in the backward pass: far less memory, and a third more time.", True
+    )
+    liger: bool = flag("Use Liger's kernels for norms and MLPs; it needs a GPU and the extra gpu.")
+    seed: int = whole("The seed of adapters, order, positions and prompts.", 0, metavar="NUMBER", least=0)
+    save_every: int | None = whole(
+        "The steps between checkpoints. By default evaluation.every, or a fifth of the run.", None, least=1
+    )
+    keep: int = whole("The number of checkpoints that are not deleted, the best one among them.", 2, least=1)
+    log_every: int = whole("The steps between lines of the log.", 5, least=1)
+
+
+@dataclass(frozen=True)
+class EvaluationOptions(OptionSet):
+    """How the model is evaluated, during training and at the end; no prompt of training is among the prompts."""
+
+    every: int = whole(
+        "The steps between evaluations. The checkpoint with the best retrieval (then perplexity) is saved at the end. "
+        "0 evaluates at the end only.",
+        0,
+        least=0,
+    )
+    before: bool = flag("Evaluate the patched model before training too.", True)
+    lengths: tuple[int, ...] | None = tokens(
+        'The prompt lengths, such as "4k 16k 32k"; perplexity is measured at the positions between them. By default '
+        "the length that the model is patched for.",
+        None,
+        several=True,
+        least=2,
+    )
+    task: str = word("The retrieval task.", "passkey")
+    patience: int = whole("Stop after this many evaluations without an improvement; 0 never stops.", 0, least=0)
+    spec: EvalSpec = contained(
+        EvalSpec, without=("lengths", "tasks", "short_context", "bucket", "batch_tokens"), lengths=(2,), windows=8
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(OptionSet):
+    """All options of a run: what its YAML files hold.
+
+    Raises:
+        ValueError: a value out of range, or two that exclude each other.
+    """
+
+    model: ModelOptions = contained(ModelOptions, section=True)
+    patch: PatchOptions = contained(PatchOptions, section=True)
+    lora: LoraOptions = contained(LoraOptions, section=True)
+    data: DataOptions = contained(DataOptions, section=True)
+    train: TrainOptions = contained(TrainOptions, section=True)
+    evaluation: EvaluationOptions = contained(EvaluationOptions, section=True)
+    output: Path = shared.new_output(
+        "The folder of the adapter, its card and its scores; checkpoints and logs are in its subfolder work."
+    )
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        self._check_rows()
+        self._check_weights()
+        self._check_evaluation()
+
+    def _check_rows(self) -> None:
+        data, target = self.data, self.target_length
+        lengths = [length for length, _ in self.stages]
+        if max(lengths) > target:
+            raise ValueError(
+                f"rows of {max(lengths)} tokens are longer than patch.target_length={target}, the context that the "
+                "model is patched for: give shorter data.lengths or a longer patch.target_length"
+            )
+        if data.positions == "full":
+            return
+        if self.patch.patching.target_length is None:
+            raise ValueError("data.positions=pose needs patch.target_length: positions are drawn from below it")
+        if data.chunks > min(lengths):
+            raise ValueError(f"data.chunks={data.chunks} is more than the tokens of a row, {min(lengths)}")
+        if data.boundaries == "apart":
+            raise ValueError("data.positions=pose needs data.boundaries=join or whole, not apart")
+
+    def _check_weights(self) -> None:
+        every_weight = self.lora.rank == 0
+        if every_weight and (self.model.quantization != "none" or self.lora.long_lora):
+            raise ValueError(
+                "lora.rank=0 trains every weight: that excludes model.quantization, and lora.long_lora adds nothing"
+            )
+        if (every_weight or self.lora.long_lora) and self.model.dtype != "float32":
+            option = "lora.rank=0" if every_weight else "lora.long_lora"
+            raise ValueError(
+                f"{option} trains the model's own weights, and {self.model.dtype} would round their small updates "
+                "away: set model.dtype=float32 (train.precision still sets the arithmetic)"
+            )
+
+    def _check_evaluation(self) -> None:
+        options = self.evaluation
+        if options.every and self.save_every != options.every:
+            raise ValueError(
+                f"train.save_every={self.save_every} must equal evaluation.every={options.every}, or be left out: the "
+                "checkpoint with the best evaluation can only be kept if it is saved"
+            )
+        if options.patience and not options.every:
+            raise ValueError("evaluation.patience needs evaluation.every: without it only the end is evaluated")
+
+    def warnings(self) -> list[str]:
+        """Return what is allowed and probably not meant, a sentence each."""
+        sentences = []
+        if self.warmup_steps > self.train.steps:
+            sentences.append(
+                f"train.warmup={self.train.warmup:g} steps are more than train.steps={self.train.steps}: the learning "
+                f"rate never reaches {self.train.learning_rate:g}; give fewer, or a share below 1 such as 0.1"
+            )
+        return sentences
+
+    @property
+    def stages(self) -> tuple[tuple[int, float], ...]:
+        """Length of the rows [tokens] and share of the steps, stage by stage.
+
+        Raises:
+            ValueError: shares that do not add up to 1, or lengths that do not divide the longest.
+        """
+        stages, remaining = [], 1.0
+        items = self.data.lengths.replace(",", " ").split()
+        for i, item in enumerate(items):
+            size, _, text = item.partition(":")
+            try:
+                share = float(text) if text else remaining
+                length = parse_length(size)
+            except ValueError as error:
+                raise ValueError(f"data.lengths: a stage is LENGTH or LENGTH:SHARE, got {item!r}: {error}") from None
+            if i + 1 < len(items) and not text:
+                raise ValueError(f"data.lengths: all stages but the last need a share of the steps, {item!r} has none")
+            if not (share > 1e-9 and remaining - share > -1e-9):
+                raise ValueError(f"data.lengths: each share must be > 0, and together at most 1, got {items}")
+            if i + 1 == len(items) and abs(remaining - share) > 1e-9:
+                raise ValueError(f"data.lengths: the shares must add up to 1, got {items}: leave out the last one")
+            stages.append((length, share))
+            remaining -= share
+        longest = max(length for length, _ in stages)
+        for length, _ in stages:
+            if length < 2:
+                raise ValueError(f"data.lengths: a row must have at least 2 tokens, got {length}")
+            if longest % length:
+                raise ValueError(f"data.lengths: {length} does not divide the longest row, {longest}")
+        return tuple(stages)
+
+    @property
+    def target_length(self) -> int:
+        """Context that the model is patched for [tokens]."""
+        return self.patch.patching.target_length or max(length for length, _ in self.stages)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps over which the learning rate rises."""
+        warmup = self.train.warmup
+        return round(warmup * self.train.steps) if warmup < 1 else int(warmup)
+
+    @property
+    def save_every(self) -> int:
+        """Steps between checkpoints."""
+        return self.train.save_every or self.evaluation.every or max(1, self.train.steps // 5)
+
+    @property
+    def evaluation_lengths(self) -> tuple[int, ...]:
+        """Prompt lengths of the evaluation [tokens]."""
+        return tuple(sorted(self.evaluation.lengths or (self.target_length,)))
+
+
+@dataclass(frozen=True)
+class FinetuneOptions(OptionSet, command="finetune"):
+    """Fine-tune a patched checkpoint at a longer context with LoRA or QLoRA.
+
+    The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
+    run the same command again to continue from the last checkpoint. Options come from YAML files, from single values
+    such as ``train.steps=100``, and from flags; later ones replace earlier ones. Three are required: ``model.name``,
+    ``data.lengths`` (the length of the rows) and ``output``. ``lora.yaml``, which ``rope-patch recipes copy`` copies,
+    has all of them with their defaults.
+
+    Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 data.lengths=16k output=out``
+    """
+
+    recipe: RecipeOptions = contained(RecipeOptions)
+    config: tuple[str, ...] = word(
+        "The options of the run, as YAML files and as single values. Later ones replace earlier ones.",
+        (),
+        metavar="FILE.yaml | KEY=VALUE",
+        positional=True,
+        repeated=True,
+    )
+    smoke: bool = flag("Try the run in about a minute on a CPU: a small bundled checkpoint and few steps.")
+    dry_run: bool = flag("Print the options, the steps, the predicted memory and the evaluations, and stop.")
+    restart: bool = flag("Delete an earlier run in the output folder and start again.")
+    gpu_memory: float = shared.gpu_memory()
+    threads: int | None = whole("The number of CPU threads. If it is not given, PyTorch decides.", None, least=1)
+    imports: tuple[str, ...] = shared.imports()
