@@ -10,8 +10,8 @@ from typing import Any
 
 from rope_patch.cli.analyze_reading import plan_reading, read_config, read_texts
 from rope_patch.cli.loading import AIM, check_device, check_patch, load_model, load_tokenizer, prepare, progress_bar
-from rope_patch.cli.options import RESULT_CACHE, command_line, resumable
 from rope_patch.cli.parsing import parse_given
+from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rope_patch.cli.loading import bytes_copied, say_copied
-from rope_patch.cli.options import print_json
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import print_json
 from rope_patch.options.checkpoints import ApplyOptions
 
 

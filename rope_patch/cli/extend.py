@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rope_patch.cli.loading import check_device, check_texts, load_model, load_tokenizer, prepare, progress_bar
-from rope_patch.cli.options import command_line, print_json, resumable
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import command_line, print_json, resumable
 from rope_patch.cli.processes import working_together
 from rope_patch.options.extend import ExtendOptions
 

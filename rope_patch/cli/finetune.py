@@ -8,8 +8,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from rope_patch.cli.options import resumable
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import resumable
 from rope_patch.options.finetune import FinetuneOptions, RecipeOptions
 
 REQUIRED = ("model.name=llama", "data.lengths=512", "output=build/finetuned")

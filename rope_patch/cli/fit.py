@@ -18,8 +18,8 @@ from rope_patch.cli.loading import (
     prepare,
     progress_bar,
 )
-from rope_patch.cli.options import command_line
 from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import command_line
 from rope_patch.options.fit import FitOptions
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from rope_patch.cli.loading import (
     read_methods,
     suite_within,
 )
-from rope_patch.cli.options import RESULT_CACHE, command_line, resumable
 from rope_patch.cli.parsing import parse_given
+from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
 from rope_patch.cli.processes import working_together
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.packaged import name_of

@@ -12,7 +12,6 @@ from typing import Any
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.shared import Machine
 
-TYPES = ("auto", "float32", "bfloat16", "float16")
 BALANCED = "balanced"
 """The device that stands for all GPUs, among which accelerate divides the layers."""
 
@@ -25,16 +24,6 @@ def prepare(threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise unless a word names a data type.
-
-    Raises:
-        ValueError: an unknown word.
-    """
-    if dtype not in TYPES:
-        raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
 
 
 def check_device(device: str) -> None:
@@ -102,17 +91,6 @@ def check_paths(*paths: str | Path | None) -> None:
     for path in paths:
         if isinstance(path, Path) and not path.exists():
             raise FileNotFoundError(f"no file or folder {str(path)!r}")
-
-
-def read_haystack(haystack: str) -> str | Path:
-    """Return the name of a haystack that ships with the package, or the path of another.
-
-    Raises:
-        FileNotFoundError: no such file or folder.
-    """
-    chosen = haystack if haystack in ("builtin", "noise") else Path(haystack)
-    check_paths(chosen)
-    return chosen
 
 
 def check_texts(spec: EvalSpec) -> None:

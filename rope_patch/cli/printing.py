@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+RESULT_CACHE = "finished.jsonl"
+"""Finished work, in the output folder: the same command reads it when it is run again."""
 
 
 def command_line() -> str:
@@ -47,3 +53,19 @@ def show(table: Any, width: int = 140) -> None:
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else width).print(table)
+
+
+@contextlib.contextmanager
+def resumable(saved: Path, *, again: str = "the same command") -> Iterator[None]:
+    """Where the user interrupts this block, say where finished work is, and how to continue.
+
+    Args:
+        saved: file or folder of the finished work; nothing is printed where it does not exist.
+        again: the command that continues.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if saved.exists():
+            print(f"Finished work is saved in {saved}. Run {again} again to continue from there.", file=sys.stderr)
+        raise
