@@ -38,7 +38,6 @@ FOLDERS = (
     *("cli", "recipes", "eval_tasks", "benchmarks"),
 )
 LEVEL = {folder: level for level, folder in enumerate(FOLDERS)}
-APART = {("training", "fitting")}  # what both need is in modeling; the command joins them
 OUTSIDE = {"recipes", "eval_tasks", "benchmarks", "tests"}  # folders of the repository, not of the package
 PURE_MODULES = {"frequencies", "study", "theory"}
 PURE = {"torch", "jaxtyping"}  # all that those may import beyond the standard library's
@@ -138,8 +137,6 @@ def _inside(module: str, item: Import) -> str | None:
         return None  # what uses the public names, and what says where they are
     if module in PURE_MODULES and item.target.rpartition(".")[0] not in PURE_MODULES and item.target != "frequencies":
         return f"{module} needs frequencies alone, yet it imports {item.target}"
-    if (folder, target) in APART:
-        return f"{folder} and {target} do not import each other, yet it imports {item.target}"
     if LEVEL[target] > LEVEL[folder or ROOT]:
         return f"{folder} stands above {target}, yet it imports {item.target}"
     return None
@@ -292,7 +289,6 @@ def test_a_public_name_is_no_module() -> None:
         ("evaluation.compare", "from ..reports.comparison import write", "evaluation stands above reports"),
         ("fitting.rows", "from ..training.data import pack", "fitting stands above training"),
         ("training.finetune", "from ..plots.base import figure", "training stands above plots"),
-        ("training.tables", "def f():\n    from rope_patch.fitting import fit", "do not import each other"),
         ("reports.comparison", "from ..cli.demo import run", "reports stands above cli"),
         ("frequencies", "import numpy", "frequencies is pure maths"),
         ("frequencies", "from transformers import AutoConfig", "frequencies is pure maths"),

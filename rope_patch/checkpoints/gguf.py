@@ -22,10 +22,8 @@ from rope_patch.patching.install import apply, reapply, rebase
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.record import PatchRecord, TableRecord, settings_of
 from rope_patch.patching.verify import Inspection, inspect_model
+from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
-
-_WEIGHTS = "rope_patch_gguf_weights"
-"""An attribute of models that came from a GGUF file."""
 
 
 def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
@@ -52,7 +50,6 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **options)
     forget_quantization(model)
     model.name_or_path = model.config.name_or_path = str(path)
-    setattr(model, _WEIGHTS, f"dequantized {opened.weights}" if opened.is_quantized else opened.weights)
     for warning in inspection.warnings:
         warnings.warn(f"{path}: {warning}", stacklevel=4)
     put_table(model, inspection, path)
@@ -101,8 +98,11 @@ def weights_in_file(model: Any) -> dict[str, str]:
     Returns:
         ``{"weights": "dequantized Q4_1"}``; nothing for a model that came from elsewhere.
     """
-    found = getattr(locate(model).model, _WEIGHTS, None)
-    return {"weights": found} if isinstance(found, str) else {}
+    source = Path(str(locate(model).model.config.name_or_path))
+    if not (is_gguf(source) and source.is_file()):
+        return {}
+    opened = open_gguf(source)
+    return {"weights": f"dequantized {opened.weights}" if opened.is_quantized else opened.weights}
 
 
 def unpack(path: Path, folder: Path, on_progress: Callable[[str], None], dtype: torch.dtype = torch.float32) -> None:
