@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.finetune import RecipeOptions
@@ -56,7 +57,7 @@ class Training:
         return f"{self.steps * ACCUMULATE} rows of {self.row} tokens{where}"
 
 
-def plan_training(model: Any, options: ExtendSettings, trained_length: int, tokens: int | None) -> Training:
+def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_length: int, tokens: int | None) -> Training:
     """Return which rows to train on, by what fits into memory and time.
 
     Args:
@@ -77,7 +78,7 @@ def plan_training(model: Any, options: ExtendSettings, trained_length: int, toke
     raise AssertionError("rows at skipped positions are always possible")
 
 
-def _fits(model: Any, length: int) -> bool:
+def _fits(model: PreTrainedModel, length: int) -> bool:
     """Tell whether a row of a length fits into the memory of this process's GPU; on a CPU whole rows take too long."""
     if model.device.type != "cuda":
         return False
@@ -85,7 +86,14 @@ def _fits(model: Any, length: int) -> bool:
     return plan(model, length=length, lora_rank=16, checkpointing=True).fits(memory)
 
 
-def train(model: Any, tokenizer: Any, method: str, options: ExtendSettings, training: Training, work: Path) -> Path:
+def train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    method: str,
+    options: ExtendSettings,
+    training: Training,
+    work: Path,
+) -> Path:
     """Train an adapter with the recipe, or go on where it was interrupted; return its folder.
 
     Args:
@@ -135,14 +143,14 @@ def train(model: Any, tokenizer: Any, method: str, options: ExtendSettings, trai
 
 
 @contextmanager
-def elsewhere(model: Any) -> Iterator[None]:
+def elsewhere(model: PreTrainedModel) -> Iterator[None]:
     """Keep a model in the CPU's memory within a ``with`` block, so that another has room on the GPU."""
     device = model.device
     if device.type != "cpu":
-        model.to("cpu")
+        model.to("cpu")  # type: ignore[arg-type]  # transformers wraps it without its types
         torch.cuda.empty_cache()
     try:
         yield
     finally:
         if device.type != "cpu":
-            model.to(device)
+            model.to(device)  # type: ignore[arg-type]

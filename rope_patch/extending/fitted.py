@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from rope_patch.fitting import fit, held_out_spec
 from rope_patch.fitting.estimate import FitCost
@@ -17,7 +17,11 @@ POSITIONS = "pose"
 
 
 def fitted(
-    model: nn.Module, tokenizer: Any, length: int, resume: Path, on_progress: Callable[[str, int], None]
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    resume: Path,
+    on_progress: Callable[[str, int], None],
 ) -> tuple[str, bool]:
     """Fit a table to text at skipped positions; the model is left as it was.
 

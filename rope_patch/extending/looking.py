@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedModel
 
 from rope_patch.exporting.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
 from rope_patch.exporting.readings import PROGRAMS
@@ -14,7 +15,7 @@ from rope_patch.planning import plan
 from rope_patch.runtime.folders import is_gguf
 
 
-def look(model: Any, options: ExtendSettings, trained_length: int) -> list[str]:
+def look(model: PreTrainedModel, options: ExtendSettings, trained_length: int) -> list[str]:
     """Return what a model is, a sentence each.
 
     Args:

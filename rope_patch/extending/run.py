@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.evaluation.budget import default_tokens, tokens_within
 from rope_patch.evaluation.compare import Comparison, Row, compare, labelled
@@ -38,8 +38,8 @@ TRAINING = 0.5
 
 
 def extend(
-    model: nn.Module,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     length: int,
     output: str | Path,
@@ -106,8 +106,8 @@ class Run:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         options: ExtendSettings,
         output: Path,
         on_step: Callable[[str], None] = lambda sentence: None,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
 from rope_patch.checkpoints.gguf_patch import patch_gguf
@@ -43,8 +44,8 @@ SCHEMA = 1
 def write(
     outcome: Extended,
     out: Path,
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     adapter: Path | None,
     *,
     overwrite: bool,
@@ -165,15 +166,15 @@ def move(source: Path, out: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def extended_model(outcome: Extended, model: Any, adapter: Path | None) -> Iterator[Any]:
+def extended_model(outcome: Extended, model: PreTrainedModel, adapter: Path | None) -> Iterator[Any]:
     """Give the chosen model within a ``with`` block: patched, or loaded with its adapter merged."""
     if adapter is None:
         assert outcome.choice.method is not None  # a refusal has no model to give
         with patched(model, outcome.choice.method, target_length=outcome.options.length):
             yield model
         return
-    loaded: Any = checkpoints.load(adapter, dtype=model.dtype).to(model.device)
-    yield loaded.merge_and_unload().eval()
+    loaded: Any = checkpoints.load(adapter, dtype=model.dtype)
+    yield loaded.to(model.device).merge_and_unload().eval()
 
 
 def record(outcome: Extended) -> dict[str, Any]:

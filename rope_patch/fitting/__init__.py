@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.spec import EvalSpec
@@ -102,7 +103,7 @@ def held_out_spec(model: nn.Module, target_length: int, *, seed: int = 0, **chan
 
 def fit(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     data: Source | None = None,
     *,
     spec: EvalSpec | None = None,

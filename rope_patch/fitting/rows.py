@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import prefix_ids
 from rope_patch.evaluation.haystack import Haystack
@@ -81,7 +81,15 @@ class Rows:
     """
 
     def __init__(
-        self, tokenizer: Any, text: str, *, answers: bool, positions: str, trained: int, target: int, seed: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        text: str,
+        *,
+        answers: bool,
+        positions: str,
+        trained: int,
+        target: int,
+        seed: int,
     ) -> None:
         self.goals, self.skipping = (2 if answers else 1), positions == "pose"
         self.longest = longest_row(positions, trained, target)

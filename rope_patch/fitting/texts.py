@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, spread_windows
 from rope_patch.evaluation.text import Corpus, builtin_kind
@@ -24,7 +25,9 @@ def split_text(data: Source | None) -> tuple[str, str]:
     return whole[:cut], whole[cut:]
 
 
-def second_domain(tokenizer: Any, data: Source | None, length: int, windows: int | None) -> Sequence[TokenDocument]:
+def second_domain(
+    tokenizer: PreTrainedTokenizerBase, data: Source | None, length: int, windows: int | None
+) -> Sequence[TokenDocument]:
     """Return windows of the second domain, the reference documentation of Python.
 
     A table that fits one kind of text better can be worse on another kind, so the choice looks at a second one. There

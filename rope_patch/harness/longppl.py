@@ -19,6 +19,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from lm_eval.api.instance import Instance
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.save_load import load
 from rope_patch.evaluation.documents import TokenDocument, spread_starts
@@ -287,7 +288,7 @@ def _device_index() -> int:
 
 
 def _choose(
-    model: Any, rows: Sequence[TokenDocument], short_context: int | None, resume: str | None
+    model: PreTrainedModel, rows: Sequence[TokenDocument], short_context: int | None, resume: str | None
 ) -> tuple[list[TokenDocument], KeyTokens]:
     """Mark the key tokens of the windows."""
     context, length = trained_length(model), len(rows[0].ids)

@@ -91,7 +91,7 @@ AttentionMaskInterface.register(NAME, window_alone)
 
 
 @torch.no_grad()
-def record_attention(model: Any, decoder: nn.Module, ids: Tensor, positions: Tensor) -> list[AttentionCall]:
+def record_attention(model: PreTrainedModel, decoder: nn.Module, ids: Tensor, positions: Tensor) -> list[AttentionCall]:
     """Read a few tokens and return what each attention layer was given, in the order of the calls.
 
     Args:

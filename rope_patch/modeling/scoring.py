@@ -64,16 +64,17 @@ class Reader:
         ValueError: no decoder and output head, or an adapter that puts tokens of its own before the prompt.
     """
 
-    def __init__(self, model: Any, *, inside: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, inside: bool = False) -> None:
+        owner: Any = model  # torch knows attributes of modules as tensors or modules alone
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
         if not hasattr(model, "get_decoder"):
             raise not_a_model(model)
-        self.model = model
-        self.decoder, self.head = model.get_decoder(), model.get_output_embeddings()
+        self.model = owner
+        self.decoder, self.head = owner.get_decoder(), owner.get_output_embeddings()
         if self.decoder is None or self.head is None:
             raise ValueError(f"{type(model).__name__} has no decoder with an output head: a causal LM is needed")
-        config = model.config.get_text_config()
+        config = owner.config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         weight: Any = getattr(self.head, "weight", None)
@@ -83,7 +84,7 @@ class Reader:
         self.rotary = next((part for part in model.modules() if isinstance(part, PatchedRotary)), model)
         self.dynamic = _is_dynamic(model)
         self.cache_argument = cache_argument(self.decoder)
-        self.device = device_of(model.get_input_embeddings())
+        self.device = device_of(owner.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
 
     def check(self, ids: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rope_patch.checkpoints.offline import skeleton
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
 
-def read_model(model: Any) -> Shape:
+def read_model(model: PreTrainedModel) -> Shape:
     """Return the shape of a model, which may have no weights.
 
     Raises:

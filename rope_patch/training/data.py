@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
@@ -124,7 +125,7 @@ def mix(
         yield {**row, "index": index}
 
 
-def conversation(tokenizer: Any, messages: list[dict[str, Any]], learn: str) -> TokenDocument:
+def conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], learn: str) -> TokenDocument:
     """Return a conversation in the model's chat template.
 
     Args:

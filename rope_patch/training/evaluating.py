@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.evaluation.key_tokens import KeyTokens
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
@@ -25,7 +26,7 @@ SEED = 1_000_003
 """Added to the seed, so that an evaluation asks what no comparison or study with a small seed asks."""
 
 
-def suite_of(options: RecipeOptions, tokenizer: Any) -> EvalSuite:
+def suite_of(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> EvalSuite:
     """Return the texts and prompts of a run's evaluations.
 
     Raises:
@@ -77,7 +78,7 @@ class Evaluations:
         self.suite, self.path = suite, path
         self.by_step: dict[int, EvalResult] = {}
 
-    def __call__(self, model: Any, step: int) -> dict[str, float]:
+    def __call__(self, model: PreTrainedModel, step: int) -> dict[str, float]:
         """Evaluate a model, and return the numbers that the Trainer logs."""
         result = self.by_step[step] = self._measure(model)
 
@@ -88,7 +89,7 @@ class Evaluations:
 
         return from_first(record)  # all processes choose the best checkpoint by the same numbers
 
-    def _measure(self, model: Any) -> EvalResult:
+    def _measure(self, model: PreTrainedModel) -> EvalResult:
         quiet = processes()[0] > 0
         with tqdm(
             desc="evaluating", total=self.suite.tokens, unit="tok", unit_scale=True, leave=False, disable=quiet
@@ -101,7 +102,7 @@ class Evaluations:
             return None
         return from_json(json.loads(self.path.read_text(encoding="utf-8")), self.suite.spec)
 
-    def final(self, model: Any, state: Any) -> EvalResult:
+    def final(self, model: PreTrainedModel, state: Any) -> EvalResult:
         """Return the result of the model that is saved; that of a best checkpoint has been measured already."""
         step = best_step(state)
         step = state.global_step if step is None else step

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from rope_patch import checkpoints
 from rope_patch.evaluation.suite import EvalSuite
@@ -114,8 +114,8 @@ def _train(
     options: RecipeOptions,
     run: RunFolder,
     args: TrainingArguments,
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     suite: EvalSuite,
     command: str,
 ) -> Result:

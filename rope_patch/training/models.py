@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from rope_patch import checkpoints
 from rope_patch.methods import as_method
@@ -84,7 +84,7 @@ def _bitsandbytes(quantization: str, storage: torch.dtype, compute: torch.dtype)
     )
 
 
-def prepare(model: Any, options: RecipeOptions) -> Any:
+def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
     """Patch a model in place and add adapters to it.
 
     Args:
@@ -124,7 +124,7 @@ def prepare(model: Any, options: RecipeOptions) -> Any:
     return _adapt(model, options.lora, names, options.train.seed, options.model.revision)
 
 
-def _stated_context(model: Any, options: RecipeOptions) -> int | None:
+def _stated_context(model: PreTrainedModel, options: RecipeOptions) -> int | None:
     """The context that the config states: the given target, or the longest row if the checkpoint states less."""
     stated = int(locate(model).config.max_position_embeddings)
     given = options.patch.patching.target_length is not None
@@ -150,7 +150,7 @@ def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:
         )
 
 
-def _adapt(model: Any, options: LoraOptions, names: list[str], seed: int, revision: str | None) -> Any:
+def _adapt(model: PreTrainedModel, options: LoraOptions, names: list[str], seed: int, revision: str | None) -> Any:
     from peft import LoraConfig, get_peft_model
 
     beside = long_lora_modules(model) if options.long_lora else []
@@ -171,17 +171,17 @@ def _adapt(model: Any, options: LoraOptions, names: list[str], seed: int, revisi
     )
 
 
-def pattern(model: Any, names: list[str]) -> str:
+def pattern(model: PreTrainedModel, names: list[str]) -> str:
     """Return the regular expression of projections with these last names in the text decoder's layers."""
     return rf"{re.escape(_decoder_path(model))}\.layers\..*\.({'|'.join(map(re.escape, names))})"
 
 
-def _decoder_path(model: Any) -> str:
+def _decoder_path(model: PreTrainedModel) -> str:
     decoder = model.get_decoder()
     return next(str(name) for name, module in model.named_modules() if module is decoder)
 
 
-def target_names(model: Any, targets: Sequence[str]) -> list[str]:
+def target_names(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     """Return the last names of the projections that get an adapter, read from the model.
 
     Args:
@@ -211,7 +211,7 @@ def _last(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def long_lora_modules(model: Any) -> list[str]:
+def long_lora_modules(model: PreTrainedModel) -> list[str]:
     """Return the paths of embeddings and norms, which LongLoRA trains beside its adapters.
 
     The paths are whole because PEFT matches a name with every module that ends in it: ``norm`` would match a vision

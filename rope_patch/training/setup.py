@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
 
 from rope_patch.evaluation.tasks import find_task
@@ -93,7 +93,7 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
     )
 
 
-def collator(options: RecipeOptions, tokenizer: Any) -> Collator:
+def collator(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Collator:
     """Return the collator that gives rows their positions and masks.
 
     Args:
@@ -110,11 +110,11 @@ def collator(options: RecipeOptions, tokenizer: Any) -> Collator:
 
 
 def build_trainer(
-    model: Any,
+    model: PreTrainedModel,
     args: TrainingArguments,
     rows: PackedRows,
     options: RecipeOptions,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     evaluate: Any = None,
 ) -> LongTrainer:
     """Return the trainer of a run, with its rows, positions and early stop."""

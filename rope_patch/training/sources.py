@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import TokenDocument, encode
 from rope_patch.evaluation.haystack import Haystack
@@ -82,7 +83,9 @@ def _files(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file()) if path.is_dir() else [path]
 
 
-def token_documents(tokenizer: Any, source: Iterable[Any], options: DataOptions) -> Iterator[TokenDocument]:
+def token_documents(
+    tokenizer: PreTrainedTokenizerBase, source: Iterable[Any], options: DataOptions
+) -> Iterator[TokenDocument]:
     """Yield the documents of a dataset as tokens; lists of messages through the chat template.
 
     Raises:
@@ -130,7 +133,7 @@ class PackedRows(Dataset[list[dict[str, Any]]]):
 
 
 def make_rows(
-    options: RecipeOptions, tokenizer: Any, folder: Path, *, processes: int = 1, quiet: bool = False
+    options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder: Path, *, processes: int = 1, quiet: bool = False
 ) -> PackedRows:
     """Pack the rows of a whole run into a file, or open the file, so that a resumed run reads the rows it began with.
 
@@ -194,7 +197,9 @@ def plan_stages(options: RecipeOptions, processes: int = 1) -> list[tuple[int, i
     return stages
 
 
-def _all_rows(options: RecipeOptions, tokenizer: Any, stages: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+def _all_rows(
+    options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, stages: list[tuple[int, int, int]]
+) -> Iterator[dict[str, Any]]:
     data, seed = options.data, options.train.seed
     documents = _Documents(options, tokenizer, max(length for length, *_ in stages))
     maker = _prompt_maker(options, tokenizer) if data.retrieval else None
@@ -213,7 +218,7 @@ def _all_rows(options: RecipeOptions, tokenizer: Any, stages: list[tuple[int, in
 class _Documents:
     """The documents, again and again; each stage continues where the one before it stopped reading."""
 
-    def __init__(self, options: RecipeOptions, tokenizer: Any, longest: int) -> None:
+    def __init__(self, options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
         self.options, self.tokenizer, self.longest = options, tokenizer, longest
         self.count = self.longest_document = 0
         self.source = self._endless()
@@ -251,7 +256,7 @@ class _Documents:
             )
 
 
-def _prompt_maker(options: RecipeOptions, tokenizer: Any) -> PromptMaker:
+def _prompt_maker(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> PromptMaker:
     find_task(options.data.task)
     texts, size = [], 0
     for row in open_source(options.data, options.train.seed):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from rope_patch.checkpoints.adapters import RopePatchCallback
@@ -39,7 +40,7 @@ class LongTrainer(Trainer):
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         args: TrainingArguments,
         rows: Any,
         collator: Collator,
@@ -71,7 +72,7 @@ class LongTrainer(Trainer):
             self.data_collator = ShardedCollator(collator, self.get_cp_size())
             self.data_collator([rows[0]])  # raises before any training where rows cannot be split
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one forward and backward pass.
 
         Raises:
@@ -119,7 +120,7 @@ class LongTrainer(Trainer):
             raise ValueError("a step has no label to learn: give longer rows, or more of them")
         return number
 
-    def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Cut the weights where transformers cuts the labels."""
         context: Any
         context, inputs = super()._prepare_context_parallel_inputs(model, inputs)
