@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from rope_patch.plots.base import COLORS, add_title, few_log_ticks, plain, wrapped
+from rope_patch.reports.plots.base import COLORS, add_title, few_log_ticks, plain, wrapped
 
 
 def shares_beside_perplexity(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rope_patch.plots.base import perplexity_by_position
+from rope_patch.reports.plots.base import perplexity_by_position
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = {"default": "before", "yarn": "after (YaRN, no training)"}

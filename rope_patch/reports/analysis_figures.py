@@ -14,11 +14,11 @@ from rope_patch.analysis.outliers import RATIO, scatter
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.views import HeadView
 from rope_patch.evaluation.numbers import number_text, relative
-from rope_patch.plots import outliers as plots_outliers
-from rope_patch.plots.analysis import PAIRS, Map, head_view, heat_maps, pair_map, spread
 from rope_patch.reports.analysis_tables import ROLES, spans_of
 from rope_patch.reports.layer_kinds import Kind, kinds
 from rope_patch.reports.page import Figure, drawn
+from rope_patch.reports.plots import outliers as plots_outliers
+from rope_patch.reports.plots.analysis import PAIRS, Map, head_view, heat_maps, pair_map, spread
 
 LINE = "The line 2π/L is the frequency bound of Jonasson (2025): slower pairs make no full turn within the context L."
 EVERY, SAMPLES = 512, 700

@@ -21,9 +21,9 @@ from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.frequencies import unrotated, wavelength
-from rope_patch.plots import base as plots
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Figure, Note, Page, Section, drawn, short_names
+from rope_patch.reports.plots import base as plots
 
 TITLE = "Methods compared"
 _NAMED = 3  # methods that a sentence names before it counts the others

@@ -21,7 +21,6 @@ from rope_patch.kv_evaluation.captions import spans, windows_of
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.setting import ERRORS
 from rope_patch.kv_evaluation.verdicts import CheckRow
-from rope_patch.plots import kv as plots
 from rope_patch.reports import page as pages
 from rope_patch.reports.comparison import answers, haystack_of, retrieval_text
 from rope_patch.reports.layer_kinds import Kind, kinds
@@ -38,6 +37,7 @@ from rope_patch.reports.page import (
     drawn,
     short_names,
 )
+from rope_patch.reports.plots import kv as plots
 
 
 def write(path: str | Path, check: KVCheck, *, command: str | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.packaged import data_path
-from rope_patch.plots.base import svg
+from rope_patch.reports.plots.base import svg
 from rope_patch.runtime.folders import write_atomically
 
 INTERVALS = "How intervals are made: docs/measure.md, “How sure a difference is”."

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rope_patch import theory
 from rope_patch.evaluation.numbers import four_digits, percent_text
-from rope_patch.plots import base as plots
-from rope_patch.plots.theory import curves
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import Cell, Cells, DataTable, Figure, Page, Part, Section, drawn
+from rope_patch.reports.plots import base as plots
+from rope_patch.reports.plots.theory import curves
 from rope_patch.study import MASS, Study, papers
 
 POINTS = 700  # of a curve: all a figure can show

@@ -12,7 +12,7 @@ from support.commands import invoke
 from support.report_pages import Page, accessible, loads_nothing
 
 import rope_patch
-from rope_patch.plots.theory import curves
+from rope_patch.reports.plots.theory import curves
 
 SMALL = ("--head-dim", "16", "--trained-length", "64", "--length", "256")
 

@@ -25,12 +25,12 @@ from rope_patch.analysis.sinks import Sinks
 from rope_patch.analysis.views import HeadView
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
-from rope_patch.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures, analysis_tables
 from rope_patch.reports.analysis_tables import token_text, visible
 from rope_patch.reports.layer_kinds import kinds
 from rope_patch.reports.page import render
+from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 
 WORDS = {0: "<s>", 1: " the", 2: "\n", 3: "$x$", 4: "<script>", 5: "字"}
 NO_NUMBER = re.compile(r"\b(nan|inf)\b|\bNone\b(?! of)")

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 import rope_patch
 from rope_patch.frequencies import geometric, wavelength
 from rope_patch.kv_cache.schemes import PRESETS
-from rope_patch.plots.kv import Cost, Waves, costs, errors_by_wavelength
 from rope_patch.reports import kv as kv_report
 from rope_patch.reports.page import render
+from rope_patch.reports.plots.kv import Cost, Waves, costs, errors_by_wavelength
 
 SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 ASKED = {"windows": 3, "samples": 1, "haystack": "noise", "depths": (0.0, 1.0)}

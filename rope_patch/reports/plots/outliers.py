@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rope_patch.analysis.outliers import Scatter
 from rope_patch.frequencies import unrotated, wavelength
-from rope_patch.plots.analysis import BOUND, add_bar, spread
-from rope_patch.plots.base import COLORS, WIDTH, add_title, plain, signed_percent, waved, wrapped
+from rope_patch.reports.plots.analysis import BOUND, add_bar, spread
+from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, plain, signed_percent, waved, wrapped
 
 MANY = 600
 """Points from here on are drawn as pixels."""

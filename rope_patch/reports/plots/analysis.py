@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from rope_patch.frequencies import offset_frequency_bound, wavelength
-from rope_patch.plots.base import COLORS, WIDTH, add_title, drawable, plain, waved, wrapped
+from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, drawable, plain, waved, wrapped
 
 BOUND = "2π/L"
 SHOWN = 0.995

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 
-from rope_patch.plots.base import line_styles, new_panels, plain, shared_legend, signed_percent, waved, wrapped
+from rope_patch.reports.plots.base import line_styles, new_panels, plain, shared_legend, signed_percent, waved, wrapped
 
 VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": ("X", "#D55E00"), "": ("s", "0.35")}
 """Marker and colour of a verdict; full precision has none."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from rope_patch.plots.base import Curves, line_styles, new_panels, plain, shared_legend
+from rope_patch.reports.plots.base import Curves, line_styles, new_panels, plain, shared_legend
 
 
 def curves(panels: Mapping[str, Curves], *, title: str, xlabel: str, ylabel: str, log: bool = True) -> Figure:
