@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -316,14 +317,13 @@ def change_for_readers(location: Location, config: PreTrainedConfig) -> str | No
             return f"{reader} would read {'.'.join(map(str, keys))} as {new}, and it is {old}"
     if not probe.builders:
         return None
-    before, after = (
-        kept_by(without_weights(location.model, location.configs, settings_of(each)), probe.builders)
-        for each in (base, config)
-    )
-    if before is None or after is None:
+    built = without_weights(location.model, location.configs, settings_of(config))
+    kept = None if built is None else kept_by(built, probe.builders)
+    if kept is None or probe.kept is None:
         return f"{location.name} reads config.rope_parameters as it is built, and what it makes of them cannot be seen"
-    for (name, attribute), old in before.items():
-        for one, other in zip(old, after.get((name, attribute), []), strict=False):
-            if one != other:
-                return f"{name} would be built with a {attribute} of {other!r}, and it has {one!r}"
+    for reader, attribute in {**probe.kept, **kept}:
+        both = [each.get((reader, attribute), []) for each in (probe.kept, kept)]
+        for old, new in itertools.zip_longest(*both):
+            if old != new:
+                return f"{reader} would be built with a {attribute} of {new!r}, and it has {old!r}"
     return None

@@ -38,12 +38,14 @@ class Probe:
     Attributes:
         refusals: by layer type, why a table cannot be patched.
         builders: names of the modules of the decoder that read ``rope_parameters`` while they are built.
+        kept: what these keep of it, as :func:`kept_by` returns it.
         lookups: what classes of the decoder look up while they run, each with the keys that lead to it.
         outside: the classes outside the decoder that read the same ``rope_parameters``.
     """
 
     refusals: Mapping[str | None, str] = field(default_factory=dict)
     builders: tuple[str, ...] = ()
+    kept: Mapping[tuple[str, str], list[Any]] | None = None
     lookups: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     outside: tuple[str, ...] = ()
 
@@ -78,6 +80,8 @@ def probe(
     copied = built.get_submodule(next(name for name, module in model.named_modules() if module is decoder))
     own, inside = set(built.modules()) - {rotary}, set(copied.modules())  # some build modules that they do not keep
     building = {module for module, _ in reads if module in own}
+    builders = tuple(name for name, module in built.named_modules() if module in building & inside)
+    kept = kept_by(built, builders)
     reads.clear()
     failures: list[Exception] = []
     for module in copied.modules():
@@ -90,7 +94,8 @@ def probe(
     readers = {*building, *(module for module, _ in running)}
     return Probe(
         {kind: reason for kind, reason in refusals.items() if reason is not None},
-        tuple(name for name, module in built.named_modules() if module in building & inside),
+        builders,
+        kept,
         tuple(sorted({(type(module).__name__, keys) for module, keys in running}, key=str)),
         tuple(sorted({type(module).__name__ for module in readers - inside})),
     )
@@ -112,13 +117,14 @@ def without_weights(
     """
     copies: dict[int, Any] = {}
     config: Any = copy.deepcopy(model.config, copies)
-    for own in [copies[id(each)] for each in configs if id(each) in copies]:
+    stating = [copies[id(each)] for each in configs if id(each) in copies]
+    for own in stating:
         write_config(own, settings, None)
-        own._attn_implementation_internal = "eager"
         if reads is not None:
             own.__dict__["rope_parameters"] = _Noted(own.rope_parameters, reads)
-    config._attn_implementation_internal = "eager"  # others may have kernels without a meta form
-    config.__dict__.pop("quantization_config", None)
+    for own in (config, *stating):
+        own._attn_implementation_internal = "eager"  # others may have kernels without a meta form
+        own.__dict__.pop("quantization_config", None)
     try:
         with torch.device("meta"), quiet():
             built: nn.Module = type(model)(config).eval().requires_grad_(False)
@@ -127,16 +133,16 @@ def without_weights(
         return None
 
 
-def kept_by(built: nn.Module | None, names: Sequence[str]) -> dict[tuple[str, str], Any] | None:
+def kept_by(built: nn.Module, names: Sequence[str]) -> dict[tuple[str, str], list[Any]] | None:
     """Return what modules keep from when they were built, by class and attribute; None where that cannot be seen."""
-    kept: dict[tuple[str, str], Any] = {}
-    for module in [] if built is None else map(built.get_submodule, names):
+    kept: dict[tuple[str, str], list[Any]] = {}
+    for module in map(built.get_submodule, names):
         if any(True for _ in module.buffers(recurse=False)):  # which have no numbers here
             return None
         for attribute, value in vars(module).items():
             if isinstance(value, bool | int | float | str | tuple | list | None):
                 kept.setdefault((type(module).__name__, attribute), []).append(value)
-    return None if built is None else kept
+    return kept
 
 
 class _Noted(dict[str, Any]):
