@@ -172,7 +172,9 @@ def choose_layer_types(
         raise ValueError(f"layer_types is empty, so nothing would be patched. Known: {', '.join(map(str, tables))}")
     for kind in (*chosen, *needed):
         if kind not in tables:
-            raise ValueError(f"no table for layer type {kind!r}. Known: {', '.join(map(str, tables))}")
+            raise ValueError(
+                f"no table for layer type {kind!r}: name some of {[*tables]} in layer_types (--layer-type)"
+            )
         if kind not in chosen:
             raise ValueError(f"the method is for {kind!r}, which is not patched: name it in layer_types (--layer-type)")
     return chosen
