@@ -153,12 +153,12 @@ class PatchPlan(TableChange):
     """A patch that is not in place yet.
 
     Attributes:
-        base: the location that it was made from.
+        source: the location that it was made from, which the base tables are read of.
         short: the tables of short sequences, as in :class:`NewTables`.
         settings: what the config is to say.
     """
 
-    base: Location
+    source: Location
     short: Tables
     settings: Mapping[str, Any] = field(default_factory=dict)
 

@@ -131,11 +131,12 @@ def apply(
 
 
 def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callable[[str], None]) -> Patch:
+    """Read a model, make new tables, find settings that encode them, check, install."""
     with lock_of(model):
         location = locate(model)
-        base, warnings = _base(location, options)
-        tables = new_tables(base, method, options)
-        plan = encode(base, tables, options)
+        source, warnings = _source(location, options)
+        tables = new_tables(source, method, options)
+        plan = encode(source, tables, options)
         if not (plan.record.changed or isinstance(method, Default)):
             warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
         _check(location, plan, warnings, warn)
@@ -144,11 +145,11 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
 
 def install(location: Location, plan: PatchPlan) -> Patch:
     """Put a plan into a model: the only step that changes it. On any error the model is as it was."""
-    base, precision = plan.base, plan.record.precision
-    options: Any = {"precision": precision, "keep_float32": base.keeps_float32, "layout": base.layout}
+    source, precision = plan.source, plan.record.precision
+    options: Any = {"precision": precision, "keep_float32": source.keeps_float32, "layout": source.layout}
     if isinstance(plan.method, TwoTables):
         options |= {"short": plan.short, "switch_at": plan.method.switch_at}
-    module = (TwoTableRotary if plan.short else PatchedRotary)(plan.after, base.original, **options)
+    module = (TwoTableRotary if plan.short else PatchedRotary)(plan.after, source.original, **options)
     module.train(location.module.training)
     hook = getattr(location.module, "_hf_hook", None)
     if hook is not None:  # of accelerate, which dispatches
@@ -178,12 +179,12 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
             or the model calls its rotary embedding with what a patched one cannot answer.
     """
     name, method, before = location.name, plan.method, plan.before
-    warnings = [*plan.base.base[1], *warnings]
+    warnings = [*plan.source.warnings, *warnings]
     if isinstance(method, TwoTables):
         check_decoder(location.model, location.decoder)
         warnings += method.warnings([before[kind] for kind in plan.record.layer_types])
-    probe = plan.base.probe
-    if plan.settings["rope_parameters"] != plan.base.base_config.rope_parameters and probe.outside:
+    probe = plan.source.probe
+    if plan.settings["rope_parameters"] != plan.source.base_config.rope_parameters and probe.outside:
         raise ValueError(
             f"{', '.join(probe.outside)} of {name} reads config.rope_parameters besides the rotary embedding: another "
             "encoding would change more than the table. Such families are not supported"
@@ -200,7 +201,7 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
         warn(warning)
 
 
-def _base(location: Location, options: PatchRequest) -> tuple[Location, list[str]]:
+def _source(location: Location, options: PatchRequest) -> tuple[Location, list[str]]:
     """Return the location to read the base tables from, and warnings.
 
     Raises:

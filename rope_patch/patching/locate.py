@@ -131,18 +131,22 @@ class Location:
         return layout_of(self.module, kind, len(inv_freq))
 
     @cached_property
-    def base(self) -> tuple[Tables, tuple[str, ...]]:
-        """The base tables, in use now or before the patch, and warnings of what is unusual about them.
-
-        Raises:
-            ValueError: a rotary embedding of another kind, or a config that does not state its context.
-        """
+    def _base(self) -> tuple[Tables, tuple[str, ...]]:
         return _read_base(self)
 
     @property
     def tables(self) -> Tables:
-        """The base tables."""
-        return self.base[0]
+        """The base tables: those in use, or in use before the patch.
+
+        Raises:
+            ValueError: a rotary embedding of another kind, or a config that does not state its context.
+        """
+        return self._base[0]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is unusual about the base tables."""
+        return self._base[1]
 
     def static_tables(self, freeze_at: int | None) -> Tables:
         """Return the base tables as a patch starts from them: none of them changes with the length.

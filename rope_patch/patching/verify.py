@@ -106,7 +106,7 @@ def inspect_model(model: nn.Module) -> Inspection:
         return Inspection(location.name, in_use, record, (*warnings, *_scaling_warnings(in_use), *lost))
     as_stated = replace(location, record_data=None)  # what the config in force describes, patched or not
     in_use = tuple(as_stated.tables.values())
-    warnings += as_stated.base[1]
+    warnings += as_stated.warnings
     warnings += [
         f"{table.name} changes with the length during generation: pass freeze_at to patch it"
         for table in in_use
