@@ -356,18 +356,3 @@ def test_method_strings_that_are_wrong(text):
 def test_what_two_tables_cannot_be_made_of(build):
     with pytest.raises(ValueError, match=r"whole|two|chain"):
         build()
-
-
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        (f"{LONG}@64@{LONG}", "nothing would switch"),
-        (f"{LONG}@256", "never be used"),
-        (f"{LONG}@64@pi", "needs a factor"),
-    ],
-)
-def test_what_a_model_refuses_changes_nothing(method, message):
-    model = plain_model()
-    with pytest.raises(ValueError, match=message):
-        rope_patch.apply(model, method, target_length=256)
-    assert torch.equal(logits(model), logits(plain_model())) and not hasattr(model.config, "rope_patch")
