@@ -101,7 +101,7 @@ PATCHING = (
     Mutation(
         "one_config_answers_for_all_of_its_class",
         "rope_patch/patching/locate.py",
-        "key = (type(self.model), self.model.config.to_json_string(use_diff=False))",
+        "key = (type(self.model), self.model.config.to_json_string(use_diff=False), str(settings))",
         "key = type(self.model)",
     ),
     Mutation(

@@ -184,11 +184,11 @@ class Location:
     @cached_property
     def probe(self) -> Probe:
         """What a copy of the model without weights shows; a probe of an equal model is used again."""
-        key = (type(self.model), self.model.config.to_json_string(use_diff=False))
+        settings = settings_of(self.base_config)
+        key = (type(self.model), self.model.config.to_json_string(use_diff=False), str(settings))
         if key not in _probes:
             if len(_probes) == 256:
                 _probes.clear()
-            settings = settings_of(self.base_config)
             _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables, self.layout)
         return _probes[key]
 
