@@ -41,7 +41,6 @@ def extend(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    length: int,
     output: str | Path,
     overwrite: bool = False,
     finish_now: bool = False,
@@ -63,14 +62,14 @@ def extend(
     Args:
         model: a causal language model that is not patched; it is left as it was.
         tokenizer: its tokenizer.
-        length: the context to reach [tokens].
         output: folder to write; new or empty unless ``overwrite``.
         overwrite: write into a folder that holds files.
         finish_now: choose by the rounds that an earlier call finished, without more measurements or training.
         tokens: how many tokens may be read; by default as many as fit into the budget, at the measured speed.
         on_step: called with a sentence about each step.
         on_progress: called with a stage and the tokens that were just read.
-        **options: of :class:`~rope_patch.options.extend.ExtendSettings`.
+        **options: of :class:`~rope_patch.options.extend.ExtendSettings`, of which ``length`` is required: the context
+            to reach [tokens].
 
     Raises:
         ValueError: a bad option or method, or a model that reaches the length already: before anything is measured.
@@ -81,7 +80,7 @@ def extend(
         ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
     """
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
-    settings = from_dict(ExtendSettings, {"model": name, "length": length, **options})
+    settings = from_dict(ExtendSettings, {"model": name, **options})
     check(settings, Path(output), overwrite)
     run = Run(model, tokenizer, settings, Path(output), on_step, on_progress)
     run.look()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,10 @@ LOADING = set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {
 IDENTITY = "rope_patch: whose answers these are"
 
 
+PATCHING = ("target_length", "layer_types", "freeze_at", "replace")
+"""Arguments of :func:`rope_patch.apply` among those of lm-eval."""
+
+
 def _base_and_adapter(adapter: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the base of an adapter that was given as the model, which ``hf`` would load onto its base's own tables."""
     base = adapter_base(adapter)
@@ -91,18 +94,14 @@ class RopePatchLM(AnsweringLM):
         pretrained: Any,
         method: MethodLike | None = None,
         *,
-        target_length: int | None = None,
-        layer_types: str | Sequence[str] | None = None,
-        freeze_at: int | None = None,
-        replace: bool = False,
         chunk: int | None = None,
         kv_cache: str | None = None,
         **kwargs: Any,
     ) -> None:
         scheme = Scheme() if kv_cache is None else Scheme.parse(str(kv_cache))
         params = {key: kwargs.pop(key) for key in list(kwargs) if key in PARAMETERS}
-        options = {"target_length": target_length, "layer_types": layer_types, "freeze_at": freeze_at}
-        given = [*params, *(key for key, value in options.items() if value is not None)]
+        options = {key: kwargs.pop(key) for key in PATCHING if key in kwargs}
+        given = [*params, *(key for key, value in options.items() if value is not None and key != "replace")]
         if method is None and given:
             raise ValueError(f"{given[0]} says how to patch: give method= too (method=default leaves the table)")
         requested = None if method is None else as_method(method, **params)
@@ -122,9 +121,9 @@ class RopePatchLM(AnsweringLM):
         if requested is not None and record is not None:
             raise ValueError(f"the adapter {self.peft} was trained under {record.to_method()}: leave method= out")
         if requested is not None:
-            if isinstance(layer_types, str):
-                options["layer_types"] = layer_types.split("/")
-            apply(self.model, requested, replace=replace, **options)  # type: ignore[arg-type]
+            if isinstance(options.get("layer_types"), str):
+                options["layer_types"] = options["layer_types"].split("/")
+            apply(self.model, requested, **options)
         elif record is not None:
             reapply(self.model, record)
         elif getattr(self.model.config.get_text_config(), "rope_patch", None):
@@ -168,7 +167,7 @@ class RopePatchLM(AnsweringLM):
         super()._create_model(pretrained, **kwargs)
 
     def _refuse_unknown(self, given: dict[str, Any], known: set[str]) -> None:
-        ours = {*inspect.signature(RopePatchLM.__init__).parameters} - {"self", "kwargs"}
+        ours = {*inspect.signature(RopePatchLM.__init__).parameters, *PATCHING} - {"self", "kwargs"}
         everything = {*known, *ours, *PARAMETERS, *inspect.signature(HFLM.__init__).parameters} - {"self", "kwargs"}
         for key in given:
             if key not in known:

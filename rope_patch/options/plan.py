@@ -8,6 +8,8 @@ from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, contained, flag, tokens, whole, word
 
 ALL_LINEAR = "all-linear"
+ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes per entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class StepOptions(OptionSet):
         "The data type of training: bfloat16, float16 or float32.",
         "bfloat16",
         metavar="DTYPE",
-        choices=("bfloat16", "float16", "float32"),
+        choices=tuple(ELEMENT),
     )
     gpus: int = whole("The number of GPUs. Weights and states are divided among them (FSDP).", 1, least=1)
     context_parallel: int = whole("The number of GPUs that share one sequence (context parallelism).", 1, least=1)
@@ -56,6 +58,16 @@ class StepOptions(OptionSet):
             raise ValueError(f"quantized weights cannot be trained: {self.quantization} needs LoRA, or choose none")
         if self.lora_rank is None and self.long_lora:
             raise ValueError("long_lora adds embeddings and norms to LoRA; full fine-tuning trains them anyway")
+
+    @property
+    def element(self) -> int:
+        """Bytes per entry of weights and activations."""
+        return ELEMENT[self.dtype]
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens whose activations one GPU holds."""
+        return self.batch * self.length / self.context_parallel
 
 
 @dataclass(frozen=True)

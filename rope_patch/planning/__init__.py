@@ -12,7 +12,6 @@ Of common models the shapes ship with the package, and planning imports neither 
 
 from rope_patch.planning.finding import shape_of as shape_of
 from rope_patch.planning.finding import shipped as shipped
-from rope_patch.planning.options import TrainingStep as TrainingStep
 from rope_patch.planning.plans import Plan as Plan
 from rope_patch.planning.plans import Step as Step
 from rope_patch.planning.plans import plan as plan

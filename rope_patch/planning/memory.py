@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rope_patch.modeling.sizes import SLICE
-from rope_patch.planning.options import TrainingStep
-from rope_patch.planning.shapes import Layer, Shape
+from rope_patch.options.plan import ALL_LINEAR, StepOptions
+from rope_patch.planning.shapes import Layer, Linear, Shape
 
 OVERHEAD = 2 * 2**30
 """CUDA context, library workspaces and what the allocator cannot use [bytes]; an allowance, not derived."""
@@ -28,7 +28,7 @@ class Part:
     turns: bool = False
 
 
-def memory(shape: Shape, o: TrainingStep) -> tuple[Part, ...]:
+def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
     """Return the parts of one GPU's peak memory in training.
 
     Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
@@ -36,7 +36,7 @@ def memory(shape: Shape, o: TrainingStep) -> tuple[Part, ...]:
     """
     saved = shape.total(lambda layer: _saved(layer, shape, o))
     work = max(_work(layer, shape, o) for layer in shape.kinds)
-    inputs = shape.total(lambda layer: layer.hidden * o.element * o.tokens)
+    inputs = shape.total(lambda layer: layer.hidden * o.element * o.tokens_per_gpu)
     if o.checkpointing:
         work += max(_saved(layer, shape, o) for layer in shape.kinds)
     adapters, copies = trained_beside(shape, o)
@@ -67,27 +67,35 @@ def memory(shape: Shape, o: TrainingStep) -> tuple[Part, ...]:
     )
 
 
-def kv_cache(shape: Shape, o: TrainingStep) -> int:
+def kv_cache(shape: Shape, o: StepOptions) -> int:
     """Return the keys and values of one sequence in evaluation [bytes]; sliding layers hold their window only."""
     return int(shape.total(lambda layer: 2 * layer.key * o.element * min(o.length, layer.window or o.length)))
 
 
-def trained_beside(shape: Shape, o: TrainingStep) -> tuple[int, int]:
+def with_adapters(layer: Layer, o: StepOptions) -> tuple[Linear, ...]:
+    """Return the projections of a layer that get an adapter."""
+    if o.lora_rank is None:
+        return ()
+    everything = ALL_LINEAR in o.target_modules
+    return tuple(x for x in layer.linears if everything or x.name.rpartition(".")[2] in o.target_modules)
+
+
+def trained_beside(shape: Shape, o: StepOptions) -> tuple[int, int]:
     """Return how many float32 entries LoRA adds, and how many of the model's own are trained as whole copies.
 
     *Source*: LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): r (inputs + outputs) per projection. The copies are
     PEFT's ``modules_to_save``; tied embeddings are copied once.
     """
     rank = o.lora_rank or 0
-    adapters = shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in o.targets(layer)))
+    adapters = shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in with_adapters(layer, o)))
     return int(adapters), (shape.embedding + shape.norm_weights if o.long_lora else 0)
 
 
-def _storage(o: TrainingStep) -> str:
+def _storage(o: StepOptions) -> str:
     return o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
 
 
-def _packed(layer: Layer, o: TrainingStep) -> float:
+def _packed(layer: Layer, o: StepOptions) -> float:
     """Bytes of a layer's weights as stored.
 
     *Source*: bitsandbytes. LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339): one byte each and a float32 per output
@@ -103,16 +111,16 @@ def _packed(layer: Layer, o: TrainingStep) -> float:
     return layer.parameters * o.element
 
 
-def _outside(shape: Shape, o: TrainingStep) -> float:
+def _outside(shape: Shape, o: StepOptions) -> float:
     """Bytes of what lies in no layer: embeddings, last norm, output projection; never quantized."""
     return (shape.parameters - shape.total(lambda layer: layer.parameters)) * o.element
 
 
-def _weights(shape: Shape, o: TrainingStep) -> int:
+def _weights(shape: Shape, o: StepOptions) -> int:
     return int(shape.total(lambda layer: _packed(layer, o)) + _outside(shape, o))
 
 
-def _states(entries: int, element: int, o: TrainingStep) -> int:
+def _states(entries: int, element: int, o: StepOptions) -> int:
     """Bytes an optimizer keeps for its entries.
 
     *Source*: AdamW as in mixed-precision training (ZeRO, section 3.1): two float32 moments, and a float32 master of
@@ -123,7 +131,7 @@ def _states(entries: int, element: int, o: TrainingStep) -> int:
     return int(entries * {"adamw": 8 + master, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[o.optimizer])
 
 
-def _gathered(shape: Shape, o: TrainingStep) -> int:
+def _gathered(shape: Shape, o: StepOptions) -> int:
     """Bytes FSDP holds whole: the layer at work, the next one under way, and the root with embeddings and head."""
     if o.gpus == 1:
         return 0
@@ -132,20 +140,20 @@ def _gathered(shape: Shape, o: TrainingStep) -> int:
     return int(2 * layer + gradient + _outside(shape, o))
 
 
-def _masked(layer: Layer, o: TrainingStep) -> bool:
+def _masked(layer: Layer, o: StepOptions) -> bool:
     """Whether sdpa gets a mask: torch's kernels know the causal pattern by a flag, a sliding window only so."""
     return o.attention == "sdpa" and layer.window is not None and layer.window < o.length
 
 
-def _masks(shape: Shape, o: TrainingStep) -> int:
+def _masks(shape: Shape, o: StepOptions) -> int:
     """One mask per kind of layer, shared by its layers: booleans for sdpa, the model's dtype for eager."""
-    pairs = o.tokens / o.batch * o.length
+    pairs = o.tokens_per_gpu / o.batch * o.length
     if o.attention == "eager":
         return int(len({layer.window for layer in shape.kinds}) * pairs * o.element)
     return int(pairs) if any(_masked(layer, o) for layer in shape.kinds) else 0
 
 
-def _saved(layer: Layer, shape: Shape, o: TrainingStep) -> float:
+def _saved(layer: Layer, shape: Shape, o: StepOptions) -> float:
     r"""Bytes one layer saves for its backward pass.
 
     *Source*: the counting of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1, equation 1:
@@ -158,10 +166,10 @@ def _saved(layer: Layer, shape: Shape, o: TrainingStep) -> float:
     e = o.element
     trained = o.lora_rank is None or o.long_lora
     norms = sum(layer.norm_inputs) * (4 + trained * max(e, 4 * shape.norms_in_float32)) + 4 * len(layer.norm_inputs)
-    return o.tokens * (norms + _attention(layer, shape, o) + 3 * layer.ffn * e + _inputs(layer, o))
+    return o.tokens_per_gpu * (norms + _attention(layer, shape, o) + 3 * layer.ffn * e + _inputs(layer, o))
 
 
-def _attention(layer: Layer, shape: Shape, o: TrainingStep) -> float:
+def _attention(layer: Layer, shape: Shape, o: StepOptions) -> float:
     """Bytes per token that attention itself saves; eager keeps the softmax in float32 and once more in the dtype."""
     e = o.element
     if o.attention == "eager":
@@ -172,9 +180,9 @@ def _attention(layer: Layer, shape: Shape, o: TrainingStep) -> float:
     return 2 * (layer.query + layer.key) * e + 4 * layer.heads
 
 
-def _inputs(layer: Layer, o: TrainingStep) -> float:
+def _inputs(layer: Layer, o: StepOptions) -> float:
     """Bytes per token of the saved inputs of projections; flash's output is that of the attention's last one."""
-    own = layer.linears if o.lora_rank is None else o.targets(layer)
+    own = layer.linears if o.lora_rank is None else with_adapters(layer, o)
     ranks = (o.lora_rank or 0) * len(own) * o.element
     if o.lora_rank is not None and o.element < 4:
         return ranks + sum(x.inputs for x in own) * o.element
@@ -182,7 +190,7 @@ def _inputs(layer: Layer, o: TrainingStep) -> float:
     return ranks + sum(widths.values()) * o.element
 
 
-def _work(layer: Layer, shape: Shape, o: TrainingStep) -> float:
+def _work(layer: Layer, shape: Shape, o: StepOptions) -> float:
     """Bytes live beside the saved ones at the busiest moment of a layer.
 
     *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest
@@ -192,16 +200,16 @@ def _work(layer: Layer, shape: Shape, o: TrainingStep) -> float:
     """
     e = o.element
     down = next(x for x in layer.linears if x.place == "mlp_out")
-    adapted = down in o.targets(layer)
+    adapted = down in with_adapters(layer, o)
     released = layer.ffn * e if adapted or o.lora_rank is None else 0
     gated = 3 * layer.ffn * e + 2 * layer.hidden * e - released
     casting = (layer.ffn * (e + 4) if adapted and e < 4 else 0) + 5 * layer.hidden * e
     scores = layer.heads * o.length * (4 + e) - 3 * layer.ffn * e - released if o.attention == "eager" else 0
     unpacked = max(x.weight for x in layer.linears) * e if o.quantization != "none" else 0
-    return o.tokens * max(gated, casting, scores) + unpacked
+    return o.tokens_per_gpu * max(gated, casting, scores) + unpacked
 
 
-def _loss(shape: Shape, o: TrainingStep) -> int:
+def _loss(shape: Shape, o: StepOptions) -> int:
     """Bytes live at the loss, from the last layer's output on.
 
     *Source*: what autograd holds for ``cross_entropy(logits.float())``. The forward pass has logits in the dtype,
@@ -211,11 +219,13 @@ def _loss(shape: Shape, o: TrainingStep) -> int:
     sum under way.
     """
     e, sliced = o.element, o.loss == "fused"
-    states = o.tokens * shape.hidden * (4 + 3 * e)  # the last norm's float32 input, its input and output, a gradient
+    states = (
+        o.tokens_per_gpu * shape.hidden * (4 + 3 * e)
+    )  # the last norm's float32 input, its input and output, a gradient
     cap = shape.capped_logits * (4 if sliced else e)  # slices are capped in float32
-    tokens = min(SLICE, o.tokens) if sliced else o.tokens
-    return int(tokens * shape.vocab * (12 + cap) + states + sliced * 2 * o.tokens * shape.hidden * e)
+    tokens = min(SLICE, o.tokens_per_gpu) if sliced else o.tokens_per_gpu
+    return int(tokens * shape.vocab * (12 + cap) + states + sliced * 2 * o.tokens_per_gpu * shape.hidden * e)
 
 
-def _loss_words(o: TrainingStep) -> str:
+def _loss_words(o: StepOptions) -> str:
     return f"slices of {SLICE} tokens" if o.loss == "fused" else "whole logits, three times in float32"

@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.finding import shape_of
 from rope_patch.planning.memory import Part, kv_cache, memory
-from rope_patch.planning.options import TrainingStep
 from rope_patch.planning.shapes import Shape
-from rope_patch.runtime.text import parse_length
+from rope_patch.runtime.text import did_you_mean, parse_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +44,7 @@ class Plan:
     """What one training step takes on each GPU. Make one with :func:`plan`."""
 
     shape: Shape
-    options: TrainingStep
+    options: StepOptions
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -148,11 +148,20 @@ def plan(model: str | Path | PreTrainedModel | Shape, *, length: int | str, **op
         OSError: nothing that can be loaded, or no such repository.
     """
     tokens = parse_length(length) if isinstance(length, str) else length
-    return _checked(shape_of(model), TrainingStep(length=tokens, **options))
+    return _checked(shape_of(model), StepOptions(length=tokens, **options))
 
 
-def _checked(shape: Shape, options: TrainingStep) -> Plan:
-    options.check(shape)
+def _checked(shape: Shape, options: StepOptions) -> Plan:
+    """Return a plan, or raise where the model cannot be trained so."""
+    known = sorted({x.name.rpartition(".")[2] for layer in shape.kinds for x in layer.linears})
+    for name in options.target_modules:
+        if name not in (*known, ALL_LINEAR):
+            raise ValueError(
+                f"target_modules name {name!r} matches no projection of {shape.name}.{did_you_mean(name, known)} "
+                f"Known: {ALL_LINEAR}, {', '.join(known)}"
+            )
+    if options.attention == "sdpa" and not shape.sdpa:
+        raise ValueError(f"{shape.model_class} has no sdpa attention in transformers: take flash or eager")
     return Plan(shape, options)
 
 
