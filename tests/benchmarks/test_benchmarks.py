@@ -63,19 +63,12 @@ def run(name: str, tmp_path: Path, *more: str, against: str = "lm_eval", fork: b
 def test_perplexity_memory(tmp_path: Path) -> None:
     report = run("perplexity_memory", tmp_path)
     assert report["summary"]["largest_loss_difference"] < 1e-4
-    assert report["shape"]["vocab"] > 0
     assert {(row["side"], row["tokens"]) for row in report["memory"]} == {
         (side, tokens) for side in ("lm_eval", "one_pass", "chunked") for tokens in (256, 512)
     }
-    for row in report["memory"]:
-        assert row["peak_mb"] > 0
-        assert row["peak_above_cache_mb"] == pytest.approx(row["peak_mb"] - row["cache_mb"], abs=0.2)
     # Keys and values, 2 layers, 1 head of 32, float32.
     shown = {row["tokens"]: row["cache_mb"] for row in report["memory"] if row["side"] == "chunked"}
     assert shown[512] == pytest.approx(2 * 2 * 1 * 32 * 4 * 512 / 1e6, abs=0.05)
-    assert [row["tokens"] for row in report["time"]] == [256, 512]
-    assert all(row[f"{side}_wall_ratio"]["median"] > 0 for row in report["time"] for side in ("one_pass", "chunked"))
-    assert report["alone"]["tokens"] == 1024 and report["alone"]["peak_mb"] > 0
 
 
 @pytest.mark.full
@@ -85,16 +78,6 @@ def test_train_step(tmp_path: Path) -> None:
     summary = report["summary"]
     assert summary["largest_loss_difference"] < 1e-5
     assert summary["bar_reached"]["gradients"] and summary["largest_relative_gradient_difference"] < 1e-5
-    sides = {"stock", "ours", "torch", "ours_128"}
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        sides.remove("torch")
-    for part, expected in (("loss_path", sides), ("step", {"stock", "ours"})):
-        for figure in ("memory", "time"):
-            assert {row["side"] for row in report[part][figure]} == expected
-        assert all(min(row["peak_mb_repeats"]) > 0 for row in report[part]["memory"])
-        for row in report[part]["time"]:
-            assert row["tokens_per_s"] > 0 and len(row["wall_s_repeats"]) == report["settings"]["rounds"]
-            assert row["side"] == "stock" or row["wall_speed_over_stock"]["median"] > 0
     # Whole logits in the backward pass: their log-softmax, and the gradients of both.
     peaks = {row["side"]: row["peak_mb"] for row in report["loss_path"]["memory"]}
     tokens, vocabulary = report["settings"]["tokens"], report["shape"]["vocab"]
@@ -103,9 +86,6 @@ def test_train_step(tmp_path: Path) -> None:
     # Query, key, value and output of 2 layers, two matrices each, none of them without a gradient.
     assert report["step"]["gradients"]["tensors"] == 2 * 4 * 2
     assert report["step"]["gradients"]["smallest_tensor_maximum"] > 0
-    for side, compared in report["loss_path"]["against_stock_head_trained_too"].items():
-        assert side in sides and compared["gradients"].keys() == {"states", "head"}
-        assert all(gradient["relative"] < 1e-5 for gradient in compared["gradients"].values())
 
 
 @pytest.mark.full
@@ -113,13 +93,7 @@ def test_retrieval_grid(tmp_path: Path) -> None:
     report = run("retrieval_grid", tmp_path, fork=True)
     assert report["summary"]["outputs_identical"] and report["summary"]["outputs_compared"] > 0
     assert {row["mode"] for row in report["results"]} == {"single", "multikey"}
-    for row in report["results"]:
-        for figure in ("asking", "whole"):
-            assert row[figure]["outputs_identical"] and row[figure]["outputs_different"] == 0
-            # Every prompt is read whole by lm-eval: its last answer token never is.
-            assert row[figure]["lm_eval_tokens"] <= row["prompts"] * (row["length"] - 1)
-            assert row[figure]["tokens_ratio"] > 1
-        assert row["outputs"] and any(row["outputs"])
+    assert all(row[figure]["tokens_ratio"] > 1 for row in report["results"] for figure in ("asking", "whole"))
 
 
 def test_engine_tables(tmp_path: Path) -> None:

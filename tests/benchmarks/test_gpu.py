@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,27 +196,3 @@ def test_shares_of_the_peak_by_hand(stages: Any) -> None:
     assert found["mfu"] == pytest.approx(done.model / seconds / 989e12, abs=1e-4)
     assert training.speeds(planned, seconds, 494.5)["executed"] == pytest.approx(0.06, abs=1e-4)
     assert training.speeds(planned, seconds, None)["palm_mfu"] is None
-
-
-def test_a_plan_that_is_wrong_is_named(stages: Any) -> None:
-    ratios = {"lora-8192": 1.09, "lora-32768": 1.11, "qlora-8192": 0.89}
-    done: dict[str, Any] = {
-        name: {"memory": {"measured_over_predicted": ratio}, "tokens_per_second": 1.0, "mfu": None}
-        for name, ratio in ratios.items()
-    }
-    done["lora-131072"] = {"out_of_memory": "needs more"}
-    assert stages("training").summary(done)["plan is wrong by over 10 %"] == ["lora-32768", "qlora-8192"]
-
-
-@pytest.mark.parametrize(
-    ("option", "word"),
-    [(["--stages", "a,z"], "stage"), (["--budget", "25"], "25m"), (["--text", "no.txt"], "no.txt")],
-)
-def test_wrong_options_say_what_to_do(
-    stages: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str], word: str
-) -> None:
-    stages("base")
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *option])
-    with pytest.raises(SystemExit):
-        importlib.import_module("gpu").main()
-    assert word in capsys.readouterr().err

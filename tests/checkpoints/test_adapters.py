@@ -147,14 +147,6 @@ def test_a_record_belongs_to_the_weights_beside_it(two_adapters, tmp_path):
         assert torch.equal(logits(rope_patch.load(tmp_path).eval()), logits(plain))
 
 
-def test_plain_peft_may_save_the_same_weights_again(two_adapters, tmp_path):
-    root, expected = two_adapters
-    tuned = rope_patch.load(root / "one").eval()
-    rope_patch.save(tuned, tmp_path / "out")
-    tuned.save_pretrained(tmp_path / "out")
-    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), expected["one"])
-
-
 def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(two_adapters, tmp_path):
     root, _ = two_adapters
     tuned = rope_patch.load(root / "one")

@@ -65,14 +65,6 @@ def test_weights_are_dequantized_in_any_type_and_transformers_says_nothing_else(
     assert "packed" not in caplog.text
 
 
-@pytest.mark.parametrize(("method", "lost"), [("yarn:factor=4", True), ("p_rope:p=0.5", True), ("abf", False)])
-def test_transformers_own_reader_loses_all_but_the_base(tmp_path, method, lost):
-    """The control: what is lost, and for which tables nothing is."""
-    _, file = written(tmp_path, method)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name).eval()
-    assert torch.equal(logits(plain, TOKENS), logits(rope_patch.load(file).eval(), TOKENS)) is not lost
-
-
 def test_the_table_of_another_tools_file_is_the_models_own(tmp_path):
     """llama.cpp's converter writes Llama 3.1's smoothing as factors and leaves no record; p-RoPE keeps it."""
     folder, file = written(tmp_path, rope_parameters=LLAMA3, max_position_embeddings=512)

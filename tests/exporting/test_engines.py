@@ -198,14 +198,6 @@ def test_a_quantized_base(base, tmp_path, kind, same, off):
     far(engine(own, tokens()), want)
 
 
-def test_quantizing_keeps_the_table(base, tmp_path):
-    patch_gguf(base, "yarn:factor=4", tmp_path / "m.gguf")
-    quantized(tmp_path / "m.gguf", tmp_path / "q.gguf", "MOSTLY_Q4_0")
-    before, after = read_gguf(tmp_path / "m.gguf"), read_gguf(tmp_path / "q.gguf")
-    assert torch.equal(before.tables[0].inv_freq, after.tables[0].inv_freq)
-    assert before.record == after.record and not after.warnings
-
-
 def test_the_scale_of_the_command_line_is_kept_out(base, tmp_path):
     patch_gguf(base, "pi:factor=4", tmp_path / "m.gguf")
     ids = tokens()[:100]

@@ -144,17 +144,6 @@ def test_a_form_reads_back_in_every_notation(form):
     assert eval(repr(method)) == method
 
 
-@ALL
-def test_a_method_cannot_be_changed(method):
-    for name in ("p", *(field.name for field in dataclasses.fields(method))):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(method(), name, 1)
-
-
-def test_methods_with_other_parameters_are_not_equal():
-    assert len({parse(form) for form in EVERY_FORM}) == len(EVERY_FORM)
-
-
 @pytest.mark.parametrize("form", EVERY_FORM + [name for name in METHODS if name not in SCALING])
 def test_a_method_leaves_a_float32_table_of_the_same_length_and_the_argument_alone(form):
     base_slot = slot()
@@ -320,14 +309,6 @@ def test_partial_turns_as_phi_does(p):
     assert len(phi) == 32 * p
     assert torch.equal(after.inv_freq[: len(phi)], phi)
     assert (after.inv_freq[len(phi) :] == 0).all()
-
-
-@pytest.mark.parametrize("p", [0.25, 0.7])
-def test_p_rope_is_partial_rotary_of_a_smaller_base(p):
-    # MATH.md: base theta ** (2r/d), r = int(p * d // 2)
-    rotating = int(p * 64 // 2)
-    smaller = slot(head_dim=64, rope_theta=1e4 ** (2 * rotating / 64))
-    torch.testing.assert_close(Partial(p=p)(smaller).inv_freq, PRope(p=p)(slot(head_dim=64)).inv_freq)
 
 
 def test_abf_by_hand():
@@ -503,11 +484,6 @@ def test_table_by_hand():
 REPLACING = ["partial", "abf", "ntk", "yarn", "mrrope", "llama3"]
 
 
-def test_replace_scaling_is_a_parameter_of_these_and_of_pi():
-    takes = [name for name, cls in METHODS.items() if "replace_scaling" in {f.name for f in dataclasses.fields(cls)}]
-    assert sorted(takes) == sorted([*REPLACING, "pi"])
-
-
 @SCALED
 @pytest.mark.parametrize("name", REPLACING)
 def test_a_scaled_table_is_not_recomputed_unasked(name, make_slot):
@@ -562,9 +538,9 @@ def test_sequences_flatten():
 # --- method strings -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [*METHODS, *EVERY_FORM, "+".join(EVERY_FORM)])
-def test_every_form_passes_through_lm_eval(text):
+def test_every_form_passes_through_lm_eval():
     """Its own parser of ``--model_args``."""
+    text = "+".join(EVERY_FORM)
     assert simple_parse_args_string(f"pretrained=x,method={text}") == {"pretrained": "x", "method": text}
 
 
@@ -608,7 +584,6 @@ def test_field_help_shows_the_default_as_the_grammar_writes_it():
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-KNOWN = ", ".join(FORMS)
 POSITIVE = {
     "abf": ("rope_theta", "factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
