@@ -27,7 +27,7 @@ from rope_patch.extending.choosing import BASIS
 from rope_patch.extending.looking import other_programs
 from rope_patch.extending.run import Run
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
-from rope_patch.options.writing import from_dict, to_dict, to_yaml
+from rope_patch.options.writing import from_dict, to_dict
 
 pytestmark = pytest.mark.usefixtures("reloads_fork")
 
@@ -190,24 +190,6 @@ def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama,
         extend(model, TOKENIZER, output=tmp_path / "out", exports=["gguf"], **QUICK)
 
 
-def test_a_recipe_says_what_no_option_does(tmp_path):
-    def tokens(**values):
-        options = from_dict(ExtendSettings, {"model": str(LLAMA), "length": 512, "methods": ["yarn"], **values})
-        (tmp_path / "extend.yaml").write_text(to_yaml(options))
-        arguments = ["extend", "--recipe", str(tmp_path / "extend.yaml"), "-o", str(tmp_path / "out"), "--dry-run"]
-        result = invoke(*arguments, "--threads", "1")
-        assert result.exit_code == 0, result.output
-        assert "methods: yarn:factor=2\n" in result.output and "dry run: nothing" in result.output
-        assert not (tmp_path / "out.work").exists()
-        found = re.search(
-            r"windows: (\d+), haystacks for each task and length: (\d+); ([\d,]+) new tokens", result.output
-        )
-        windows, haystacks, read = (int(text.replace(",", "")) for text in found.groups())
-        return (read // 2 - windows * 512) / haystacks  # of two methods
-
-    assert tokens() == 3 * (256 + 512) and tokens(depths=[0.5]) == 256 + 512
-
-
 @pytest.mark.parametrize("options", [{}, {"mode": "multikey"}, {"tasks": ["passkey", "vt"]}], ids=str)
 def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
     run, read = (
@@ -302,21 +284,17 @@ def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, change
     assert not read and not list(tmp_path.iterdir())
 
 
-def test_the_command_says_first_how_much_it_reads(tmp_path):
-    arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "yarn", "--fit"]
-    result = invoke(*arguments, "--dry-run", "--dtype", "float32", "--threads", "1")
-    assert result.exit_code == 0, result.output
-    assert "fitting a table: " in result.output
-    assert "all rounds: " in result.output and not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("budget", "warned"), [(["--budget", "6s"], True), ([], False)])
-def test_a_dry_run_says_where_one_window_and_haystack_hardly_tell_methods_apart(tmp_path, monkeypatch, budget, warned):
+def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apart(
+    tmp_path, monkeypatch, budget, warned
+):
     monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 1000.0)
-    arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "yarn", *budget]
-    result = invoke(*arguments, "--dry-run", "--dtype", "float32", "--threads", "1")
+    arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn", *budget]
+    result = invoke(*arguments, "--fit" if not budget else "--no-report", "--dry-run", "--dtype", "float32")
     assert result.exit_code == 0, result.output
+    assert "all rounds: " in result.output and ("fitting a table: " in result.output) is not warned
     assert ("one window and one haystack for each length hardly tell methods apart" in result.output) == warned
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):

@@ -91,12 +91,6 @@ def test_a_passkey_row_weighs_its_answer_five_times(tokenizer, stream):
         assert tokenizer.decode(ids).count(key) == 2  # in the needle and in the answer
 
 
-# --- curriculum
-
-
-# --- models
-
-
 # --- training
 
 
