@@ -110,8 +110,6 @@ def fuse(model: Any) -> Any:
         model: of transformers, bare or under PEFT.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if getattr(base, "_rope_patch_fused", False):
-        return model
     original = base.forward
 
     @functools.wraps(original)
@@ -136,5 +134,4 @@ def fuse(model: Any) -> Any:
         return CausalLMOutput(loss=total if items is not None else total / count.clamp(min=TINY))
 
     base.forward = forward
-    base._rope_patch_fused = True
     return model
