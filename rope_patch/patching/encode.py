@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -322,8 +321,7 @@ def change_for_readers(location: Location, config: PreTrainedConfig) -> str | No
     if kept is None or probe.kept is None:
         return f"{location.name} reads config.rope_parameters as it is built, and what it makes of them cannot be seen"
     for reader, attribute in {**probe.kept, **kept}:
-        both = [each.get((reader, attribute), []) for each in (probe.kept, kept)]
-        for old, new in itertools.zip_longest(*both):
-            if old != new:
-                return f"{reader} would be built with a {attribute} of {new!r}, and it has {old!r}"
+        old, new = (each.get((reader, attribute)) for each in (probe.kept, kept))
+        if old != new:
+            return f"{reader} would be built with a {attribute} of {new!r}, and it has {old!r}"
     return None

@@ -45,7 +45,7 @@ class Probe:
 
     refusals: Mapping[str | None, str] = field(default_factory=dict)
     builders: tuple[str, ...] = ()
-    kept: Mapping[tuple[str, str], list[Any]] | None = None
+    kept: Mapping[tuple[str, str], Any] | None = None
     lookups: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     outside: tuple[str, ...] = ()
 
@@ -133,15 +133,16 @@ def without_weights(
         return None
 
 
-def kept_by(built: nn.Module, names: Sequence[str]) -> dict[tuple[str, str], list[Any]] | None:
-    """Return what modules keep from when they were built, by class and attribute; None where that cannot be seen."""
-    kept: dict[tuple[str, str], list[Any]] = {}
-    for module in map(built.get_submodule, names):
+def kept_by(built: nn.Module, names: Sequence[str]) -> dict[tuple[str, str], Any] | None:
+    """Return what modules keep from when they were built, by module and attribute; None where that cannot be seen."""
+    kept = {}
+    for name in names:
+        module = built.get_submodule(name)
         if any(True for _ in module.buffers(recurse=False)):  # which have no numbers here
             return None
         for attribute, value in vars(module).items():
             if isinstance(value, bool | int | float | str | tuple | list | None):
-                kept.setdefault((type(module).__name__, attribute), []).append(value)
+                kept[f"{name} ({type(module).__name__})", attribute] = value
     return kept
 
 

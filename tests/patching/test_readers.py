@@ -110,7 +110,7 @@ def test_the_softmax_scale_is_kept_by_hand(tmp_path):
 def test_a_yarn_whose_mscale_attention_would_apply_itself_is_refused(family):
     model = model_of(family)
     before, config = logits(model), model.config.to_json_string()
-    with pytest.raises(ValueError, match=r"Attention would be built with a scaling of 0\.51"):
+    with pytest.raises(ValueError, match=r"Attention\) would be built with a scaling of 0\.51"):
         rope_patch.apply(model, "yarn:factor=80:mscale=1:mscale_all_dim=1:replace_scaling=true")
     assert torch.equal(logits(model), before) and model.config.to_json_string() == config
 
