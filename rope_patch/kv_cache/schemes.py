@@ -14,7 +14,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -78,7 +78,7 @@ class Side:
             raise ValueError(
                 "a Hadamard matrix mixes features: scales are per token or tensor, and no pair is kept apart"
             )
-        if self.format == "none" and self != _FULL.get("side", self):
+        if self.format == "none" and any(getattr(self, one.name) != one.default for one in fields(self)):
             raise ValueError("none is full precision: it takes no axis, group or switch")
 
     @property
@@ -95,10 +95,6 @@ class Side:
         words += {"": [], "unrotated": ["centre"], "all": ["centreall"]}[self.centre]
         words += [f"keep{self.keep}"] if self.keep else []
         return ".".join(words)
-
-
-_FULL: dict[str, Side] = {}
-_FULL["side"] = Side()
 
 
 @dataclass(frozen=True)
