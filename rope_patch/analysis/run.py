@@ -75,7 +75,7 @@ def analyze(
 
     Returns:
         The result. ``to_json()`` gives it as JSON, :func:`~rope_patch.analysis.result.findings` as sentences, and
-        :func:`rope_patch.reports.analysis.write` as a page with figures.
+        :func:`rope_patch.reports.analysis.page` as a page with figures.
 
     Raises:
         TypeError: not a transformers model.

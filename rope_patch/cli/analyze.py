@@ -81,9 +81,10 @@ def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:
 
     write_atomically(options.output / "analysis.json", analysis.to_json())
     if options.report:
-        from rope_patch.reports import analysis as page
+        from rope_patch.reports import analysis as report
+        from rope_patch.reports import page
 
-        page.write(options.output / "analysis.html", analysis, command=command_line())
+        page.write(options.output / "analysis.html", report.page(analysis), command_line())
     if options.as_json:
         print(analysis.to_json())
         return

@@ -77,9 +77,10 @@ def _show(comparison: Any, options: CompareOptions) -> None:
     output = options.output
     write_atomically(output / "comparison.json", comparison.to_json())
     if options.report:
-        from rope_patch.reports import comparison as page
+        from rope_patch.reports import comparison as report
+        from rope_patch.reports import page
 
-        page.write(output / "report.html", [comparison], command=command_line())
+        page.write(output / "report.html", report.page([comparison]), command_line())
     if options.as_json:
         print(comparison.to_json())
         return

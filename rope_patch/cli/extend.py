@@ -27,7 +27,8 @@ def extend(words: Sequence[str]) -> int:
     from rope_patch.extending.writing import check
 
     if options.report:
-        from rope_patch.reports import comparison as page
+        from rope_patch.reports import comparison as report
+        from rope_patch.reports import page
     settings, output = options.settings, options.output
     check_device(settings.machine.device)
     check_texts(settings.evaluation)
@@ -73,7 +74,8 @@ def extend(words: Sequence[str]) -> int:
         return 0
     folder = outcome.output or outcome.work
     if options.report:
-        page.write(folder / "report.html", outcome.comparisons[::-1], command=command_line(), title="A longer context")
+        shown = report.page(outcome.comparisons[::-1], title="A longer context")
+        page.write(folder / "report.html", shown, command_line())
     if options.as_json:
         print_json(
             {"output": None if outcome.output is None else str(output), "chosen": outcome.choice.label}

@@ -97,9 +97,10 @@ def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
     else:
         print_check(checked)
     if options.report:
-        from rope_patch.reports import kv as page
+        from rope_patch.reports import kv as report
+        from rope_patch.reports import page
 
-        page.write(options.output / "kv-check.html", checked, command=command_line())
+        page.write(options.output / "kv-check.html", report.page(checked), command_line())
     if not options.as_json:
         print(f"wrote {', '.join(files)} in {options.output}")
 

@@ -20,7 +20,8 @@ def theory(words: Sequence[str]) -> None:
     """Run ``rope-patch theory`` with the words behind it."""
     options = parse(TheoryOptions, words)
     if options.report:
-        from rope_patch.reports import theory as page
+        from rope_patch.reports import page
+        from rope_patch.reports import theory as report
     from rope_patch.runtime.folders import folder_to_write, write_atomically
 
     table = _plain(options.head_dim or 128, options.rope_theta or 1e4)
@@ -35,7 +36,7 @@ def theory(words: Sequence[str]) -> None:
         data = json.dumps(head | result.to_dict(), indent=2, allow_nan=False)
         write_atomically(output / "theory.json", data)
         if options.report:
-            page.write(output / "theory.html", result, command=command_line())
+            page.write(output / "theory.html", report.page(result), command_line())
     if options.as_json:
         print(data)
         return

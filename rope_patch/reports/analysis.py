@@ -1,12 +1,6 @@
-"""The report of ``rope-patch analyze``: one HTML file with figures. Needs matplotlib.
-
-Example:
-    ``write("analysis.html", rope_patch.analyze(model, tokenizer), command="rope-patch analyze …")``.
-"""
+"""The report of ``rope-patch analyze``: one HTML file with figures. Needs matplotlib."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.frequencies import offset_frequency_bound, unrotated
@@ -18,26 +12,16 @@ from rope_patch.reports.layer_kinds import Kind, kinds
 from rope_patch.reports.page import DataTable, Figure, Note, Page, Section
 
 
-def write(path: str | Path, analysis: Analysis, *, command: str | None = None) -> None:
-    """Write :func:`page` to a file, whole or not at all.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    pages.write(path, page(analysis, command=command))
-
-
-def page(analysis: Analysis, *, command: str | None = None) -> Page:
+def page(analysis: Analysis) -> Page:
     """Return an analysis as a page.
 
     Args:
         analysis: of a checkpoint.
-        command: the command line that made it.
     """
     parts = (_heads, _single, _usage, _outliers, _means, _sinks, _p_sweep)
     summary = Section("Summary", findings(analysis), [pages.facts(facts(analysis))])
     title = f"How {analysis.name} uses its rotary table"
-    return Page(title, [summary, *(part(analysis) for part in parts)], command)
+    return Page(title, [summary, *(part(analysis) for part in parts)])
 
 
 def _heads(analysis: Analysis) -> Section:

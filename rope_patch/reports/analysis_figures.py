@@ -41,10 +41,9 @@ def attention_masses(analysis: Analysis) -> Figure:
     rows = [str(layer.index) for layer in layers]
     ticks = {head: str(head) for head in spread(max(layer.heads for layer in layers), 9)}
     panels = [Map(name, _stacked([part(layer) for layer in layers]), rows, ticks) for name, part in masses]
-    title = "Attention mass of each head"
     figure = heat_maps(
         [panels[:3], panels[3:]],
-        title=title,
+        title="Attention mass of each head",
         xlabel="query head",
         ylabel="layer",
         label="mean attention weight",
@@ -54,7 +53,7 @@ def attention_masses(analysis: Analysis) -> Figure:
         "Mean weight that each head puts on its own token, the previous one, the first one, all sinks, and the token "
         "that followed the same token before (induction). Grey: not measured."
     )
-    return drawn(figure, title, caption)
+    return drawn(figure, caption)
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -85,7 +84,7 @@ def view(analysis: Analysis, shown: HeadView) -> Figure:
         f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
         f"key, {logits[1]}{also}. {LINE}"
     )
-    return drawn(figure, title, caption)
+    return drawn(figure, caption)
 
 
 def _title(analysis: Analysis, layer: int, head: int) -> str:
@@ -95,43 +94,44 @@ def _title(analysis: Analysis, layer: int, head: int) -> str:
 
 def norms(analysis: Analysis) -> Figure:
     """Return the mean norm of each pair by layer."""
-    grid = [
-        [
-            pair_map(title, _norms(kind, role), kind.rows, kind.inv_freq, kind.context)
-            for role, title in zip(ROLES, kind.titled(list(ROLES.values())), strict=True)
-        ]
-        for kind in kinds(analysis.capture)
-    ]
-    title = "Mean norm of each pair, by layer"
-    figure = heat_maps(grid, title=title, xlabel=PAIRS, ylabel="layer", label="mean norm")
+
+    def by_layer(kind: Kind, role: str) -> Tensor:
+        return torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
+
     caption = f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {LINE}"
-    return drawn(figure, title, caption)
-
-
-def _norms(kind: Kind, role: str) -> Tensor:
-    return torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
+    return _norms(analysis, "layer", by_layer, caption)
 
 
 def group_norms(analysis: Analysis) -> Figure:
     """Return the mean norm of each pair by group of rows."""
-    names = list(analysis.capture.groups)
-    grid = [
-        [
-            pair_map(title, _group_norms(kind, role), names, kind.inv_freq, kind.context)
-            for role, title in zip(ROLES, kind.titled(list(ROLES.values())), strict=True)
-        ]
-        for kind in kinds(analysis.capture)
-    ]
-    title = "Mean norm of each pair, by domain"
-    figure = heat_maps(grid, title=title, xlabel=PAIRS, ylabel="domain", label="mean norm")
+
+    def by_group(kind: Kind, role: str) -> Tensor:
+        return torch.stack([getattr(layer, role).group_norm.mean(1) for layer in kind.layers]).mean(0)
+
     caption = (
         "Where the rows are alike, the model uses the frequencies alike in every domain (figure 19 of Barbero et al.)."
     )
-    return drawn(figure, title, caption)
+    return _norms(analysis, "domain", by_group, caption)
 
 
-def _group_norms(kind: Kind, role: str) -> Tensor:
-    return torch.stack([getattr(layer, role).group_norm.mean(1) for layer in kind.layers]).mean(0)
+def _norms(analysis: Analysis, rows: str, means: Callable[[Kind, str], Tensor], caption: str) -> Figure:
+    """Return mean norms of each pair, a line of panels for each kind of layers.
+
+    Args:
+        analysis: of a checkpoint.
+        rows: what the rows of a panel are, ``"layer"`` or ``"domain"``.
+        means: gives the norms of queries, keys or values: (rows, pairs).
+        caption: how to read the figure.
+    """
+    grid = []
+    for kind in kinds(analysis.capture):
+        names = kind.rows if rows == "layer" else list(analysis.capture.groups)
+        titles = zip(ROLES, kind.titled(list(ROLES.values())), strict=True)
+        grid.append([pair_map(name, means(kind, role), names, kind.inv_freq, kind.context) for role, name in titles])
+    return drawn(
+        heat_maps(grid, title=f"Mean norm of each pair, by {rows}", xlabel=PAIRS, ylabel=rows, label="mean norm"),
+        caption,
+    )
 
 
 def outlier_scatter(analysis: Analysis) -> Figure:
@@ -146,10 +146,9 @@ def outlier_scatter(analysis: Analysis) -> Figure:
             f"of {int(long.sum())} outliers of the {ROLES[states]} {below} lie below the frequency bound and {beyond} "
             "beyond the angle bound"
         )
-    title = "Length of every pair’s mean, and the two bounds"
-    figure = plots_outliers.radius_angle(points, cuts, title=title)
+    figure = plots_outliers.radius_angle(points, cuts, title="Length of every pair’s mean, and the two bounds")
     caption = f"Each point is a pair of one query head (Jonasson 2025, figures 8 and 11): {'; '.join(counted)}."
-    return drawn(figure, title, f"{caption} Dotted: {RATIO:g} times the median length.")
+    return drawn(figure, f"{caption} Dotted: {RATIO:g} times the median length.")
 
 
 # --- mean logits -----------------------------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ def mean_logit(analysis: Analysis, index: int, head: int) -> Figure:
         f"attention of a query at position {query} on {which}; the head puts {number_text(float(masses[offset]))} "
         "there."
     )
-    return drawn(figure, title, caption)
+    return drawn(figure, caption)
 
 
 # --- p ---------------------------------------------------------------------------------------------------------------
@@ -223,10 +222,11 @@ def p_sweep(analysis: Analysis) -> Figure:
     for point in points:
         for span, (estimate, low, high) in zip(spans_of(analysis), point.change or (), strict=False):
             rises.setdefault(span, []).append((relative(estimate), relative(low), relative(high)))
-    title = "What each p zeroes, and what it costs"
-    figure = plots_outliers.p_sweep([point.p for point in points], carried, rises, title=title)
+    figure = plots_outliers.p_sweep(
+        [point.p for point in points], carried, rises, title="What each p zeroes, and what it costs"
+    )
     caption = (
         "Left: the share of norms and logits that the zeroed pairs carry. Right: the change of perplexity without "
         "training, with 95 % intervals over the windows."
     )
-    return drawn(figure, title, caption)
+    return drawn(figure, caption)

@@ -1,14 +1,9 @@
-"""The report of ``rope-patch compare`` and ``extend``: one HTML file with figures. Needs matplotlib.
-
-Example:
-    ``write("report.html", [comparison], command="rope-patch compare …")``.
-"""
+"""The report of ``rope-patch compare`` and ``extend``: one HTML file with figures. Needs matplotlib."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from torch import Tensor
 
@@ -25,28 +20,14 @@ from rope_patch.reports import page as pages
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Figure, Note, Page, Section, drawn, short_names
 from rope_patch.reports.plots import base as plots
 
-TITLE = "Methods compared"
 _NAMED = 3  # methods that a sentence names before it counts the others
 
 
-def write(
-    path: str | Path, comparisons: Sequence[Comparison], *, command: str | None = None, title: str = TITLE
-) -> None:
-    """Write :func:`page` to a file, whole or not at all.
-
-    Raises:
-        ValueError: no comparison.
-        OSError: the folder cannot be written.
-    """
-    pages.write(path, page(comparisons, command=command, title=title))
-
-
-def page(comparisons: Sequence[Comparison], *, command: str | None = None, title: str = TITLE) -> Page:
+def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared") -> Page:
     """Return comparisons as a page.
 
     Args:
         comparisons: one section each: a checkpoint, a task.
-        command: the command line that made them.
         title: title of the page.
 
     Raises:
@@ -54,7 +35,7 @@ def page(comparisons: Sequence[Comparison], *, command: str | None = None, title
     """
     if not comparisons:
         raise ValueError("a report needs at least one comparison")
-    return Page(title, [_section(comparison) for comparison in comparisons], command)
+    return Page(title, [_section(comparison) for comparison in comparisons])
 
 
 def _section(comparison: Comparison) -> Section:
@@ -320,11 +301,12 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
     if not curves:
         measured = comparison.rows[0].scores.perplexity is not None
         return [Note("No method has a finite perplexity." if measured else "Perplexity was not measured.")]
-    title = "Perplexity by position in the window"
-    figure = plots.perplexity_by_position(curves, trained_length=comparison.trained_length, title=title)
+    figure = plots.perplexity_by_position(
+        curves, trained_length=comparison.trained_length, title="Perplexity by position in the window"
+    )
     missing = [name for name in names.values() if name not in curves]
     caption = "Lower is better. All methods read the same windows, so they rise and fall together."
-    return [drawn(figure, title, caption + (f" Not drawn, no value is finite: {', '.join(missing)}." * bool(missing)))]
+    return [drawn(figure, caption + (f" Not drawn, no value is finite: {', '.join(missing)}." * bool(missing)))]
 
 
 def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
@@ -338,9 +320,10 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
     for row in comparison.rows:
         shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
         grids[names[row.label]] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
-    title = f"Retrieval by length and depth, {task}"
-    figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, title=title, rows=rows)
-    return drawn(figure, title, f"Share of answers that are exactly right, by prompt length and {rows}: {ends}.")
+    figure = plots.retrieval_heatmap(
+        grids, lengths=lengths, depths=depths, title=f"Retrieval by length and depth, {task}", rows=rows
+    )
+    return drawn(figure, f"Share of answers that are exactly right, by prompt length and {rows}: {ends}.")
 
 
 def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
@@ -359,5 +342,5 @@ def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figur
             f"By what each method multiplies the wavelengths of {names[base]}. A pair right of the dotted line makes "
             "no full turn within the trained length."
         )
-        parts.append(drawn(figure, title, caption))
+        parts.append(drawn(figure, caption))
     return parts

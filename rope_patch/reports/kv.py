@@ -1,13 +1,8 @@
-"""The report of ``rope-patch kv-check``: one HTML file with figures. Needs matplotlib.
-
-Example:
-    ``write("kv-check.html", kv_check(model, tokenizer, ["kivi-2"], lengths=[4096]), command="rope-patch kv-check …")``.
-"""
+"""The report of ``rope-patch kv-check``: one HTML file with figures. Needs matplotlib."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -40,26 +35,16 @@ from rope_patch.reports.page import (
 from rope_patch.reports.plots import kv as plots
 
 
-def write(path: str | Path, check: KVCheck, *, command: str | None = None) -> None:
-    """Write :func:`page` to a file, whole or not at all.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    pages.write(path, page(check, command=command))
-
-
-def page(check: KVCheck, *, command: str | None = None) -> Page:
+def page(check: KVCheck) -> Page:
     """Return a check as a page.
 
     Args:
         check: of a checkpoint.
-        command: the command line that made it.
     """
     sections = [_results(check), _attribution(check)]
     if check.packed:
         sections.append(_packed(check))
-    return Page(f"Quantized caches: {check.model}", [*sections, _how(check)], command)
+    return Page(f"Quantized caches: {check.model}", [*sections, _how(check)])
 
 
 # --- what survives ---------------------------------------------------------------------------------------------------
@@ -151,12 +136,17 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     xlabel = "change of perplexity [%], linear within ±1 %"
     if not percent:
         xlabel = f"change of {span.task or metric.name}, {metric.unit}"
-    title = f"What schemes cost in {span.task or metric.name} at {span.stop} tokens"
     limit = 100 * check.limits.tolerance if percent else None
-    figure = plots.costs(panels, title=title, xlabel=xlabel, logarithmic=metric.lower_is_better, limit=limit)
+    figure = plots.costs(
+        panels,
+        title=f"What schemes cost in {span.task or metric.name} at {span.stop} tokens",
+        xlabel=xlabel,
+        logarithmic=metric.lower_is_better,
+        limit=limit,
+    )
     better = "lower" if metric.lower_is_better else "higher"
     return drawn(
-        figure, title, f"Change from full precision with its interval; {better} is better. Dotted: what is tolerated."
+        figure, f"Change from full precision with its interval; {better} is better. Dotted: what is tolerated."
     )
 
 
@@ -236,10 +226,9 @@ def _by_wavelength(check: KVCheck) -> Figure | Note:
     if not worst:
         tokens = min(ERRORS, max(check.lengths))
         return Note(f"No key is rounded at {tokens} tokens: there is no error of pairs to draw.")
-    title = "Which pairs carry the error"
-    figure = plots.errors_by_wavelength(panels, list(names.values()), title=title)
+    figure = plots.errors_by_wavelength(panels, list(names.values()), title="Which pairs carry the error")
     caption = "Root mean square over heads, layers and queries of what rounding a pair of the keys adds to a logit."
-    return drawn(figure, title, f"{caption} The pair with the largest: {'; '.join(worst)}.")
+    return drawn(figure, f"{caption} The pair with the largest: {'; '.join(worst)}.")
 
 
 def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:

@@ -116,16 +116,19 @@ class Page:
     Attributes:
         title: of the document.
         sections: in order.
-        command: the command line that made it, or None.
     """
 
     title: str
     sections: Sequence[Section]
-    command: str | None = None
 
 
-def render(page: Page) -> str:
-    """Return a page as one HTML document: everything is escaped, and the same page gives the same text."""
+def render(page: Page, command: str | None = None) -> str:
+    """Return a page as one HTML document: everything is escaped, and the same page gives the same text.
+
+    Args:
+        page: what to show.
+        command: the command line that made it.
+    """
     environment = Environment(
         loader=FileSystemLoader(data_path("assets")),
         autoescape=True,
@@ -135,22 +138,22 @@ def render(page: Page) -> str:
     )
     environment.filters["breakable"] = _breakable
     environment.tests["instance"] = lambda part, name: type(part).__name__ == name
-    return environment.get_template("page.html.jinja").render(page=page)
+    return environment.get_template("page.html.jinja").render(page=page, command=command)
 
 
-def write(path: str | Path, page: Page) -> None:
-    """Write a page to a file, whole or not at all.
+def write(path: str | Path, page: Page, command: str | None = None) -> None:
+    """Write what :func:`render` returns to a file, whole or not at all.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    write_atomically(path, render(page))
+    write_atomically(path, render(page, command))
 
 
-def drawn(figure: Any, title: str, caption: str) -> Figure:
-    """Return a matplotlib figure as a self-contained image."""
+def drawn(figure: Any, caption: str) -> Figure:
+    """Return a matplotlib figure as a self-contained image, under the title that it was drawn with."""
     data = base64.b64encode(svg(figure).encode()).decode()
-    return Figure(f"data:image/svg+xml;base64,{data}", title, caption)
+    return Figure(f"data:image/svg+xml;base64,{data}", figure.get_label(), caption)
 
 
 def facts(entries: Sequence[tuple[str, str]]) -> DataTable:

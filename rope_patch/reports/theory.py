@@ -1,21 +1,15 @@
-"""The report of ``rope-patch theory``: one HTML file with figures. Needs matplotlib.
-
-Example:
-    ``write("theory.html", study, command="rope-patch theory …")``.
-"""
+"""The report of ``rope-patch theory``: one HTML file with figures. Needs matplotlib."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rope_patch import theory
 from rope_patch.evaluation.numbers import four_digits, percent_text
-from rope_patch.reports import page as pages
 from rope_patch.reports.page import Cell, Cells, DataTable, Figure, Page, Part, Section, drawn
 from rope_patch.reports.plots import base as plots
 from rope_patch.reports.plots.theory import curves
@@ -24,21 +18,11 @@ from rope_patch.study import MASS, Study, papers
 POINTS = 700  # of a curve: all a figure can show
 
 
-def write(path: str | Path, study: Study, *, command: str | None = None) -> None:
-    """Write :func:`page` to a file, whole or not at all.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    pages.write(path, page(study, command=command))
-
-
-def page(study: Study, *, command: str | None = None) -> Page:
+def page(study: Study) -> Page:
     """Return a study as a page.
 
     Args:
         study: of a table.
-        command: the command line that made it.
     """
     answer = (
         f"{study.method} on {study.base}: head_dim {2 * len(study.before)}, rope_theta {study.rope_theta:g}, attention "
@@ -52,7 +36,7 @@ def page(study: Study, *, command: str | None = None) -> Page:
     caption = f"{study.base.capitalize()} before the method, and the method’s table."
     table = DataTable("The table in numbers", columns, rows, caption)
     parts: list[Part] = [table, *_wavelengths(study), _decay(study), *_head(study), _nearest(study)]
-    return Page("Theory of a rotary table", [Section(study.method, [answer], parts), _papers()], command)
+    return Page("Theory of a rotary table", [Section(study.method, [answer], parts), _papers()])
 
 
 def _papers() -> Section:
@@ -85,7 +69,7 @@ def _wavelengths(study: Study) -> list[Figure]:
     context, title = study.trained_length, "Factors on the wavelengths"
     figure = plots.factors_by_wavelength({study.method: study.after}, before=study.before, context=context, title=title)
     caption = "A pair right of the dotted line makes no full turn within the trained length."
-    return [drawn(figure, title, caption)]
+    return [drawn(figure, caption)]
 
 
 def _decay(study: Study) -> Figure:
@@ -99,13 +83,14 @@ def _decay(study: Study) -> Figure:
         kind: {name: (apart, curve(table) / head_dim) for name, table in _tables(study).items()}
         for kind, curve in kinds.items()
     }
-    title = "Does an activation decay with distance?"
-    figure = curves(panels, title=title, xlabel="distance", ylabel="activation / head_dim")
+    figure = curves(
+        panels, title="Does an activation decay with distance?", xlabel="distance", ylabel="activation / head_dim"
+    )
     caption = (
         "Barbero et al. figures 2, 8 and 9: all-ones vectors decay, independent Gaussian ones average 0 at every "
         "distance (proposition 3.2)."
     )
-    return drawn(figure, title, caption)
+    return drawn(figure, caption)
 
 
 def _head(study: Study) -> list[Figure]:
@@ -121,13 +106,17 @@ def _head(study: Study) -> list[Figure]:
         mass = theory.head_mass(study.after, query, key, length=study.length, sharpness=factor)
         lines[f"alpha = {four_digits(factor)}"] = places, mass[places]
     lines["any, without rotation"] = places, 1 / (places + 1.0)
-    title = "A previous-token head by hand"
-    figure = curves({study.method: lines}, title=title, xlabel="position of the query", ylabel="attention weight")
+    figure = curves(
+        {study.method: lines},
+        title="A previous-token head by hand",
+        xlabel="position of the query",
+        ylabel="attention weight",
+    )
     caption = (
         f"Attention on the previous token in Wendler’s head (Barbero et al. theorem 5.3): a factor of "
         f"{four_digits(needed)} keeps it at {MASS} or above at every position."
     )
-    return [drawn(figure, title, caption)]
+    return [drawn(figure, caption)]
 
 
 def _nearest(study: Study) -> Figure:
@@ -136,8 +125,13 @@ def _nearest(study: Study) -> Figure:
     for name, table in _tables(study).items():
         old = study.trained_length
         lines[name] = places, theory.nearest_old(study.before, table, old_length=old, new_positions=places)[0]
-    title = "How far each position is from those of training"
     ylabel = "distance to the\nnearest trained image"
-    figure = curves({study.method: lines}, title=title, xlabel="position", ylabel=ylabel, log=False)
+    figure = curves(
+        {study.method: lines},
+        title="How far each position is from those of training",
+        xlabel="position",
+        ylabel=ylabel,
+        log=False,
+    )
     caption = "Xiong et al.’s d, from new images of a unit vector to old ones; unrelated vectors are 1.41 apart."
-    return drawn(figure, title, caption)
+    return drawn(figure, caption)

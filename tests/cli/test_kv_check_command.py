@@ -99,7 +99,7 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ValueError("no such figure")
 
-    monkeypatch.setattr(kv_report, "write", fail)
+    monkeypatch.setattr(kv_report, "page", fail)
     asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
     result = invoke("kv-check", str(folder), *map(str, asked))
     assert "no such figure" in result.stderr and "default at 40 tokens: fp8" in result.stdout

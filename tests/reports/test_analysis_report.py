@@ -29,7 +29,7 @@ from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures, analysis_tables
 from rope_patch.reports.analysis_tables import token_text, visible
 from rope_patch.reports.layer_kinds import kinds
-from rope_patch.reports.page import render
+from rope_patch.reports.page import render, write
 from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 
 WORDS = {0: "<s>", 1: " the", 2: "\n", 3: "$x$", 4: "<script>", 5: "字"}
@@ -199,8 +199,8 @@ def page(figures):
 
 def test_the_page_is_whole_and_loads_nothing():
     analysis = random_analysis(layers=2)
-    text = render(analysis_report.page(analysis, command="rope-patch analyze <x>"))
-    assert text == render(analysis_report.page(random_analysis(layers=2), command="rope-patch analyze <x>"))
+    text = render(analysis_report.page(analysis), "rope-patch analyze <x>")
+    assert text == render(analysis_report.page(random_analysis(layers=2)), "rope-patch analyze <x>")
     loads_nothing(text)
     accessible(text)
     page = Page(text)
@@ -460,7 +460,7 @@ def test_a_real_model_has_a_page(figures, tmp_path, family):
     model = tiny.tiny_model(family)
     rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32, ())
     analysis = analyze_rows(model, Words(), rows, name=family, p_values=(), heads=[(0, 1), (1, 3)])
-    analysis_report.write(tmp_path / "page.html", analysis)
+    write(tmp_path / "page.html", analysis_report.page(analysis))
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     page_text = "".join(page.text)
     assert f"How {family} uses its rotary table" in page_text

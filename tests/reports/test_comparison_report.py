@@ -30,7 +30,7 @@ def shown(*rows, **fields):
 
 
 def test_the_page_is_whole_and_loads_nothing():
-    text = render(report.page([comparison(GOOD, BAD), comparison(GOOD, NEAR, model="Second")], command="rope-patch x"))
+    text = render(report.page([comparison(GOOD, BAD), comparison(GOOD, NEAR, model="Second")]), "rope-patch x")
     loads_nothing(text)
     accessible(text)
     page = Page(text)

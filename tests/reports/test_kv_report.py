@@ -134,7 +134,7 @@ def test_figures_show_the_check(checked, figures):
 
 
 def test_the_page_is_whole_and_loads_nothing(checked):
-    text = render(kv_report.page(checked, command="rope-patch kv-check <x>"))
+    text = render(kv_report.page(checked), "rope-patch kv-check <x>")
     accessible(text)
     loads_nothing(text)
     page = Page(text)

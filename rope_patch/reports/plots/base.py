@@ -144,6 +144,7 @@ def new_figure(title: str) -> tuple[Figure, Axes]:
     """Return an empty figure with a title, and its axes."""
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     axes = figure.subplots()
+    figure.set_label(title)
     axes.set_title(title, loc="left", fontsize=11)
     plain(axes)
     return figure, axes
@@ -175,7 +176,8 @@ def new_panels(names: Sequence[str], title: str, *, width: float, height: float)
 
 
 def add_title(figure: Figure, title: str) -> None:
-    """Write the title of a figure of several panels."""
+    """Write the title of a figure of several panels; its label keeps what the font cannot draw."""
+    figure.set_label(title)
     figure.suptitle(drawable(title), x=0.01, ha="left", fontsize=11)
 
 
