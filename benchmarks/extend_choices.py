@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from measuring import command, environment, write
 from rope_patch import data_path, extend
+from rope_patch.runtime.progress import listen
 
 TOLERANCE = 0.3
 LENGTH = 1024
@@ -31,10 +32,8 @@ def choose(shape: str, seed: int) -> dict[str, Any]:
     source = data_path("assets") / shape
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="float32")
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = extend(
-            model, tokenizer, length=LENGTH, output=Path(folder, "out"), tolerance=TOLERANCE, seed=seed, on_step=print
-        )
+    with tempfile.TemporaryDirectory() as folder, listen(on_sentence=print):
+        outcome = extend(model, tokenizer, length=LENGTH, output=Path(folder, "out"), tolerance=TOLERANCE, seed=seed)
     last = outcome.comparison.spec
     return {
         "checkpoint": shape,

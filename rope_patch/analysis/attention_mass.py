@@ -11,7 +11,7 @@ arXiv:2209.11895, for induction (their prefix matching).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,6 @@ def measure_heads(
     offsets: int = OFFSETS,
     layers: Sequence[int] | None = None,
     block: int | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> Heads:
     """Measure where the heads of a model attend on a text.
 
@@ -62,7 +61,6 @@ def measure_heads(
         offsets: distances whose attention mass is kept one by one, at least 2.
         layers: indices of the layers to measure; all by default.
         block: queries at a time; by default as many as ``BLOCK_BYTES`` of weights allow.
-        on_progress: called with the number of tokens that were read since the last call, after each layer.
 
     Returns:
         Attention masses, sinks and bounds, by layer.
@@ -89,7 +87,7 @@ def measure_heads(
     on_text = _Pass(TextRead(rows, offsets), block, layers, total)
     on_repeated = _Pass(TextRead(repeated_tokens(rows)[None], offsets), block, layers, total)
     reads = rows.numel() + on_repeated.text.rows.numel()
-    progress = Progress(rows.numel(), on_progress or (lambda tokens: None), reads=reads)
+    progress = Progress(rows.numel(), reads=reads)
     with in_eval_mode(model):
         _check_reproduced(root, decoder, rows[0, :64].to(device))
         with attending_with(root, NAME):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from rope_patch.modeling.statistics import Capture, LayerCapture
 from rope_patch.options.analyze import TOLERANCE
 from rope_patch.patching.install import patched
 from rope_patch.patching.verify import inspect_model
+from rope_patch.runtime import progress
 
 CONTEXT = 8192
 """Perplexity is measured within and beyond the context that the config states, or this where it is longer [tokens]."""
@@ -40,7 +41,6 @@ BEYOND = 4
 CHUNK = 4096
 """Tokens per forward pass, through a cache [tokens]."""
 
-OnProgress = Callable[[str, int], None]
 """Called with the name of the step and the number of tokens that it has read since the last call."""
 
 
@@ -149,7 +149,6 @@ def sweep_p(
     p_values: Sequence[float],
     *,
     resume: Path | None = None,
-    on_progress: OnProgress = lambda step, tokens: None,
 ) -> tuple[SweepPoint, ...]:
     """Measure p-RoPE at several p, on top of the patch that is in place.
 
@@ -160,7 +159,6 @@ def sweep_p(
         edges: of the spans of positions to measure, from :func:`sweep_text` [tokens].
         p_values: values of p, in (0, 1).
         resume: file of the result cache: windows that it holds are not scored again.
-        on_progress: called with the name of the step and the tokens it has just read.
 
     Returns:
         The unchanged table first, then each p.
@@ -170,15 +168,10 @@ def sweep_p(
     unrotated_before = {slot.layer_type: unrotated(slot.inv_freq) for slot in inspection.tables}
 
     def score(step: str) -> PerplexityResult:
-        return perplexity(
-            model,
-            windows,
-            window=edges[-1],
-            buckets=edges,
-            chunk=min(CHUNK, edges[-1]),
-            resume=resume,
-            on_progress=lambda tokens: on_progress(step, tokens),
-        )
+        with progress.stage(step):
+            return perplexity(
+                model, windows, window=edges[-1], buckets=edges, chunk=min(CHUNK, edges[-1]), resume=resume
+            )
 
     unchanged = score("unchanged table")
     spans = list(itertools.pairwise(edges))

@@ -75,7 +75,7 @@ class AnalysisReading:
         return 1 + len(self.p_values) if self.p_values else 0
 
     def tokens(self, rows: int, sweep_tokens: int | None) -> int:
-        """Return the tokens that are read: what an analysis reports to its ``on_progress``.
+        """Return the tokens that are read: what an analysis reports as its progress.
 
         Args:
             rows: tokens of all rows.

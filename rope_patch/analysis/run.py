@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
-from rope_patch.analysis.p_sweep import OnProgress, SweepPoint, advise, sweep_p, sweep_text
+from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
 from rope_patch.analysis.reading import split_tokens
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.sinks import Sinks, sinks
@@ -27,6 +27,7 @@ from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.options.analyze import P_VALUES, TOLERANCE
 from rope_patch.patching.verify import inspect_model
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import ResultCache, key
 
 VIEWED = 256
@@ -48,7 +49,6 @@ def analyze(
     tolerance: float = TOLERANCE,
     chunk: int | None = None,
     resume: str | Path | None = None,
-    on_progress: OnProgress = lambda step, tokens: None,
 ) -> Analysis:
     """Analyze how the heads of a checkpoint use its rotary table, and which p of p-RoPE suits it without training.
 
@@ -71,7 +71,6 @@ def analyze(
         tolerance: relative rise of perplexity within the context that an advised p may cost.
         chunk: tokens per forward pass of the statistics; a row at once by default.
         resume: folder of finished parts: a second call with it continues where the first one stopped.
-        on_progress: called with the name of the step and the number of tokens that it has just read.
 
     Returns:
         The result. ``to_json()`` gives it as JSON, :func:`~rope_patch.analysis.result.findings` as sentences, and
@@ -109,7 +108,6 @@ def analyze(
         chunk=chunk,
         sweep_tokens=split_tokens(total, p_values, rows.ids.numel())[1],
         resume=resume,
-        on_progress=on_progress,
     )
 
 
@@ -128,7 +126,6 @@ def analyze_rows(
     chunk: int | None = None,
     sweep_tokens: int | None = None,
     resume: str | Path | None = None,
-    on_progress: OnProgress = lambda step, tokens: None,
 ) -> Analysis:
     """Analyze a checkpoint on rows of text that were read before; otherwise as :func:`analyze`.
 
@@ -145,29 +142,22 @@ def analyze_rows(
         chunk: tokens per forward pass.
         sweep_tokens: that each p of the sweep may read, from :func:`split_tokens`; without limit by default [tokens].
         resume: folder of finished parts.
-        on_progress: called with step and tokens.
     """
     inspection = inspect_model(model)
     check(model.config, layers=layers, heads=heads, p_values=p_values, tolerance=tolerance, chunk=chunk)  # type: ignore[arg-type]
     identity = {"model": fingerprint(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
-    parts = _Parts(None if resume is None else Path(resume), identity, rows.ids.numel(), on_progress)
-
-    def read(step: str) -> Callable[[int], None]:
-        return lambda tokens: on_progress(step, tokens)
-
+    parts = _Parts(None if resume is None else Path(resume), identity, rows.ids.numel())
     statistics = parts.load_or_measure(
         Capture,
         "capture",
-        lambda: capture(
-            model, rows.ids, chunk=chunk, layers=layers, groups=rows.groups, on_progress=read("capture")
-        ),
+        lambda: capture(model, rows.ids, chunk=chunk, layers=layers, groups=rows.groups),
         chunk=chunk,
-    )  # fmt: skip
-    measured = parts.load_or_measure(
-        Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers, on_progress=read("heads"))
     )
-    preferred = sinks(model, rows.ids, statistics, chunk=chunk, layers=layers, on_progress=read("sinks"))
-    views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], list(heads) or _clearest(measured))
+    measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
+    with progress.stage("sinks"):
+        preferred = sinks(model, rows.ids, statistics, chunk=chunk, layers=layers)
+    with progress.unreported():
+        views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], list(heads) or _clearest(measured))
     context = max(table.max_position_embeddings for table in inspection.tables)
     points: tuple[SweepPoint, ...] = ()
     edges: tuple[int, ...] = ()
@@ -175,9 +165,7 @@ def analyze_rows(
     if p_values:
         windows, edges, text_name = sweep_text(tokenizer, text, context, sweep_tokens)
         descending = sorted(p_values, reverse=True)
-        points = sweep_p(
-            model, statistics, windows, edges, descending, resume=parts.cache_file, on_progress=on_progress
-        )
+        points = sweep_p(model, statistics, windows, edges, descending, resume=parts.cache_file)
     return Analysis(
         name=name or type(model).__name__,
         table=str(inspection),
@@ -204,11 +192,10 @@ class _Parts:
         folder: where they are; None to keep nothing.
         identity: what every part depends on: the model's weights, the layers, the text.
         tokens: that a part reads.
-        on_progress: called with a part's name and its tokens when it is read from the folder.
     """
 
-    def __init__(self, folder: Path | None, identity: Mapping[str, Any], tokens: int, on_progress: OnProgress) -> None:
-        self.folder, self.identity, self.tokens, self.on_progress = folder, identity, tokens, on_progress
+    def __init__(self, folder: Path | None, identity: Mapping[str, Any], tokens: int) -> None:
+        self.folder, self.identity, self.tokens = folder, identity, tokens
         self.cache_file = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -217,11 +204,17 @@ class _Parts:
 
     def load_or_measure(self, kind: type[Arrays], step: str, measure: Callable[[], Arrays], **options: Any) -> Arrays:
         """Return a part from its file if that is whole and of the same model, text and options; else measure it."""
+        with progress.stage(step):
+            return self._load_or_measure(kind, step, measure, options)
+
+    def _load_or_measure(
+        self, kind: type[Arrays], step: str, measure: Callable[[], Arrays], options: Mapping[str, Any]
+    ) -> Arrays:
         if self.folder is None:
             return measure()
         path, identity = self.folder / f"{step}.npz", key(part=step, **self.identity, **options)
         if path.exists() and self.cache.get(step) == [identity, _digest(path)]:
-            self.on_progress(step, self.tokens)
+            progress.advance(self.tokens)
             return kind.from_npz(path)
         part = measure()
         part.to_npz(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,6 @@ def sinks(
     top: int = 4,
     chunk: int | None = None,
     layers: Sequence[int] | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Sinks, ...]:
     """Find the tokens whose keys attract a head from every distance: a second pass, through the means of the first.
 
@@ -76,7 +75,6 @@ def sinks(
         top: tokens to keep, per head.
         chunk: tokens per forward pass.
         layers: indices; all captured by default.
-        on_progress: called with the number of tokens read since the last call, after each layer.
 
     Raises:
         ValueError: as for ``capture``; a model or a text other than the captured one.
@@ -98,7 +96,7 @@ def sinks(
                 raise ValueError(f"layer {source.index} was captured with another table: pass the captured model")
             preferred[source.index].add(states, ids, row, start)
 
-    stream(model, rows, visit, chunk=chunk, layers=[layer.index for layer in chosen], on_progress=on_progress)
+    stream(model, rows, visit, chunk=chunk, layers=[layer.index for layer in chosen])
     return tuple(preferred[layer.index].result() for layer in chosen)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rope_patch.patching.install import apply, reapply, rebase
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.record import PatchRecord, TableRecord, settings_of
 from rope_patch.patching.verify import Inspection, inspect_model
+from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
 
@@ -105,7 +105,7 @@ def weights_in_file(model: Any) -> dict[str, str]:
     return {"weights": f"dequantized {opened.weights}" if opened.is_quantized else opened.weights}
 
 
-def unpack(path: Path, folder: Path, on_progress: Callable[[str], None], dtype: torch.dtype = torch.float32) -> None:
+def unpack(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the weights and the tokenizer of a GGUF file as those of a plain checkpoint, dequantized.
 
     Raises:
@@ -113,7 +113,7 @@ def unpack(path: Path, folder: Path, on_progress: Callable[[str], None], dtype: 
     """
     with read_once(path):
         model = load_gguf(path, dtype=dtype)
-        on_progress("the weights, dequantized")
+        progress.say("copying the weights, dequantized")
         model.save_pretrained(folder)
         with contextlib.suppress(ValueError):  # a file may hold a vocabulary that transformers cannot read
             read_tokenizer(path).save_pretrained(folder)

@@ -23,6 +23,7 @@ from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.record import PatchRecord
 from rope_patch.patching.verify import verify_model
+from rope_patch.runtime import progress
 from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of its own folder fits no copy
@@ -66,7 +67,6 @@ def patch_folder(
     out: str | Path,
     *,
     overwrite: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
     finish: Callable[[Path], None] = lambda _: None,
     **options: Any,
 ) -> Patch:
@@ -80,7 +80,6 @@ def patch_folder(
         method: what to apply.
         out: folder to write; it must be new or empty unless ``overwrite``.
         overwrite: write into a folder that holds files.
-        progress: called with the name of each file before it is copied.
         finish: what else to write into the folder before it becomes ``out``.
         **options: for :func:`rope_patch.apply`.
 
@@ -95,7 +94,7 @@ def patch_folder(
     patch = apply(model, method, **options)
     if Path(source).is_dir():
         _check_weights_of(model, Path(source))  # now, so that the error names the checkpoint and nothing is copied
-    with copied(source, out, overwrite=overwrite, progress=progress) as folder:
+    with copied(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         add_older_keys(folder)
         raise_length(folder, patch.record)
@@ -109,7 +108,6 @@ def restore_folder(
     out: str | Path,
     *,
     overwrite: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write a copy of a patched checkpoint as it was before the patch.
 
@@ -119,7 +117,7 @@ def restore_folder(
     """
     model = skeleton(source)
     restore(model)
-    with copied(source, out, overwrite=overwrite, progress=progress) as folder:
+    with copied(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         restore_length(folder)
 
@@ -170,7 +168,6 @@ def copied(
     out: str | Path,
     *,
     overwrite: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
     dtype: torch.dtype = torch.float32,
     link_weights: bool = False,
 ) -> Iterator[Path]:
@@ -180,7 +177,6 @@ def copied(
         source: folder, hub id or GGUF file.
         out: as for :func:`patch_folder`; nothing is left there if the block raises.
         overwrite: write into a folder that holds files.
-        progress: called with the name of each file before it is copied.
         dtype: of the weights of a GGUF file, which are dequantized.
         link_weights: link the safetensors files instead, for a program that only reads them.
 
@@ -198,7 +194,7 @@ def copied(
     check_free(out, overwrite)
     if is_gguf(source):
         with folder_in_one_move(out, overwrite=overwrite) as folder:
-            unpack(Path(source), folder, progress, dtype)
+            unpack(Path(source), folder, dtype)
             yield folder
         return
     if not Path(source).is_dir():
@@ -210,9 +206,9 @@ def copied(
     with folder_in_one_move(out, overwrite=overwrite) as folder:
         for path in sorted(source.iterdir()):
             if path.is_dir() and not path.name.startswith("."):
-                progress(f"nothing of the subfolder {path.name}")
+                progress.say(f"copying nothing of the subfolder {path.name}")
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
-                progress(path.name)
+                progress.say(f"copying {path.name}")
                 if not (link_weights and path.suffix == ".safetensors" and _linked(path, folder / path.name)):
                     shutil.copyfile(path, folder / path.name)
         yield folder

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from rope_patch.cli.analyze_reading import plan_reading, read_config, read_texts
-from rope_patch.cli.loading import AIM, check_device, check_patch, load_model, load_tokenizer, prepare, progress_bar
+from rope_patch.cli.loading import AIM, check_device, check_patch, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
+from rope_patch.runtime import progress
 
 
 def analyze(words: Sequence[str]) -> None:
@@ -58,7 +59,7 @@ def analyze(words: Sequence[str]) -> None:
         total = reading.tokens(rows.ids.numel(), sweep_tokens)
         print(f"reads {total:,} tokens{AIM if budget is None else ''}", file=sys.stderr)
         hidden = options.as_json
-        with resumable(output), progress_bar(total, name_of(options.model), hidden=hidden) as (bar, on_progress):
+        with resumable(output), progress.bar(total, name_of(options.model), hidden=hidden):
             analysis = engine.analyze_rows(
                 loaded,
                 tokenizer,
@@ -66,11 +67,9 @@ def analyze(words: Sequence[str]) -> None:
                 name=name_of(options.model),
                 text=texts,
                 resume=output,
-                on_progress=on_progress,
                 sweep_tokens=sweep_tokens,
                 **what,
             )
-            bar.total = bar.n
         _show(analysis, options, names)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from rope_patch.cli.parsing import UsageError
 from rope_patch.options import COMMANDS
 from rope_patch.runtime.command import guarded
+from rope_patch.runtime.progress import listen
 from rope_patch.runtime.text import did_you_mean
 
 ABOUT = (
@@ -47,7 +48,12 @@ def dispatch(words: Sequence[str]) -> int:
         raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} rope-patch --help lists all of them")
     module = name.replace("-", "_")
     run: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(f"rope_patch.cli.{module}"), module)
-    return run(rest) or 0
+    with listen(on_sentence=_print_sentence):
+        return run(rest) or 0
+
+
+def _print_sentence(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
 
 
 def help_text() -> str:

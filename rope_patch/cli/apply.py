@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from rope_patch.cli.loading import bytes_copied, say_copied
+from rope_patch.cli.loading import bytes_copied
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import print_json
 from rope_patch.options.checkpoints import ApplyOptions
@@ -29,7 +29,7 @@ def apply(words: Sequence[str]) -> None:
         with bytes_copied(output, hidden=options.as_json) as on_bytes:
             patch = patch_gguf(model, method, output, on_bytes=on_bytes, **how)
     else:
-        patch = patch_folder(model, method, output, progress=say_copied, **how)
+        patch = patch_folder(model, method, output, **how)
     if options.as_json:
         print_json({"output": str(output), "record": patch.record.to_dict()})
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from rope_patch.cli.loading import (
     load_model,
     load_tokenizer,
     prepare,
-    progress_bar,
     read_methods,
     suite_within,
 )
@@ -24,6 +24,7 @@ from rope_patch.cli.processes import working_together
 from rope_patch.options import CompareOptions
 from rope_patch.options.shared import Machine
 from rope_patch.packaged import name_of
+from rope_patch.runtime import progress
 
 
 def compare(words: Sequence[str]) -> None:
@@ -38,7 +39,7 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.patching.verify import trained_length
 
     if options.report:  # an error without matplotlib comes first
-        pass
+        importlib.import_module("rope_patch.reports.comparison")
     spec, machine = check_tasks(options.evaluation), options.machine
     compared = read_methods(options.methods)
     check_device(machine.device)
@@ -57,15 +58,11 @@ def compare(words: Sequence[str]) -> None:
         chooser = loaded if options.evaluator is None else _evaluator(options.evaluator, tokenizer, machine)
         total = suite.tokens_to_choose(trained_length(chooser)) + len(compared) * suite.tokens
         hidden = options.as_json or not first
-        with resumable(finished), progress_bar(total, ", ".join(spec.tasks), hidden=hidden) as (_bar, on_progress):
+        with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=hidden):
             if chooser is not loaded:
-                suite.choose_key_tokens(
-                    chooser, resume=finished, on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens)
-                )
+                suite.choose_key_tokens(chooser, resume=finished)
             del chooser
-            comparison = engine.compare(
-                loaded.eval(), tokenizer, compared, suite, **patch, resume=finished, on_progress=on_progress
-            )
+            comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:
         _show(replace(comparison, environment=comparison.environment | notes), options)
 

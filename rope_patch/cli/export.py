@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.loading import say_copied
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import print_json
 from rope_patch.options.export import ExportOptions
@@ -31,7 +30,6 @@ def export(words: Sequence[str]) -> None:
         dtype=options.dtype,
         lora=options.lora,
         overwrite=options.force,
-        on_progress=say_copied,
         **options.patching.arguments(),
     )
     if options.as_json:

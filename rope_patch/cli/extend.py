@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rope_patch.cli.loading import check_device, check_texts, load_model, load_tokenizer, prepare, progress_bar
+from rope_patch.cli.loading import check_device, check_texts, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import command_line, print_json, resumable
 from rope_patch.cli.processes import working_together
 from rope_patch.options.extend import ExtendOptions
+from rope_patch.runtime import progress
 
 if TYPE_CHECKING:
     from rope_patch.extending.result import Extended
@@ -45,7 +46,7 @@ def extend(words: Sequence[str]) -> int:
         if hasattr(model, "peft_config"):
             say(f"{settings.model} is an adapter: merged into its base")
             model = model.merge_and_unload().eval()
-        run = Run(model, load_tokenizer(settings.model), settings, output, say)
+        run = Run(model, load_tokenizer(settings.model), settings, output)
         run.look()
         tokens, total = None, None
         if not options.finish_now:
@@ -63,13 +64,8 @@ def extend(words: Sequence[str]) -> int:
                 return 0
             total = run.tokens(rounds)
         again = "the same command (with --finish-now to choose by the finished rounds)"
-        with (
-            resumable(work / CACHE, again=again),
-            progress_bar(total, hidden=options.as_json or not first) as (bar, on_progress),
-        ):
-            run.on_progress, run.on_step = on_progress, lambda sentence: bar.write(sentence, file=sys.stderr)
+        with resumable(work / CACHE, again=again), progress.bar(total, hidden=options.as_json or not first):
             outcome = run.finish(overwrite=options.force, finish_now=options.finish_now, tokens=tokens)
-            bar.total = bar.n  # rounds that were not needed, and a training, are not in the estimate
     if not first:
         return 0
     folder = outcome.output or outcome.work

@@ -16,11 +16,11 @@ from rope_patch.cli.loading import (
     load_model,
     load_tokenizer,
     prepare,
-    progress_bar,
 )
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import command_line
 from rope_patch.options.fit import FitOptions
+from rope_patch.runtime import progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,10 +55,8 @@ def fit(words: Sequence[str]) -> None:
         tokenizer, model = load_tokenizer(options.model), load_model(options.model, options.machine)
         spec = fitting.held_out_spec(model, settings.target_length, seed=settings.seed)
         cost = _planned(FitCost(spec, spec.lengths[0], settings.steps, settings.positions), model)
-        with progress_bar(cost.tokens) as (_, on_progress):
-            patch = fitting.fit(
-                model, tokenizer, options.text, spec=cost.spec, on_progress=on_progress, **asdict(settings)
-            )
+        with progress.bar(cost.tokens):
+            patch = fitting.fit(model, tokenizer, options.text, spec=cost.spec, **asdict(settings))
         note = {"command": command_line(), **patch.to_dict(), "settings": asdict(settings)}
         note["environment"] = environment(model)
 

@@ -13,7 +13,6 @@ from rope_patch.cli.loading import (
     load_model,
     load_tokenizer,
     prepare,
-    progress_bar,
     read_methods,
     suite_within,
 )
@@ -22,6 +21,7 @@ from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
 from rope_patch.cli.processes import working_together
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.packaged import name_of
+from rope_patch.runtime import progress
 
 
 def kv_check(words: Sequence[str]) -> None:
@@ -62,11 +62,7 @@ def kv_check(words: Sequence[str]) -> None:
         reading = CheckReading(names, len(compared), layers, means)
         suite, attributed = _planned(EvalSuite(spec, tokenizer), reading, loaded, given)
         total = reading.tokens(replace(suite.spec, windows=len(suite.windows)))
-        with resumable(finished), progress_bar(total, hidden=options.as_json or not first) as (bar, on_progress):
-
-            def on_more(count: int) -> None:  # which schemes are unsafe is not known before
-                bar.total += count
-
+        with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(
                 loaded,
                 tokenizer,
@@ -77,11 +73,8 @@ def kv_check(words: Sequence[str]) -> None:
                 packed=options.packed,
                 attributed=attributed,
                 resume=finished,
-                on_progress=on_progress,
-                on_more=on_more,
                 **patch,
             )
-            bar.total = bar.n
     if first:
         _show(replace(checked, model=name_of(options.model)), options, files)
 

@@ -263,38 +263,6 @@ def suite_within(suite: Any, most: float, scalable: Collection[str], cost: Calla
 
 
 @contextlib.contextmanager
-def progress_bar(
-    total: int | None, label: str | None = None, *, hidden: bool = False
-) -> Iterator[tuple[Any, Callable[[str, int], None]]]:
-    """Show a progress bar of tokens.
-
-    Args:
-        total: tokens to read, where they are known.
-        label: in front of the bar.
-        hidden: show nothing.
-
-    Yields:
-        The bar, and a function that takes the stage of the work and the tokens that were just read.
-    """
-    from tqdm import tqdm
-
-    from rope_patch.runtime.progress import LOOKS
-
-    with tqdm(total=total, desc=label, disable=hidden, **LOOKS) as bar:
-
-        def on_progress(stage: str, tokens: int) -> None:
-            bar.set_postfix_str(stage, refresh=False)
-            bar.update(tokens)
-
-        yield bar, on_progress
-
-
-def say_copied(name: str) -> None:
-    """Print the name of a file that is copied."""
-    print(f"copying {name}", file=sys.stderr)
-
-
-@contextlib.contextmanager
 def bytes_copied(output: Path, *, hidden: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar of a file that is written.
 

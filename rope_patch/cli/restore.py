@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_patch.cli.loading import bytes_copied, say_copied
+from rope_patch.cli.loading import bytes_copied
 from rope_patch.cli.parsing import parse
 from rope_patch.options.checkpoints import RestoreOptions
 
@@ -20,5 +20,5 @@ def restore(words: Sequence[str]) -> None:
         with bytes_copied(options.output) as on_bytes:
             restore_gguf(options.model, options.output, overwrite=options.force, on_bytes=on_bytes)
     else:
-        restore_folder(options.model, options.output, overwrite=options.force, progress=say_copied)
+        restore_folder(options.model, options.output, overwrite=options.force)
     print(f"wrote {options.output}: the checkpoint before its patch")

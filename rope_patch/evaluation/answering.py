@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,6 @@ def answer(
     chunk: int | None = None,
     cache: CacheFactory | None = None,
     stops: Sequence[int] = (),
-    on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[list[Answer]]:
     """Answer every prompt of a grid; the prompts of a column share what they begin with.
 
@@ -91,8 +90,6 @@ def answer(
         chunk: tokens per forward pass; all by default.
         cache: factory of a cache to read through. With one, answers are read a token at a time, as in generation.
         stops: token ids that end a text.
-        on_progress: called with the tokens of prompts done since the last call, after each layer: the tokens of all
-            prompts in proportion to those that are read.
 
     Raises:
         ValueError: prompts of different lengths, or logits that are not finite.
@@ -112,7 +109,7 @@ def answer(
     # From the one that parts first to the trunk itself, which never does.
     order = sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i]))
     shared = sum(meeting[i] for i in order[:-1])  # each but the first is read from where the one before it parted
-    progress = Progress(ids.numel(), on_progress, reads=ids.shape[1] * (len(rows) * (size - 1) - shared))
+    progress = Progress(ids.numel(), reads=ids.shape[1] * (len(rows) * (size - 1) - shared))
     for i in order:
         meet = meeting[i]
         if meet > read:

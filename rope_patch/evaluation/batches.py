@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from rope_patch.modeling.scoring import fingerprint
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import PartOfCache, add_new
 from rope_patch.runtime.parallel import from_first, gather, processes
 
@@ -44,20 +45,16 @@ class BatchReader(Generic[T]):
     """How the batches of one measurement are read.
 
     Attributes:
-        score: takes items, the tokens that stand for the whole batch, and what is called with the tokens just read;
-            returns a JSON value for each item.
+        score: takes items, and the tokens to report for the whole batch; returns a JSON value for each item.
         name: of an item's value, the same wherever the value is the same.
         tokens: of an item [tokens].
         result_cache: values by name; None where none are kept.
-        on_progress: called with the number of tokens just read; a batch that another process reads counts when this
-            one comes past it.
     """
 
-    score: Callable[[list[T], int, Callable[[int], None]], list[Any]]
+    score: Callable[[list[T], int], list[Any]]
     name: Callable[[T], str]
     tokens: Callable[[T], int]
     result_cache: MutableMapping[str, Any] | None
-    on_progress: Callable[[int], None]
 
     def read(self, model: nn.Module, batches: Iterable[Sequence[T]]) -> Iterator[tuple[T, Any]]:
         """Yield every item with its value, in order.
@@ -81,7 +78,8 @@ class BatchReader(Generic[T]):
             if batch.todo and count % size == rank:
                 mine |= self._score(batch, alone=True)
             else:
-                self.on_progress(sum(map(self.tokens, batch.items)))
+                # A batch that another process reads counts when this one comes past it.
+                progress.advance(sum(map(self.tokens, batch.items)))
             count += bool(batch.todo)
         gathered = _gathered(mine, [fingerprint(model), *(name for batch in every for name in batch.todo)])
         from_first(lambda: self._add(gathered))
@@ -107,19 +105,11 @@ class BatchReader(Generic[T]):
 
     def _score(self, batch: _Batch[T], *, alone: bool = False) -> dict[str, Any]:
         """Read what is not in the result cache, keep it there, and report all tokens of the batch."""
-        size, reported = sum(map(self.tokens, batch.items)), 0
-
-        def report(tokens: int) -> None:
-            nonlocal reported
-            if tokens > 0:
-                reported += tokens
-                self.on_progress(tokens)
-
-        values: dict[str, Any] = {}
-        if batch.todo:
-            values = dict(zip(batch.todo, self.score(list(batch.todo.values()), size, report), strict=True))
-        self._add(values, alone=alone)
-        report(size - reported)
+        size, values = sum(map(self.tokens, batch.items)), dict[str, Any]()
+        with progress.all_of(size):
+            if batch.todo:
+                values = dict(zip(batch.todo, self.score(list(batch.todo.values()), size), strict=True))
+            self._add(values, alone=alone)
         return values
 
     def _add(self, values: dict[str, Any], *, alone: bool = False) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from rope_patch.modeling.scoring import name_of
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model, trained_length
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite, open_cache
 from rope_patch.tables import RotaryTable
 
@@ -271,7 +272,6 @@ def compare(
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
-    on_progress: Callable[[str, int], None] = lambda method, tokens: None,
 ) -> Comparison:
     """Measure each method on a model, zero-shot or after training; the model is as it was at the end.
 
@@ -289,7 +289,6 @@ def compare(
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
         resume: file (or mapping) in which finished windows and haystacks are kept: after Ctrl-C or a crash the same
             call goes on where it was.
-        on_progress: called with the method and the number of tokens it has just read.
 
     Raises:
         ValueError: a bad method or task, too little text: before anything is measured.
@@ -312,21 +311,11 @@ def compare(
     result_cache = open_cache(resume)
     if suite.spec.longppl and suite.key_tokens is None:
         with named("LongPPL"):
-            suite.choose_key_tokens(
-                model,
-                resume=result_cache,
-                on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens),
-                **shared,
-            )
+            suite.choose_key_tokens(model, resume=result_cache, **shared)
     rows = []
     for name, method in zip(names, resolved, strict=True):
-        with under(model, method, record is not None, shared) as tables, named(name):
-            scores = suite.run(
-                model,
-                resume=result_cache,
-                on_progress=lambda tokens, name=name: on_progress(name, tokens),  # type: ignore[misc]
-            )
-            rows.append(Row(name, scores, tables))
+        with under(model, method, record is not None, shared) as tables, named(name), progress.stage(name):
+            rows.append(Row(name, suite.run(model, resume=result_cache), tables))
     return Comparison(
         rows=tuple(rows),
         spec=suite.spec,

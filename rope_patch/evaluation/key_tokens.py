@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,7 +162,6 @@ def choose_key_tokens(
     batch_tokens: int,
     evaluator: str,
     result_cache: MutableMapping[str, Any] | None = None,
-    on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[list[TokenDocument], KeyTokens]:
     """Choose the key tokens of windows of text: those whose loss falls by 2 nats with the long context, to below 2.
 
@@ -174,7 +173,6 @@ def choose_key_tokens(
         batch_tokens: tokens read side by side, at most; a single window may be longer [tokens].
         evaluator: its name in the results.
         result_cache: of finished windows.
-        on_progress: called with the number of tokens just read.
 
     Returns:
         The windows with their key tokens marked, and what was chosen.
@@ -191,8 +189,8 @@ def choose_key_tokens(
         ids = hashlib.sha256(window.ids.cpu().numpy().tobytes()).hexdigest()
         return key(what="key tokens", ids=ids, prefix=len(window.prefix), **identity)
 
-    def score(one: list[TokenDocument], size: int, report: Callable[[int], None]) -> list[list[int]]:
-        progress = Progress(size, report)
+    def score(one: list[TokenDocument], size: int) -> list[list[int]]:
+        progress = Progress(size)
         return [_positions(reader, window, context, short_context, batch_tokens, progress) for window in one]
 
     job = BatchReader(
@@ -200,7 +198,6 @@ def choose_key_tokens(
         name=name,
         tokens=lambda window: tokens_to_choose(len(window.ids), context, short_context),
         result_cache=result_cache,
-        on_progress=on_progress,
     )
     marked, chosen = [], []
     with in_eval_mode(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +33,6 @@ def perplexity(
     window: int | None = None,
     batch: int = 1,
     resume: str | Path | MutableMapping[str, Any] | None = None,
-    on_progress: Callable[[int], None] = lambda _: None,
 ) -> PerplexityResult:
     """Score a text under a causal language model: log-probabilities in float32 over slices of the last hidden state.
 
@@ -56,8 +55,6 @@ def perplexity(
         batch: windows per forward pass; shorter ones are padded on the right.
         resume: file (or mapping) in which scored windows are kept, so that an interrupted run goes on where it was.
             With a ``cache`` only if that has an ``identity``, a text that tells it from others.
-        on_progress: called with the number of tokens done since the last call, after each layer and each chunk; those
-            of a window are complete when its scores are kept.
 
     Returns:
         The result.
@@ -81,8 +78,8 @@ def perplexity(
     identity = settings | {"model": fingerprint(model) if resume is not None else ""}
     tally = DocumentSums(edges)
 
-    def score(items: list[Window], size: int, report: Callable[[int], None]) -> list[dict[str, Any]]:
-        progress = Progress(size, report, reads=len(items) * max(len(item.ids) for item in items))
+    def score(items: list[Window], size: int) -> list[dict[str, Any]]:
+        progress = Progress(size, reads=len(items) * max(len(item.ids) for item in items))
         return _score(reader, items, edges, chunk if chunk < window else None, cache, progress)
 
     job = BatchReader(
@@ -90,7 +87,6 @@ def perplexity(
         name=lambda item: _key(item, identity),
         tokens=lambda item: item.stop - item.start,
         result_cache=result_cache,
-        on_progress=on_progress,
     )
     with in_eval_mode(model):
         for item, part in job.read(model, _batched(_windows(documents, window, stride, tally, reader), batch)):

@@ -201,7 +201,6 @@ def retrieval(
     chunk: int | None = None,
     batch_tokens: int = 16384,
     resume: str | Path | MutableMapping[str, Any] | None = None,
-    on_progress: Callable[[int], None] = lambda _: None,
 ) -> RetrievalResult:
     """Ask for what is hidden in a text, at every length and depth.
 
@@ -229,7 +228,6 @@ def retrieval(
         batch_tokens: tokens of prompts read side by side, at most; a single prompt may be longer.
         resume: file (or mapping) in which finished haystacks are kept. With a ``cache`` only if that has an
             ``identity``, a text that tells it from others.
-        on_progress: called with the number of tokens of prompts done since the last call, after each layer.
 
     Raises:
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
@@ -259,7 +257,6 @@ def retrieval(
         name=questioner.key,
         tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
         result_cache=result_cache,
-        on_progress=on_progress,
     )
 
     def batches() -> Iterator[list[_Haystack]]:
@@ -315,16 +312,14 @@ class _Questioner:
         asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in haystack.prompts]
         return key(what="retrieval", schema=SCHEMA, prompts=asked, **self.identity)
 
-    def ask(
-        self, several: Sequence[_Haystack], size: int, on_progress: Callable[[int], None]
-    ) -> list[list[dict[str, Any]]]:
+    def ask(self, several: Sequence[_Haystack], size: int) -> list[list[dict[str, Any]]]:
         """Return the samples of each haystack, by depth; those whose answers differ in length are asked alone."""
         haystacks = [haystack.prompts for haystack in several]
         shapes = {tuple(prompt.answer for prompt in prompts) for prompts in haystacks}
         groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
         graded = []
         for group in groups:
-            answers = self.answer(list(zip(*group, strict=True)), on_progress=on_progress)
+            answers = self.answer(list(zip(*group, strict=True)))
             for prompts, given in zip(group, zip(*answers, strict=True), strict=True):
                 pairs = zip(prompts, given, strict=True)
                 samples = [s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory, name_of
 from rope_patch.patching.two_tables import switch_of
 from rope_patch.patching.verify import trained_length
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import open_cache
 
 ANSWERED = 0.75
@@ -218,7 +219,6 @@ class EvalSuite:
         *,
         context: int | None = None,
         resume: str | Path | MutableMapping[str, Any] | None = None,
-        on_progress: Callable[[int], None] = lambda tokens: None,
         **patch: Any,
     ) -> KeyTokens:
         """Choose the tokens that LongPPL is measured on, once for all models that are run afterwards.
@@ -231,7 +231,6 @@ class EvalSuite:
             model: the evaluator, patched or not.
             context: that it was trained at, which it is never read beyond; by default as its config states it [tokens].
             resume: as for :meth:`run`.
-            on_progress: as for :meth:`run`.
             **patch: ``layer_types`` and ``freeze_at``, as :func:`rope_patch.apply` takes them.
 
         Raises:
@@ -239,7 +238,7 @@ class EvalSuite:
                 finite.
         """
         context = trained_length(model) if context is None else context
-        with as_trained(model, **patch):
+        with as_trained(model, **patch), progress.stage("LongPPL, key tokens"):
             self.windows, self.key_tokens = choose_key_tokens(
                 model,
                 self.windows,
@@ -248,7 +247,6 @@ class EvalSuite:
                 batch_tokens=self.spec.batch_tokens,
                 evaluator=evaluator_name(model),
                 result_cache=open_cache(resume),
-                on_progress=on_progress,
             )
         return self.key_tokens
 
@@ -259,7 +257,6 @@ class EvalSuite:
         cache: CacheFactory | None = None,
         window_batch: int | None = None,
         resume: str | Path | MutableMapping[str, Any] | None = None,
-        on_progress: Callable[[int], None] = lambda tokens: None,
     ) -> EvalResult:
         """Return the scores of a model; it is left in the mode it was in.
 
@@ -270,7 +267,6 @@ class EvalSuite:
                 at a time, a cache that rounds gives the same digits whatever the other windows are.
             resume: file (or mapping) in which finished windows and prompts are kept, each under a key that is made of
                 its content: the same call goes on where it was. With a ``cache`` only if that has an ``identity``.
-            on_progress: called with the number of tokens just read, after each layer.
 
         Returns:
             The scores.
@@ -282,17 +278,19 @@ class EvalSuite:
         spec = self.spec
         result_cache = open_cache(resume)
         if spec.longppl and self.key_tokens is None:
-            self.choose_key_tokens(model, resume=result_cache)
+            with progress.unreported():
+                self.choose_key_tokens(model, resume=result_cache)
         score = None
         short_window = 0
         if window_batch is None:
             window_batch = spec.rows
         if self.windows:
             options = {"batch": window_batch, "cache": cache, "resume": result_cache}
-            score = self._text(model, spec.longest, on_progress=on_progress, **options)
+            score = self._text(model, spec.longest, **options)
             beginning = spec.edge_at(switch_of(model) or 0)
             if 0 < beginning < spec.longest:  # otherwise all windows are read under one table
-                first = self._text(model, beginning, **options)
+                with progress.unreported():
+                    first = self._text(model, beginning, **options)
                 score = with_beginnings(score, first)
                 short_window = beginning
 
@@ -311,7 +309,6 @@ class EvalSuite:
                 batch_tokens=spec.batch_tokens,
                 cache=cache,
                 resume=result_cache,
-                on_progress=on_progress,
             )
 
         answers = {task: asked(task) for task in spec.tasks}

@@ -60,7 +60,6 @@ def export_folder(
     *,
     to: str,
     overwrite: bool = False,
-    on_progress: Callable[[str], None] = lambda name: None,
     finish: Callable[[Path], None] = lambda _: None,
     notes: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
@@ -73,7 +72,6 @@ def export_folder(
         out: folder to write; new or empty unless ``overwrite``.
         to: key of :data:`~rope_patch.exporting.engines.ENGINES`.
         overwrite: write into a folder that holds files.
-        on_progress: called with the name of each file before it is copied.
         finish: what else to do in the folder before it is moved to ``out``.
         notes: to write down beside those found here.
         dtype: of the weights of a GGUF file, which are dequantized.
@@ -104,7 +102,7 @@ def export_folder(
         "notes": [*notes, *config_notes],
         "rope_patch": __version__,
     }
-    with copied(source, out, overwrite=overwrite, progress=on_progress, dtype=dtype) as folder:
+    with copied(source, out, overwrite=overwrite, dtype=dtype) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         if "rope_patch" in text_part(config) and not _verifies(folder):
             del text_part(config)["rope_patch"]

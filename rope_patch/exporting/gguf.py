@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rope_patch.checkpoints.tokenizer_length import restore_length
 from rope_patch.patching.install import restore
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model, verify_model
+from rope_patch.runtime import progress
 from rope_patch.runtime.folders import scratch_folder
 from rope_patch.tables import RotaryTable
 
@@ -41,7 +41,6 @@ def export_gguf(
     name: str,
     dtype: str = "auto",
     overwrite: bool = False,
-    on_progress: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Write a GGUF file of a model with its rotary table, which an unmodified llama.cpp runs.
 
@@ -60,7 +59,6 @@ def export_gguf(
         name: of the model, which the converter writes into the file.
         dtype: of matrices: ``float32``, ``float16``, ``bfloat16``, or ``auto`` for what the converter takes.
         overwrite: replace a file that exists.
-        on_progress: called with what is done next.
 
     Raises:
         PatchError: the model does not use what its record says.
@@ -77,10 +75,10 @@ def export_gguf(
         restore(model)
         base = next(each for each in inspect_model(model).tables if each.layer_type == table.layer_type)
     with scratch_folder(out.with_name(f"{out.name}.unpatched")) as scratch:
-        with copied(weights, scratch / name, progress=on_progress, link_weights=True) as folder:
+        with copied(weights, scratch / name, link_weights=True) as folder:
             model.config.save_pretrained(folder)
             restore_length(folder)
-        on_progress(f"the weights, converted by {converter.name}")
+        progress.say(f"copying the weights, converted by {converter.name}")
         opened = _converted(scratch / name, scratch / "unpatched.gguf", converter, dtype)
         _check_family(opened, base, graph, converter)
         opened = with_table(opened, base, graph, None)  # of some bases the converter writes a part, or nothing

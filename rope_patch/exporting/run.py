@@ -27,6 +27,7 @@ from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import inspect_model
+from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf, scratch_folder
 
 TARGETS = (*ENGINES, "gguf")
@@ -105,7 +106,6 @@ def export(
     dtype: str = "auto",
     lora: bool = False,
     overwrite: bool = False,
-    on_progress: Callable[[str], None] = lambda name: None,
     **options: Any,
 ) -> dict[str, Any]:
     """Write a checkpoint so that another engine runs it with the very rotary tables it has here.
@@ -126,7 +126,6 @@ def export(
             (by default what the converter chooses).
         lora: keep an adapter an adapter.
         overwrite: write into a folder that holds files.
-        on_progress: called with the name of each file before it is copied.
         **options: of :func:`rope_patch.apply` for ``method``: ``target_length``, ``layer_types``, ``freeze_at``, or
             the method's own parameters.
 
@@ -152,17 +151,15 @@ def export(
     if not isinstance(model, nn.Module):
         source = Path(model) if Path(model).exists() else model
         with read_once(source):
-            return _export(source, output, request, name_of(str(source)), on_progress)
+            return _export(source, output, request, name_of(str(source)))
     request.check(adapter=hasattr(model, "peft_config"))
     origin = str(getattr(model.config, "name_or_path", "")) if hasattr(model, "config") else ""
     with scratch_folder(output.with_name(f"{output.name}.model")) as folder:
         _save(model, folder, origin)
-        return _export(folder, output, request, name_of(origin) if origin else type(model).__name__, on_progress)
+        return _export(folder, output, request, name_of(origin) if origin else type(model).__name__)
 
 
-def _export(
-    source: str | Path, output: Path, request: ExportRequest, name: str, on_progress: Callable[[str], None]
-) -> dict[str, Any]:
+def _export(source: str | Path, output: Path, request: ExportRequest, name: str) -> dict[str, Any]:
     """Export a folder or hub id; ``name`` is the model's in a GGUF file."""
     adapter = checkpoints.is_adapter(source)
     request.check(adapter, gguf=is_gguf(source))
@@ -175,13 +172,13 @@ def _export(
     for place in (source, checkpoints.adapter_base(source)) if adapter else ():
         if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
             raise ValueError(f"{output} is the adapter itself or its base: give another output folder")
-    merging = _as_model(source, output, request, on_progress)
+    merging = _as_model(source, output, request)
     with merging if adapter else contextlib.nullcontext((skeleton(source), source)) as (model, weights):
         if request.method is not None:
             apply(model, request.method, **request.options)
         if request.to != "gguf":
-            return _folder(model, weights, source, output, request, adapter and request.lora, on_progress)
-        return _gguf(model, weights, output, request, name, on_progress)
+            return _folder(model, weights, source, output, request, adapter and request.lora)
+        return _gguf(model, weights, output, request, name)
 
 
 def _gguf(
@@ -190,7 +187,6 @@ def _gguf(
     output: Path,
     request: ExportRequest,
     name: str,
-    on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write a GGUF file for llama.cpp."""
     notes = about_two_tables(locate(model).record)
@@ -206,7 +202,6 @@ def _gguf(
         name=name,
         dtype=request.dtype,
         overwrite=request.overwrite,
-        on_progress=on_progress,
     )
     return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}
 
@@ -224,9 +219,7 @@ def _save(model: nn.Module, folder: Path, origin: str) -> None:
 
 
 @contextlib.contextmanager
-def _as_model(
-    source: str | Path, output: Path, request: ExportRequest, on_progress: Callable[[str], None]
-) -> Iterator[tuple[PreTrainedModel, str | Path]]:
+def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Iterator[tuple[PreTrainedModel, str | Path]]:
     """Yield the skeleton and the weights of the model that an adapter needs: its base patched, or the two merged."""
     base, record = checkpoints.adapter_base(source), checkpoints.read_record(source)
     if request.lora:
@@ -238,7 +231,7 @@ def _as_model(
     dtype = request.dtype
 
     loaded: Any = checkpoints.load(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
-    on_progress("base and adapter, merged")
+    progress.say("copying base and adapter, merged")
     merged = loaded.merge_and_unload()
     with scratch_folder(output) as folder:
         if locate(merged).record is not None:
@@ -260,7 +253,6 @@ def _folder(
     output: Path,
     request: ExportRequest,
     keep_adapter: bool,
-    on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write a folder for transformers, vLLM or SGLang."""
     notes: list[str] = []
@@ -291,7 +283,6 @@ def _folder(
         output,
         to=request.to,
         overwrite=request.overwrite,
-        on_progress=on_progress,
         finish=finish,
         notes=notes,
         dtype=torch.float32 if request.dtype == "auto" else getattr(torch, request.dtype),

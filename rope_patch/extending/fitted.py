@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -16,13 +15,7 @@ from rope_patch.runtime.finished import ResultCache, key
 POSITIONS = "pose"
 
 
-def fitted(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    resume: Path,
-    on_progress: Callable[[str, int], None],
-) -> tuple[str, bool]:
+def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, resume: Path) -> tuple[str, bool]:
     """Fit a table to text at skipped positions; the model is left as it was.
 
     Returns:
@@ -30,7 +23,7 @@ def fitted(
     """
     cache, name = ResultCache(resume), key(fitted=fingerprint(model), length=length, positions=POSITIONS)
     if name not in cache:
-        patch = fit(model, tokenizer, target_length=length, positions=POSITIONS, on_progress=on_progress)
+        patch = fit(model, tokenizer, target_length=length, positions=POSITIONS)
         patch.restore()
         cache[name] = [str(patch.method), patch.chosen != "start"]
     table, better = cache[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from rope_patch.options.writing import from_dict, to_yaml
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, trained_length
+from rope_patch.runtime import progress
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.parallel import alone, processes
 
@@ -45,8 +46,6 @@ def extend(
     overwrite: bool = False,
     finish_now: bool = False,
     tokens: int | None = None,
-    on_step: Callable[[str], None] = lambda sentence: None,
-    on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
     **options: Any,
 ) -> Extended:
     """Find the method that brings a model to a longer context, and write a checkpoint that plain transformers loads.
@@ -66,8 +65,6 @@ def extend(
         overwrite: write into a folder that holds files.
         finish_now: choose by the rounds that an earlier call finished, without more measurements or training.
         tokens: how many tokens may be read; by default as many as fit into the budget, at the measured speed.
-        on_step: called with a sentence about each step.
-        on_progress: called with a stage and the tokens that were just read.
         **options: of :class:`~rope_patch.options.extend.ExtendSettings`, of which ``length`` is required: the context
             to reach [tokens].
 
@@ -82,7 +79,7 @@ def extend(
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
     settings = from_dict(ExtendSettings, {"model": name, **options})
     check(settings, Path(output), overwrite)
-    run = Run(model, tokenizer, settings, Path(output), on_step, on_progress)
+    run = Run(model, tokenizer, settings, Path(output))
     run.look()
     return run.finish(overwrite=overwrite, finish_now=finish_now, tokens=tokens)
 
@@ -95,8 +92,6 @@ class Run:
         tokenizer: its tokenizer.
         options: of the run.
         output: folder to write.
-        on_step: called with a sentence about each step.
-        on_progress: called with a stage and the tokens that were just read.
 
     Raises:
         ValueError: what cannot be measured or patched.
@@ -109,11 +104,8 @@ class Run:
         tokenizer: PreTrainedTokenizerBase,
         options: ExtendSettings,
         output: Path,
-        on_step: Callable[[str], None] = lambda sentence: None,
-        on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
     ) -> None:
         self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
-        self.on_step, self.on_progress = on_step, on_progress
         self.work = output.with_name(f"{output.name}.work")
         record = locate(model).record
         if record is not None:
@@ -152,7 +144,7 @@ class Run:
             except ValueError as error:
                 if tuple(methods) != CANDIDATES:
                     raise ValueError(f"{name}: {error}") from error
-                self.on_step(f"{name} is left out: {error}")
+                progress.say(f"{name} is left out: {error}")
         if methods and not fitting:
             raise ValueError("none of the methods fits the model: name others (methods, --methods)")
         return fitting
@@ -179,7 +171,7 @@ class Run:
     def look(self) -> None:
         """Say what the model is."""
         for line in look(self.model, self.options, self.trained_length):
-            self.on_step(line)
+            progress.say(line)
 
     def tokens_in_time(self) -> int:
         """Return how many tokens fit into the budget, as the first of several calls measured it."""
@@ -214,7 +206,7 @@ class Run:
         every = options.evaluation.depths
         for depths in dict.fromkeys((every, every[len(every) // 2 :][:1])):
             if depths != every:
-                self.on_step(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
+                progress.say(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
                 self.suite = self._suite(depths)
             rounds = rounds_within(candidates, most, self.tokens_computed)
             if cost_of(rounds[:1], self.tokens_computed) <= most:
@@ -291,16 +283,16 @@ class Run:
         if self.options.fit and not before:
             from rope_patch.extending.fitted import fitted
 
-            self.on_step("fitting a table to text, with the weights as they are")
+            progress.say("fitting a table to text, with the weights as they are")
             asked = self.model, self.tokenizer, self.options.length
-            table, better = fitted(*asked, self.work / CACHE, self.on_progress)
+            table, better = fitted(*asked, self.work / CACHE)
             if not better:
-                self.on_step(f"the fit found nothing better than its start, {short(table)}")
+                progress.say(f"the fit found nothing better than its start, {short(table)}")
             left += [table] * (table not in left)
         for number, one in enumerate(rounds, 1):
             left = list(before[number - 1]) if before else left
             suite = self.suite.smaller(one.windows, one.samples)
-            self.on_step(
+            progress.say(
                 f"round {number} of {len(rounds)}: {', '.join(short(m) for m in left)}; windows: {one.windows}, "
                 f"haystacks: {one.samples}"
             )
@@ -310,13 +302,12 @@ class Run:
                 [UNPATCHED, *left],
                 suite,
                 resume=self.work / CACHE,
-                on_progress=self.on_progress,
             )
             comparisons.append(comparison)
             write_atomically(self.work / ROUNDS, json.dumps(rounds_to_list(comparisons), indent=1))
             effective = comparison.effective_lengths()
             if number == 1 and effective is not None:
-                self.on_step(f"the effective length as it is: {effective.of(UNPATCHED)}")
+                progress.say(f"the effective length as it is: {effective.of(UNPATCHED)}")
             if before:
                 continue
             evaluator = MethodEvaluator(comparison, self.options.tolerance)
@@ -368,25 +359,26 @@ class Run:
             adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
             adapter = adapter if choice.chosen is not None and choice.chosen.trained else None
         write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
-        self.on_step(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
+        progress.say(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
         outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, (), self.work, options)
         if choice.method is None or processes()[0] > 0:  # the first process writes for all
             return outcome
         parts = self.output, self.model, self.tokenizer, adapter
         with alone():
-            return write(outcome, *parts, overwrite=overwrite, on_step=self.on_step)
+            return write(outcome, *parts, overwrite=overwrite)
 
     def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
         """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
         from rope_patch.checkpoints.save_load import load
 
-        self.on_step(f"training under {short(method)}: {training}")
+        progress.say(f"training under {short(method)}: {training}")
         adapter = train(self.model, self.tokenizer, method, self.options, training, self.work)
         adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
         suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)
         name = labelled(method, trained=True)
-        self.on_step("measuring the adapted model")
-        scores = suite.run(adapted, resume=self.work / CACHE, on_progress=lambda tokens: self.on_progress(name, tokens))
+        progress.say("measuring the adapted model")
+        with progress.stage(name):
+            scores = suite.run(adapted, resume=self.work / CACHE)
         row = Row(method, scores, inspect_model(adapted).tables, trained=True)
         comparison = replace(comparison, rows=(*comparison.rows, row))
         labels = [row.label for row in comparison.rows if row.method != UNPATCHED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.writing import to_dict, to_yaml
 from rope_patch.patching.install import patched
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite
 from rope_patch.runtime.folders import (
     file_in_one_move,
@@ -49,7 +50,6 @@ def write(
     adapter: Path | None,
     *,
     overwrite: bool,
-    on_step: Callable[[str], None],
 ) -> Extended:
     """Write the checkpoint, its card and its record, and export it.
 
@@ -60,7 +60,6 @@ def write(
         tokenizer: its own.
         adapter: folder of the trained adapter, which is merged; None where nothing was trained.
         overwrite: replace what an earlier run wrote.
-        on_step: called with a sentence about each step.
 
     Returns:
         The outcome with what was written.
@@ -78,7 +77,7 @@ def write(
             chosen = checkpoints.load(staged, dtype=loaded_in).to(chosen.device).eval()
             checkpoints.save(chosen, staged, tokenizer=tokenizer)
         ours, device = probe_logits(chosen), str(chosen.device)
-    on_step("the checkpoint is saved; loading it in a process without rope_patch")
+    progress.say("the checkpoint is saved; loading it in a process without rope_patch")
     theirs = plain_logits(staged, ours.shape[-1], device=device)
     if not torch.equal(ours, theirs):
         largest = float((ours.float() - theirs.float()).abs().max())
@@ -86,17 +85,17 @@ def write(
             f"{staged}: plain transformers gives other logits, by up to {largest:.3g}. Please report this; the folder "
             "is not to be used"
         )
-    on_step("plain transformers gives the same logits, bit for bit")
+    progress.say("plain transformers gives the same logits, bit for bit")
     programs = tuple(sentence.replace(str(staged), str(out)) for sentence in other_programs(staged))
     for sentence in programs:
-        on_step(f"note: {sentence}")
+        progress.say(f"note: {sentence}")
     exports = []
     for engine in outcome.options.exports:
         path = export_path(out, engine)
         if engine == "gguf" and adapter is not None:
-            on_step(f"note: the weights were trained, so that {path.name} is to be converted: {_conversion(out)}")
+            progress.say(f"note: the weights were trained, so that {path.name} is to be converted: {_conversion(out)}")
             continue
-        on_step(f"exporting to {path}")
+        progress.say(f"exporting to {path}")
         if engine == "gguf":
             method, length = str(outcome.choice.method), outcome.options.length
             patch_gguf(outcome.options.model, method, staged.with_name(path.name), target_length=length)

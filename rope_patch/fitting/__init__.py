@@ -10,7 +10,6 @@ evolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +106,6 @@ def fit(
     data: Source | None = None,
     *,
     spec: EvalSpec | None = None,
-    on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
     **options: Any,
 ) -> FittedPatch:
     """Fit the tables of a model to a longer context, and leave the best one in place; no weight is touched.
@@ -121,7 +119,6 @@ def fit(
             default the code of Python's standard library.
         spec: what tables are evaluated on; by default :func:`held_out_spec`. Its longest length must be the target.
             Where it names no text, that is the held-out part of the data.
-        on_progress: called with the stage, and the number of tokens just read.
         **options: of :class:`~rope_patch.options.fit.FitSettings`: the ``target_length``, the method ``init`` (a method
             string or a method) whose table the fit starts from, ``retrieval``, ``positions``, ``steps`` and ``seed``.
 
@@ -149,7 +146,7 @@ def fit(
     rows = Rows(tokenizer, text, answers=retrieval > 0, **cut)
     first = apply(model, method, target_length=target_length)
     try:
-        run = FitRun(method, rows, Evaluator(model, suite, second, on_progress), retrieval)
+        run = FitRun(method, rows, Evaluator(model, suite, second), retrieval)
         candidates = run(settings.steps)
         chosen = best(candidates)
         last = apply(model, chosen.method, replace=True, target_length=target_length)

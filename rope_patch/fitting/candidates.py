@@ -19,6 +19,7 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import effective_prompts
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.methods import Method
+from rope_patch.runtime import progress
 
 TASK = "passkey"
 
@@ -128,25 +129,20 @@ class Evaluator:
         model: whose table is fitted.
         suite: held-out windows and prompts.
         second: windows of the second domain, as long as the suite's; none where there is no such domain.
-        on_progress: called with a stage and the number of tokens just read.
     """
 
     model: nn.Module
     suite: EvalSuite
     second: Sequence[TokenDocument] = ()
-    on_progress: Callable[[str, int], None] = lambda stage, tokens: None
 
     def __call__(self, name: str, method: Method) -> Candidate:
         """Measure the table that is in place."""
         spec, second = self.suite.spec, None
-
-        def on_progress(tokens: int) -> None:
-            self.on_progress(f"{name}: evaluation", tokens)
-
-        scores = self.suite.run(self.model, on_progress=on_progress)
-        if self.second:
-            cut: dict[str, Any] = {"window": spec.longest, "buckets": spec.edges, "batch": spec.rows}
-            second = EvalResult(spec, perplexity(self.model, self.second, on_progress=on_progress, **cut), {})
+        with progress.stage(f"{name}: evaluation"):
+            scores = self.suite.run(self.model)
+            if self.second:
+                cut: dict[str, Any] = {"window": spec.longest, "buckets": spec.edges, "batch": spec.rows}
+                second = EvalResult(spec, perplexity(self.model, self.second, **cut), {})
         return Candidate(name, method, scores, second)
 
 

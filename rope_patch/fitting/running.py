@@ -21,6 +21,7 @@ from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.trainable_table import TrainableTable
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import device_of, locate
+from rope_patch.runtime import progress
 
 LEARNING_RATE = 0.04
 """Of the logarithms of the frequencies, shared by text and answers. It rises over ``WARM`` of the steps, because Adam's
@@ -131,7 +132,8 @@ class FitRun:
                 loss, _ = token_loss(reader, hidden, labels.to(reader.device), weights.to(reader.device))
                 torch.autograd.backward(loss)
                 text += 0.0 if goal else float(loss.detach())
-                self.evaluator.on_progress("fitting", ids.numel())
+                with progress.stage("fitting"):
+                    progress.advance(ids.numel())
             part.grad = torch.cat([p.grad for p in parameters if p.grad is not None])
             self.table.zero_grad()
         self.adam.step()

@@ -44,6 +44,7 @@ from rope_patch.harness.tasks import (
     words_of,
 )
 from rope_patch.patching.verify import trained_length
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import open_cache
 from rope_patch.runtime.parallel import processes
 
@@ -302,7 +303,7 @@ def _choose(
         )
     path = resume or Path(HF_HOME) / "rope_patch" / "key_tokens.jsonl"
     tokens = len(rows) * tokens_to_choose(length, context, short_context)
-    with as_trained(model), tqdm(total=tokens, disable=processes()[0] != 0, desc="key tokens", unit="tok") as bar:
+    with as_trained(model), progress.bar(tokens, "key tokens", hidden=processes()[0] != 0):
         return choose_key_tokens(
             model,
             rows,
@@ -311,5 +312,4 @@ def _choose(
             batch_tokens=EvalSpec.batch_tokens,
             evaluator=evaluator_name(model),
             result_cache=open_cache(path),
-            on_progress=bar.update,
         )

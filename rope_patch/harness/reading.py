@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rope_patch.runtime.progress import LOOKS, Progress
+from rope_patch.runtime.progress import LOOKS, Progress, listen
 
 
 class ReadingBar:
@@ -31,7 +31,7 @@ class ReadingBar:
             tokens: of its texts.
             reads: tokens that the model reads for them, padding included.
         """
-        return Progress(tokens, self._advance, reads=reads)
+        return Progress(tokens, reads=reads)
 
     def answered(self, count: int) -> None:
         """Count answers."""
@@ -40,9 +40,10 @@ class ReadingBar:
 
     def finish(self) -> None:
         """Fill the bar: texts that begin one another are read together, with fewer tokens than were announced."""
-        self._advance(self.bar.total or 0)
+        self.advance(self.bar.total or 0)
 
-    def _advance(self, tokens: int) -> None:
+    def advance(self, tokens: int) -> None:
+        """Move the bar on."""
         if not self.bar.disable and self.bar.n < self.bar.total:  # a hidden bar does not count
             self.bar.update(min(tokens, self.bar.total - self.bar.n))
 
@@ -60,5 +61,6 @@ def reading_bar(kind: str, tokens: int, answers: int, unit: str, *, hidden: bool
     """
     with tqdm(total=tokens, desc=kind, disable=hidden, **LOOKS) as bar:
         shown = ReadingBar(bar, answers, unit)
-        yield shown
+        with listen(lambda stage, tokens: shown.advance(tokens)):
+            yield shown
         shown.finish()

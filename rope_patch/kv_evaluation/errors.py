@@ -7,7 +7,7 @@ appear, and the error is taken at a sample of queries. So a layer's error is its
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,7 +66,6 @@ def attention_errors(
     context: int | None = None,
     outliers: Mapping[int, Tensor] | None = None,
     queries: int = QUERIES,
-    on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, tuple[LayerErrors, ...]]:
     """Measure what schemes do to the attention of every layer, in one pass.
 
@@ -78,7 +77,6 @@ def attention_errors(
         context: as for ``plan_layers`` [tokens].
         outliers: (key heads, pairs) bool of each layer: the pairs whose direct and induced shares are asked for.
         queries: at which errors are taken.
-        on_progress: called with the number of tokens since the last call: those of the text for each scheme.
 
     Raises:
         ValueError: as for ``plan_layers``; a text that is not one row of tokens.
@@ -91,7 +89,7 @@ def attention_errors(
     plans = {name: plan_layers(model, scheme, means=means, context=context) for name, scheme in schemes.items()}
     plain = SchemeRun(plan_layers(model, Scheme()))
     study = _Study(plans, plain, outliers or {}, queries)
-    progress = Progress(len(token_ids) * len(schemes), on_progress, reads=len(token_ids))
+    progress = Progress(len(token_ids) * len(schemes), reads=len(token_ids))
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_eval_mode(model))
         stack.enter_context(noting_turns(site, plain))

@@ -28,6 +28,7 @@ from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
 from rope_patch.modeling.statistics import Capture
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite, key
 from rope_patch.runtime.progress import Progress
 
@@ -43,47 +44,54 @@ def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Sche
         schemes: by name.
     """
     quantizing = {name: scheme for name, scheme in schemes.items() if scheme != Scheme()}
-    errors = _errors(setting, patched, quantizing)
+    with progress.stage(f"{patched.method}, attention errors"):
+        errors = _errors(setting, patched, quantizing)
     full_states: list[Tensor] = []  # of the compared windows in full precision: read once, if at all
     rows = []
     for name, scheme in schemes.items():
-        stage = f"{patched.method}, {name}"
-        with named(name), quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
-            scores = setting.suite.run(
-                setting.model,
-                cache=factory if name in quantizing else None,
-                window_batch=1,
-                resume=setting.result_cache,
-                on_progress=setting.reports(stage),
-            )
-        layer_errors = errors.get(name, ())
-        key_bits, value_bits, cache_bits = _bits(setting, patched, scheme)
-        rows.append(
-            CheckRow(
-                method=patched.method,
-                scheme=name,
-                scheme_text=str(scheme),
-                scores=scores,
-                tables=patched.tables,
-                divergence=_divergence(setting, patched, scheme, full_states, stage) if name in quantizing else None,
-                key_bits=key_bits,
-                value_bits=value_bits,
-                cache_bits=cache_bits,
-                errors=layer_errors,
-                prediction=_prediction(patched.capture, layer_errors, setting.limits.context),
-                noise=_noise(setting, patched, scheme, scores, stage) if name in quantizing else {},
-            )
-        )
+        with named(name), progress.stage(f"{patched.method}, {name}"):
+            rows.append(_measure(setting, patched, name, scheme, errors.get(name, ()), full_states))
     if quantizing and not full_states:  # every comparison was finished before
-        setting.on_progress(f"{patched.method}, none", setting.compared.numel())
+        with progress.stage(f"{patched.method}, none"):
+            progress.advance(setting.compared.numel())
     return rows
+
+
+def _measure(
+    setting: Setting,
+    patched: MethodInPlace,
+    name: str,
+    scheme: Scheme,
+    layer_errors: tuple[LayerErrors, ...],
+    full_states: list[Tensor],
+) -> CheckRow:
+    """Measure one scheme under a method that is in place; ``full_states`` as for :func:`_divergence`."""
+    quantizing = scheme != Scheme()
+    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
+        cache = factory if quantizing else None
+        scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
+    key_bits, value_bits, cache_bits = _bits(setting, patched, scheme)
+    return CheckRow(
+        method=patched.method,
+        scheme=name,
+        scheme_text=str(scheme),
+        scores=scores,
+        tables=patched.tables,
+        divergence=_divergence(setting, patched, scheme, full_states) if quantizing else None,
+        key_bits=key_bits,
+        value_bits=value_bits,
+        cache_bits=cache_bits,
+        errors=layer_errors,
+        prediction=_prediction(patched.capture, layer_errors, setting.limits.context),
+        noise=_noise(setting, patched, scheme, scores) if quantizing else {},
+    )
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def means_of(setting: Setting, calibration_rows: Tensor, stage: str) -> dict[int, Tensor]:
-    """Return the mean key of each head before rotation, by layer; the stage is reported with the tokens."""
+def means_of(setting: Setting, calibration_rows: Tensor) -> dict[int, Tensor]:
+    """Return the mean key of each head before rotation, by layer."""
     mark = (
         key(kind="means", model=fingerprint(setting.model), ids=_sha(calibration_rows))
         if setting.result_cache is not None
@@ -91,9 +99,9 @@ def means_of(setting: Setting, calibration_rows: Tensor, stage: str) -> dict[int
     )
     means = (setting.result_cache or {}).get(mark)
     if means is not None:
-        setting.on_progress(stage, calibration_rows.numel())
+        progress.advance(calibration_rows.numel())
     else:
-        captured = capture(setting.model, calibration_rows, on_progress=setting.reports(stage))
+        captured = capture(setting.model, calibration_rows)
         means = [[layer.index, layer.key.mean.tolist()] for layer in captured.layers]
         if setting.result_cache is not None:
             setting.result_cache[mark] = means
@@ -104,8 +112,8 @@ def _errors(
     setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]
 ) -> dict[str, tuple[LayerErrors, ...]]:
     """Measure attention errors in one pass, of the schemes whose errors are not in the result cache."""
-    ids, stage = setting.suite.windows[0].ids[:ERRORS], f"{patched.method}, attention errors"
-    options = patched.plan_options(setting) | {"outliers": patched.long_pairs, "on_progress": setting.reports(stage)}
+    ids = setting.suite.windows[0].ids[:ERRORS]
+    options = patched.plan_options(setting) | {"outliers": patched.long_pairs}
     if setting.result_cache is None:
         return attention_errors(setting.model, ids, schemes, **options) if schemes else {}
     long = {index: mask.tolist() for index, mask in patched.long_pairs.items()}
@@ -113,7 +121,7 @@ def _errors(
     marks = {name: key(**about, cache=_identity(setting, patched, scheme)) for name, scheme in schemes.items()}
     fresh = {name: scheme for name, scheme in schemes.items() if marks[name] not in setting.result_cache}
     measured = attention_errors(setting.model, ids, fresh, **options) if fresh else {}
-    setting.on_progress(stage, len(ids) * (len(schemes) - len(fresh)))
+    progress.advance(len(ids) * (len(schemes) - len(fresh)))
     for name, layer_errors in measured.items():
         setting.result_cache[marks[name]] = finite(
             [[_plain(getattr(e, item.name)) for item in fields(e)] for e in layer_errors]
@@ -171,7 +179,7 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
     """Measure what parts of a scheme cost on the first windows."""
     model, scheme = setting.model, Scheme.parse(row.scheme_text)
     windows = setting.suite.windows[: setting.attributed]
-    size, stage = setting.lengths[-1], f"{patched.method}, {row.scheme}: attribution"
+    size = setting.lengths[-1]
     reads = readings(len(patched.capture.layers))
     mark = ""
     if setting.result_cache is not None:
@@ -184,7 +192,7 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
             **about,
         )
         if mark in setting.result_cache:
-            setting.on_progress(stage, reads * len(windows) * size)
+            progress.advance(reads * len(windows) * size)
             stored = setting.result_cache[mark]
             return Attribution(**{**stored, "layers": {int(index): cost for index, cost in stored["layers"].items()}})
 
@@ -193,7 +201,7 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
             if change is not None:
                 factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
             chunk = None if setting.chunk is None else min(setting.chunk, size)
-            options: dict[str, Any] = {"chunk": chunk, "cache": factory, "on_progress": setting.reports(stage)}
+            options: dict[str, Any] = {"chunk": chunk, "cache": factory}
             return perplexity(model, windows, window=size, **options).nll
 
     def only(layer: int) -> Callable[[LayerPlan], LayerPlan]:
@@ -217,7 +225,7 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
 
         attribution = replace(attribution, left=loss(without) - full)
     else:
-        setting.on_progress(stage, len(windows) * size)
+        progress.advance(len(windows) * size)
     if setting.result_cache is not None:
         setting.result_cache[mark] = finite(asdict(attribution))
     return attribution
@@ -228,16 +236,14 @@ def readings(layers: int) -> int:
     return 5 + layers
 
 
-def _noise(
-    setting: Setting, patched: MethodInPlace, scheme: Scheme, scores: EvalResult, stage: str
-) -> Mapping[int, float]:
+def _noise(setting: Setting, patched: MethodInPlace, scheme: Scheme, scores: EvalResult) -> Mapping[int, float]:
     """Measure how far the loss of the first window moves by rounding alone, by length [nats/token]."""
     window, result_cache, mark = setting.suite.windows[0], setting.result_cache, ""
     if result_cache is not None:
         about = {"model": fingerprint(setting.model), "ids": _sha(window.ids), "lengths": list(setting.lengths)}
         mark = key(kind="noise", cache=_identity(setting, patched, scheme), chunk=setting.chunk, **about)
         if mark in result_cache:
-            setting.on_progress(stage, PASSES * len(window.ids))
+            progress.advance(PASSES * len(window.ids))
             return {int(length): moved for length, moved in result_cache[mark].items()}
     with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
         moved = noise_floor(
@@ -248,7 +254,6 @@ def _noise(
             edges=setting.spec.edges,
             chunk=setting.chunk,
             cache=factory,
-            on_progress=setting.reports(stage),
         )
     if result_cache is not None:
         result_cache[mark] = {str(length): value for length, value in moved.items()}
@@ -280,7 +285,7 @@ def _prediction(
 
 
 @torch.no_grad()
-def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: list[Tensor], stage: str) -> Divergence:
+def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: list[Tensor]) -> Divergence:
     """Compare the next token's distribution with and without a scheme, a slice of positions at a time.
 
     ``full`` is filled with the states in full precision when they are first needed.
@@ -290,11 +295,16 @@ def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: 
     about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if result_cache is not None else {}
     mark = key(kind="divergence", cache=_identity(setting, patched, scheme), **about)
     if result_cache is not None and mark in result_cache:
-        setting.on_progress(stage, ids.numel())
+        progress.advance(ids.numel())
         return Divergence(**result_cache[mark])
 
-    def states(cache: CacheFactory | None, stage: str) -> list[Tensor]:
-        reader, progress = Reader(model), Progress(ids.numel(), setting.reports(stage))
+    def states(cache: CacheFactory | None) -> list[Tensor]:
+        reader, progress = (
+            Reader(model),
+            Progress(
+                ids.numel(),
+            ),
+        )
         windows = []
         for row in ids:
             past = cache() if cache is not None else reader.new_cache(len(row)) if chunk else None
@@ -304,9 +314,11 @@ def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: 
 
     total, same, count = 0.0, 0, 0
     with in_eval_mode(model):
-        full[:] = full or states(None, f"{patched.method}, none")
+        if not full:
+            with progress.stage(f"{patched.method}, none"):
+                full[:] = states(None)
         with quantized(model, scheme, **patched.plan_options(setting)) as factory:
-            rough = states(factory, stage)
+            rough = states(factory)
         reader = Reader(model)
         for one, other in zip(full, rough, strict=True):
             for low in range(0, len(one), SLICE):

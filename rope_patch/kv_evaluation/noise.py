@@ -7,7 +7,7 @@ it move all that follows. So two computations of one loss, both right, differ: b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,6 @@ def noise_floor(
     edges: Sequence[int],
     chunk: int | None,
     cache: CacheFactory,
-    on_progress: Callable[[int], None],
 ) -> Mapping[int, float]:
     """Return how far the mean loss of a window at positions below each length moves by rounding alone [nats/token].
 
@@ -64,7 +63,6 @@ def noise_floor(
         edges: of the buckets [tokens].
         chunk: tokens per forward pass; None for the whole window.
         cache: factory of the quantized caches to read through.
-        on_progress: called with the number of tokens just read.
     """
     passes = [] if measured is None else [measured]
     for seed in range(PASSES):
@@ -77,7 +75,6 @@ def noise_floor(
                     buckets=edges,
                     chunk=chunk,
                     cache=cache,
-                    on_progress=on_progress,
                 )
             )
     found = {}

@@ -7,7 +7,7 @@ and pair by pair, what rounding does to attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from rope_patch.options.kv_check import Limits
 from rope_patch.patching.install import for_target
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import open_cache
 
 
@@ -88,8 +89,6 @@ def kv_check(
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
-    on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
-    on_more: Callable[[int], None] = lambda tokens: None,
 ) -> KVCheck:
     """Measure cache schemes under several methods on a model, which is left as it was.
 
@@ -108,9 +107,6 @@ def kv_check(
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
         resume: file (or mapping) of finished work: the same call continues from there, and reads again only the windows
             that the statistics of keys are computed on.
-        on_progress: called with the stage, such as method and scheme, and the number of tokens just read, after each
-            layer; they add up to the tokens of :class:`~rope_patch.kv_evaluation.reading.CheckReading` and ``on_more``.
-        on_more: called with the number of tokens that are read in addition where a scheme is unsafe.
 
     Raises:
         ValueError: a bad scheme, method, task, length or limit, two schemes or methods that are one, too little text,
@@ -141,10 +137,11 @@ def kv_check(
     centred = any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
     result_cache = open_cache(resume)
-    setting = Setting(model, suite, limits, result_cache, on_progress, min(attributed, len(suite.windows)), on_more)
+    setting = Setting(model, suite, limits, result_cache, min(attributed, len(suite.windows)))
     patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
     if suite.spec.longppl and suite.key_tokens is None:
-        suite.choose_key_tokens(model, resume=result_cache, **options)
+        with progress.unreported():
+            suite.choose_key_tokens(model, resume=result_cache, **options)
     means = _check_all(setting, patches, asked, calibration_rows)
     rows, captures = _measure_all(setting, patches, asked, means)
     return KVCheck(
@@ -177,15 +174,18 @@ def _measure_all(
     captures: dict[str, Capture] = {}
     for label, patch in patches.items():
         with under(*patch) as tables, named(label):
-            reports = setting.reports(f"{label}, statistics of keys")
-            captures[label] = capture(setting.model, setting.compared, on_progress=reports)
+            with progress.stage(f"{label}, statistics of keys"):
+                captures[label] = capture(setting.model, setting.compared)
             patched = MethodInPlace(label, tables, means[label], captures[label], long_keys(captures[label]))
             measured = measure(setting, patched, schemes)
             unsafe = [row for row in measured[1:] if _unsafe(setting, row, measured[0])]
             if setting.attributed:
                 reads = readings(len(captures[label].layers)) * setting.attributed
-                setting.on_more(len(unsafe) * reads * setting.suite.spec.longest)
-                attributions = {row.scheme: measure_attribution(setting, patched, row) for row in unsafe}
+                progress.more(len(unsafe) * reads * setting.suite.spec.longest)
+                attributions = {}
+                for row in unsafe:
+                    with progress.stage(f"{label}, {row.scheme}: attribution"):
+                        attributions[row.scheme] = measure_attribution(setting, patched, row)
                 measured = [replace(row, attribution=attributions.get(row.scheme)) for row in measured]
             rows += measured
     return rows, captures
@@ -202,7 +202,8 @@ def _check_all(
     for label, patch in patches.items():
         with under(*patch), named(label):
             if calibration_rows is not None:
-                means[label] = means_of(setting, calibration_rows, f"{label}, mean keys")
+                with progress.stage(f"{label}, mean keys"):
+                    means[label] = means_of(setting, calibration_rows)
             for name, scheme in schemes.items():
                 with named(name):
                     plan_layers(setting.model, scheme, means=means[label], context=setting.limits.context)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,22 +30,14 @@ class Setting:
         suite: windows and prompts.
         limits: what a scheme may cost.
         result_cache: finished work; None where none is kept.
-        on_progress: called with the stage and the number of tokens just read, those of finished work too.
         attributed: windows that the cost of an unsafe scheme is attributed on; 0 for none.
-        on_more: called with the number of tokens that are read in addition where a scheme is unsafe.
     """
 
     model: nn.Module
     suite: EvalSuite
     limits: Limits
     result_cache: MutableMapping[str, Any] | None
-    on_progress: Callable[[str, int], None]
     attributed: int = COMPARED
-    on_more: Callable[[int], None] = lambda tokens: None
-
-    def reports(self, stage: str) -> Callable[[int], None]:
-        """Return what the tokens of a stage are reported to."""
-        return functools.partial(self.on_progress, stage)
 
     @property
     def spec(self) -> EvalSpec:

@@ -11,7 +11,7 @@ vector, mean and largest norm, circular mean and deviation of each rotary pair, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ def capture(
     segments: int = 8,
     layers: Sequence[int] | None = None,
     groups: Sequence[str] | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> Capture:
     """Measure a model's queries, keys and values before rotation on a text.
 
@@ -52,7 +51,6 @@ def capture(
         segments: parts of the text's length over which means are kept, in order; no more than there are tokens.
         layers: indices of the layers to measure; all by default.
         groups: what each row is of, a domain for example; norms are kept by group as well. One group by default.
-        on_progress: called with the number of tokens read since the last call, after each layer.
 
     Returns:
         The statistics.
@@ -81,7 +79,7 @@ def capture(
             state_sums = sums[layer.index, role] = _StateSums(layer, role, states, rows.shape[1], top, segments, codes)
         state_sums.add(states, ids, row, start)
 
-    read = stream(model, rows, visit, chunk=chunk, layers=layers, on_progress=on_progress)
+    read = stream(model, rows, visit, chunk=chunk, layers=layers)
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
     size = 0 if chunk is None or chunk >= rows.shape[1] else chunk
     return Capture(

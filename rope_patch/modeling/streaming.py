@@ -37,7 +37,6 @@ def stream(
     *,
     chunk: int | None = None,
     layers: Sequence[int] | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> tuple[LayerSource, ...]:
     """Read a text and call a function with the states of its layers as they appear.
 
@@ -47,7 +46,6 @@ def stream(
         visit: called with each state, a slice of tokens at a time.
         chunk: tokens per forward pass.
         layers: indices of the layers whose states are passed on; all by default.
-        on_progress: called with the number of tokens read since the last call, after each layer.
 
     Returns:
         The layers whose states were passed on.
@@ -75,7 +73,7 @@ def stream(
             for role, part in layer.parts.items():
                 stack.callback(part.module.register_forward_hook(reader.hook(layer, role)).remove)
         size = min(chunk or rows.shape[1], rows.shape[1])
-        progress = Progress(rows.numel(), on_progress or (lambda tokens: None))
+        progress = Progress(rows.numel())
         for number, row in enumerate(rows):
             past: Any = DynamicCache(config=root.config) if size < len(row) else None
             for start in range(0, len(row), size):

@@ -1,39 +1,163 @@
-"""Progress within a pass: a piece of work is reported layer by layer, in whole tokens that add up to it."""
+"""Progress of long work, which a command shows as a bar and a program may listen to.
+
+What reads tokens reports them with :func:`advance`, and names what it does with :func:`stage`; nothing happens then
+unless somebody listens.
+
+>>> with listen(lambda stage, tokens: print(stage, tokens)), stage("reading"):
+...     advance(512)
+reading 512
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:  # commands show their help without torch
+    from torch import nn
+
 
 LOOKS: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.02}
-"""Options of tqdm for a bar of tokens. Steps are layers, which take unequal times, so that the newest one has little
-weight in the rate that is shown."""
+"""Options of tqdm for a bar of tokens. They are reported by layers, which take unequal times, so that the newest one
+has little weight in the rate that is shown."""
+
+
+# Context variables, so that threads, and a measurement within another one, have listeners and stages of their own.
+_stage: ContextVar[str] = ContextVar("stage", default="")
+_on_tokens: ContextVar[Callable[[str, int], object] | None] = ContextVar("on_tokens", default=None)
+_on_more: ContextVar[Callable[[int], object] | None] = ContextVar("on_more", default=None)
+_on_sentence: ContextVar[Callable[[str], object] | None] = ContextVar("on_sentence", default=None)
+
+
+def advance(tokens: int) -> None:
+    """Report that a number of tokens was done since the last call, under the present stage."""
+    if (call := _on_tokens.get()) is not None:
+        call(_stage.get(), tokens)
+
+
+def more(tokens: int) -> None:
+    """Report that a number of tokens will be done in addition, which could not be known at the beginning."""
+    if (call := _on_more.get()) is not None:
+        call(tokens)
+
+
+def say(sentence: str) -> None:
+    """Report a step of the work in a sentence."""
+    if (call := _on_sentence.get()) is not None:
+        call(sentence)
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Name what is done within a ``with`` block; a stage within it replaces the name."""
+    token = _stage.set(name)
+    try:
+        yield
+    finally:
+        _stage.reset(token)
+
+
+@contextlib.contextmanager
+def listen(
+    on_tokens: Callable[[str, int], object] | None = None,
+    *,
+    on_more: Callable[[int], object] | None = None,
+    on_sentence: Callable[[str], object] | None = None,
+) -> Iterator[None]:
+    """Listen to the progress of what is done within a ``with`` block.
+
+    Args:
+        on_tokens: called with the stage of the work and the number of tokens that were just done, after each layer.
+        on_more: called with a number of tokens that will be done in addition.
+        on_sentence: called with a sentence about each step.
+
+    What is left out goes where it went before.
+    """
+    tokens, additional, sentences = _on_tokens.get(), _on_more.get(), _on_sentence.get()
+    _on_tokens.set(on_tokens or tokens)
+    _on_more.set(on_more or additional)
+    _on_sentence.set(on_sentence or sentences)
+    try:
+        yield
+    finally:
+        _on_tokens.set(tokens)
+        _on_more.set(additional)
+        _on_sentence.set(sentences)
+
+
+@contextlib.contextmanager
+def unreported() -> Iterator[None]:
+    """Report none of the tokens that are done within a ``with`` block: they are not among those announced."""
+    with listen(lambda stage, tokens: None):
+        yield
+
+
+@contextlib.contextmanager
+def all_of(tokens: int) -> Iterator[None]:
+    """Report at the end of a ``with`` block what of a number of tokens was not reported within it."""
+    left, outer = tokens, _on_tokens.get()
+
+    def count(name: str, done: int) -> None:
+        nonlocal left
+        left -= done
+        if outer is not None:
+            outer(name, done)
+
+    with listen(count):
+        yield
+    if left > 0:
+        advance(left)
+
+
+@contextlib.contextmanager
+def bar(total: int | None, label: str | None = None, *, hidden: bool = False) -> Iterator[None]:
+    """Show a progress bar of tokens on stderr for the length of a ``with`` block, and sentences above it.
+
+    Args:
+        total: tokens to do, where they are known.
+        label: in front of the bar.
+        hidden: show no bar.
+    """
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, disable=hidden, **LOOKS) as shown:
+
+        def on_tokens(stage: str, tokens: int) -> None:
+            shown.set_postfix_str(stage, refresh=False)
+            shown.update(tokens)
+
+        def on_more(tokens: int) -> None:
+            shown.total = (shown.total or 0) + tokens
+
+        with listen(on_tokens, on_more=on_more, on_sentence=lambda text: shown.write(text, file=sys.stderr)):
+            yield
+        shown.total = shown.n  # what was announced may have been an estimate
 
 
 class Progress:
-    """Reports a piece of work, such as a window of text, while a model reads it.
+    """Reports a piece of work, such as a window of text, layer by layer while a model reads it.
 
     Args:
         size: what is reported in all [tokens].
-        on_progress: called with the number of tokens since the last call.
         reads: tokens that the model reads meanwhile, by default ``size``: prompts that share what they begin with are
             read with fewer, and padding is read too.
 
     Example:
         >>> reports = []
-        >>> progress = Progress(10, reports.append, reads=4)
-        >>> progress.reach(1)
-        >>> progress.reach(4)
-        >>> progress.finish()
+        >>> with listen(lambda stage, tokens: reports.append(tokens)):
+        ...     progress = Progress(10, reads=4)
+        ...     progress.reach(1)
+        ...     progress.reach(4)
+        ...     progress.finish()
         >>> reports
         [2, 7, 1]
     """
 
-    def __init__(self, size: int, on_progress: Callable[[int], None], *, reads: int | None = None) -> None:
-        self.size, self.on_progress, self.reads = size, on_progress, reads or max(size, 1)
+    def __init__(self, size: int, *, reads: int | None = None) -> None:
+        self.size, self.reads = size, reads or max(size, 1)
         self.read = 0.0
         self._reported = 0
 
@@ -49,7 +173,7 @@ class Progress:
     def _report(self, tokens: int) -> None:
         if tokens > self._reported:
             new, self._reported = tokens - self._reported, tokens
-            self.on_progress(new)
+            advance(new)
 
     @contextlib.contextmanager
     def within_pass(self, decoder: nn.Module, tokens: int, *, rest: int = 0, passes: int = 1) -> Iterator[None]:

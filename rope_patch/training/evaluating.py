@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.evaluation.key_tokens import KeyTokens
@@ -18,6 +17,7 @@ from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Samp
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.options.finetune import RecipeOptions
+from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.parallel import from_first, processes
@@ -91,10 +91,8 @@ class Evaluations:
 
     def _measure(self, model: PreTrainedModel) -> EvalResult:
         quiet = processes()[0] > 0
-        with tqdm(
-            desc="evaluating", total=self.suite.tokens, unit="tok", unit_scale=True, leave=False, disable=quiet
-        ) as bar:
-            return self.suite.run(model, on_progress=bar.update)
+        with progress.bar(self.suite.tokens, "evaluating", hidden=quiet):
+            return self.suite.run(model)
 
     def before(self) -> EvalResult | None:
         """Return the evaluation before training; None where the model was not evaluated then."""

@@ -25,6 +25,7 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.statistics import Capture
+from rope_patch.runtime.progress import listen
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -177,7 +178,8 @@ def run(model, tokenizer, **options):
 def test_every_part_is_there(tokenizer, family):
     progress = []
     model = small(family, **({"vocab_size_per_layer_input": 1024} if family == "gemma4" else {}))
-    result = run(model, tokenizer, p_values=[0.5], on_progress=lambda stage, tokens: progress.append((stage, tokens)))
+    with listen(lambda stage, tokens: progress.append((stage, tokens))):
+        result = run(model, tokenizer, p_values=[0.5])
     out = json.loads(result.to_json())
     assert len(out["heads"]) == sum(layer.query.heads for layer in result.capture.layers)
     assert out["findings"] == findings(result) and findings(result)[-1] == result.advice.reason
@@ -195,8 +197,8 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
         if stage == "heads":
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run(model, tokenizer, resume=tmp_path, on_progress=stop)
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        run(model, tokenizer, resume=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"capture.npz", "finished.jsonl"}
     calls = []
     monkeypatch.setattr(engine, "capture", lambda *a, **k: calls.append(a) or capture(*a, **k))

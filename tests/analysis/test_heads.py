@@ -45,6 +45,7 @@ from rope_patch.analysis.heads import FAR, TRIGGERS, Heads
 from rope_patch.analysis.views import view_heads
 from rope_patch.frequencies import geometric
 from rope_patch.modeling.capture import capture
+from rope_patch.runtime.progress import listen
 
 MORE = {
     # These two slide by their masks alone, and tell their attention no window.
@@ -271,7 +272,8 @@ def test_even_attention_to_one_token_over_and_over_is_no_induction():
 
 def test_rows_layers_and_offsets():
     model, rows, steps = model_of("gemma2"), few_kinds(3, 30), []
-    whole = measure_heads(model, rows, on_progress=steps.append)
+    with listen(lambda stage, tokens: steps.append(tokens)):
+        whole = measure_heads(model, rows)
     assert sum(steps) == 90 and len(steps) > 3 and min(steps) > 0
     one_layer = measure_heads(model, rows, layers=[1])
     assert [layer.index for layer in one_layer.layers] == [1]
@@ -295,13 +297,13 @@ def test_the_model_is_left_as_it_was(implementation):
     model.train()
     model.model.layers[0].eval()
 
-    def stop(tokens):
+    def stop(stage, tokens):
         raise KeyboardInterrupt
 
     assert torch.equal(measure_heads(model, rows).layer(1).entropy, quiet.layer(1).entropy), "without dropout"
     view_heads(model, rows[0], [(1, 2)])
-    with pytest.raises(KeyboardInterrupt):
-        measure_heads(model, rows, on_progress=stop)
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        measure_heads(model, rows)
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
     assert model.config._attn_implementation == implementation
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

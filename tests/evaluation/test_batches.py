@@ -23,6 +23,7 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.runtime.finished import ResultCache, open_cache
 from rope_patch.runtime.parallel import alone, from_first
+from rope_patch.runtime.progress import listen
 
 pytestmark = pytest.mark.slow
 
@@ -41,30 +42,33 @@ def slowly(*_):
     time.sleep(0.01)
 
 
-def compare_with(model, tokenizer, cache, on_progress=slowly):
-    return compared(model, tokenizer, ["default", "yarn:factor=4"], **GRID, resume=cache, on_progress=on_progress)
+def compare_with(model, tokenizer, cache, on_tokens=slowly):
+    with listen(on_tokens):
+        return compared(model, tokenizer, ["default", "yarn:factor=4"], **GRID, resume=cache)
 
 
 def measured(model, tokenizer, folder):
     """What a process finds, the comparison a second time from the result cache."""
     reports, kept, cache = [], set(), folder / "cache.jsonl"
 
-    def on_progress(name, tokens):
+    def on_tokens(stage, tokens):
         reports.append(tokens)
         kept.update(path.name for path in folder.glob("cache*"))
         slowly()
 
     with spy_ids(model) as read:
-        comparison = compare_with(model, tokenizer, cache, on_progress).to_json()
+        comparison = compare_with(model, tokenizer, cache, on_tokens).to_json()
     with spy_ids(model) as again:
         assert compare_with(model, tokenizer, cache).to_json() == comparison
-    checked = check_cache(model, tokenizer, ["int4-token"], **CHECK, resume=folder / "kv.jsonl", on_progress=slowly)
+    with listen(slowly):
+        checked = check_cache(model, tokenizer, ["int4-token"], **CHECK, resume=folder / "kv.jsonl")
+        text = perplexity(model, IDS, **WINDOWS).to_json()
     found = {
         "comparison": json.loads(comparison),
         "tokens": sum(reports),
         "again": len(again),
         "kv-check": json.loads(checked.to_json()),
-        "text": perplexity(model, IDS, **WINDOWS, on_progress=slowly).to_json(),
+        "text": text,
     }
     return found, {"read": sum(ids.numel() for ids in read), "kept": sorted(kept)}
 
@@ -79,15 +83,16 @@ def share(rank, model, tokenizer, folder):
     if rank == 0:
         with alone():
             perplexity(model, IDS, **WINDOWS)
-    process["after"] = perplexity(model, IDS, **WINDOWS, on_progress=slowly).to_json()
-    try:  # each reads other text
-        perplexity(model, IDS[rank:], window=64, on_progress=slowly)
-    except ValueError as error:
-        process["failed"] = str(error)
+    with listen(slowly):
+        process["after"] = perplexity(model, IDS, **WINDOWS).to_json()
+        try:  # each reads other text
+            perplexity(model, IDS[rank:], window=64)
+        except ValueError as error:
+            process["failed"] = str(error)
     for parameter in model.lm_head.parameters():
         parameter.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a model that is spread over the processes
-    with spy_ids(model) as read:
-        perplexity(model, IDS, **WINDOWS, resume=folder / "spread.jsonl", on_progress=slowly)
+    with spy_ids(model) as read, listen(slowly):
+        perplexity(model, IDS, **WINDOWS, resume=folder / "spread.jsonl")
     process["spread"] = sum(ids.numel() for ids in read)
     dist.barrier()
     process["files"] = sorted(path.name for path in folder.glob("*.jsonl*"))

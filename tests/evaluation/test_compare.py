@@ -25,6 +25,7 @@ from rope_patch.evaluation.spec import tokens_to_read
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime.finished import ResultCache
+from rope_patch.runtime.progress import listen
 
 ASSETS = rope_patch.data_path("assets")
 TEXT = builtin_text("heldout").text[:20_000]
@@ -35,7 +36,7 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
     """What a spec alone refuses stands with the spec."""
     model, tokenizer = bundled
     stock, read = module_of(model), []
-    options = {**SMALL, "lengths": (64,), "on_progress": lambda name, n: read.append(n)}
+    options = {**SMALL, "lengths": (64,)}
     for methods, changes, message in [
         (["default", "table:values=1/2"], {}, "pair"),
         ([], {}, "methods"),
@@ -46,8 +47,9 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
     ]:
         with spy_ids(model) as seen, pytest.raises((ValueError, TypeError), match=message):
             compared(model, tokenizer, methods, **{**options, **changes})
-        assert not seen and read == []
-    result = compared(model, tokenizer, ["default", "pi:factor=4"], **options)
+        assert not seen
+    with listen(lambda stage, tokens: read.append(tokens)):
+        result = compared(model, tokenizer, ["default", "pi:factor=4"], **options)
     assert module_of(model) is stock and result.trained_length == 256
     assert sum(read) == 2 * tokens_to_read(result.spec) == 2 * (3 * 64 + 2 * 2 * 64)
 
@@ -221,11 +223,12 @@ def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
         if used.count("yarn:factor=4") == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        compared(model, tokenizer, methods, **SMALL, resume=journal, on_progress=stop)
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        compared(model, tokenizer, methods, **SMALL, resume=journal)
     assert module_of(model) is stock, "interrupted, the model is as it was"
-    used, options = [], {**SMALL, "resume": journal, "on_progress": lambda name, n: used.append(n)}
-    assert compared(model, tokenizer, methods, **options).to_json() == whole.to_json()
+    used, options = [], {**SMALL, "resume": journal}
+    with listen(lambda stage, tokens: used.append(tokens)):
+        assert compared(model, tokenizer, methods, **options).to_json() == whole.to_json()
     assert sum(used) == 2 * tokens_to_read(whole.spec), "the bar counts what was kept"
     with spy_ids(model) as seen:  # another method joins: it alone is measured
         more = compared(model, tokenizer, [*methods, "pi:factor=4"], **options)

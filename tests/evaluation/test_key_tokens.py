@@ -18,6 +18,7 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.patching.install import patched
+from rope_patch.runtime.progress import listen
 
 
 def chosen(model, window, context, short, **options):
@@ -75,7 +76,8 @@ def test_finished_windows_are_not_read_again():
     model, window, cache, read = bold_model(), TokenDocument("text", ids(64, 1)[0]), {}, []
     first = chosen(model, window, 64, 16, result_cache=cache)
     model.model.forward = None  # cannot be read any more
-    assert chosen(model, window, 64, 16, result_cache=cache, on_progress=read.append) == first
+    with listen(lambda stage, tokens: read.append(tokens)):
+        assert chosen(model, window, 64, 16, result_cache=cache) == first
     assert sum(read) == tokens_to_choose(64, 64, 16)
 
 

@@ -20,6 +20,7 @@ from rope_patch.evaluation.documents import TokenDocument, encode
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import scoring
 from rope_patch.modeling.scoring import SLICE
+from rope_patch.runtime.progress import listen
 
 VOCABULARY = 96
 
@@ -166,7 +167,8 @@ def test_each_token_is_scored_once_with_the_most_context(length, window, stride)
     scored, windows = by_hand(model, text, window, stride)
     low = (min(position for position, _ in scored.values()) + window) // 2
     options = {"window": window, "stride": stride, "buckets": (low, window)}
-    result = perplexity(model, text, **options, on_progress=reports.append)
+    with listen(lambda stage, tokens: reports.append(tokens)):
+        result = perplexity(model, text, **options)
     assert (result.tokens, result.windows, sum(reports)) == (len(scored), windows, window * windows)
     assert result.nll == pytest.approx(statistics.fmean(loss for _, loss in scored.values()), abs=1e-5)
     late = [loss for position, loss in scored.values() if position >= low]
@@ -340,7 +342,8 @@ def test_documents_are_read_one_at_a_time():
             asked.append(i)
             yield TokenDocument(f"d{i}", ids(12, seed=i)[0])
 
-    perplexity(bold_model(), stream(), window=12, on_progress=lambda n: reports.append(asked[-1]))
+    with listen(lambda stage, tokens: reports.append(asked[-1])):
+        perplexity(bold_model(), stream(), window=12)
     assert set(reports) == set(range(6)) and reports == sorted(reports), "each is scored before the next is asked for"
 
 
@@ -349,15 +352,15 @@ def test_kept_windows_are_not_scored_again(tmp_path):
     whole = perplexity(model, rows, buckets=(0, 20, 40))
     done = 0
 
-    def stop(tokens):
+    def stop(stage, tokens):
         nonlocal done
         done += tokens
         if done == 3 * 40:  # the last token of a window is reported when its scores are kept
             raise KeyboardInterrupt
 
     journal = tmp_path / "finished.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        perplexity(model, rows, buckets=(0, 20, 40), resume=journal, on_progress=stop)
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        perplexity(model, rows, buckets=(0, 20, 40), resume=journal)
     with spy_ids(model) as seen:
         resumed = perplexity(model, rows, buckets=(0, 20, 40), resume=journal)
     assert len(seen) == 2 and resumed == whole

@@ -25,6 +25,7 @@ from rope_patch.evaluation.prompts import Prompt
 from rope_patch.evaluation.retrieval import Sample, grade, retrieval
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.modeling.scoring import Reader
+from rope_patch.runtime.progress import listen
 
 ASKED = {"lengths": [72], "depths": [0.0, 0.5, 1.0], "samples": 4, "haystack": HAY}
 EVERY = [
@@ -248,16 +249,16 @@ def test_finished_haystacks_are_kept(tmp_path):
         whole = retrieval(model, TOKENIZER, **asked)
     everything = sum(ids.numel() for ids in seen)
 
-    def stop(tokens):
+    def stop(stage, tokens):
         reports.append(tokens)
         if sum(reports) > 2 * 3 * 72:  # in the third haystack
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        retrieval(model, TOKENIZER, **asked, resume=journal, on_progress=stop)
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        retrieval(model, TOKENIZER, **asked, resume=journal)
     reports.clear()
-    with spy_ids(model) as seen:
-        assert retrieval(model, TOKENIZER, **asked, resume=journal, on_progress=reports.append) == whole
+    with spy_ids(model) as seen, listen(lambda stage, tokens: reports.append(tokens)):
+        assert retrieval(model, TOKENIZER, **asked, resume=journal) == whole
     assert 0.4 < sum(ids.numel() for ids in seen) / everything < 0.6, "two haystacks of four were done already"
     assert sum(reports) == 3 * 4 * 72
     with rope_patch.patched(model, "pi:factor=2"):

@@ -23,6 +23,7 @@ from rope_patch.kv_evaluation.verdicts import find_verdict
 from rope_patch.options.kv_check import Limits
 from rope_patch.reports import comparison as report
 from rope_patch.reports.page import render
+from rope_patch.runtime.progress import listen
 
 TEXT = "Some words to read, and some more of them. " * 90
 ASKED = {"lengths": (96, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
@@ -84,7 +85,8 @@ def test_without_a_haystack_needles_are_hidden_in_the_text(tokenizer):
 
 def test_a_suite_gives_what_its_parts_give(tokenizer):
     model, suite, read = bold_model(vocab_size=len(tokenizer)), suite_of(tokenizer, tasks=["niah", "vt"], **ASKED), []
-    result = suite.run(model, on_progress=read.append)
+    with listen(lambda stage, tokens: read.append(tokens)):
+        result = suite.run(model)
     assert result.perplexity == perplexity(model, suite.windows, window=128, buckets=suite.spec.edges, batch=128)
     for task in ("niah", "vt"):
         alone = retrieval(model, tokenizer, task, lengths=(96, 128), depths=(0.2, 0.8), samples=2, haystack=HAY)

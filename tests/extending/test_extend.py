@@ -28,6 +28,7 @@ from rope_patch.extending.looking import other_programs
 from rope_patch.extending.run import Run
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.writing import from_dict, to_dict
+from rope_patch.runtime.progress import listen
 
 pytestmark = pytest.mark.usefixtures("reloads_fork")
 
@@ -44,7 +45,8 @@ def llama():
 @pytest.fixture(scope="module")
 def extended(llama, tmp_path_factory):
     folder, said = tmp_path_factory.mktemp("extend") / "out", []
-    outcome = extend(llama, TOKENIZER, output=folder, budget=70, tokens=MANY, on_step=said.append, **QUICK)
+    with listen(on_sentence=said.append):
+        outcome = extend(llama, TOKENIZER, output=folder, budget=70, tokens=MANY, **QUICK)
     return outcome, said
 
 
@@ -125,8 +127,8 @@ def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
             raise KeyboardInterrupt
 
     options = {"output": tmp_path / "out", "budget": 70, "tokens": MANY, **QUICK}
-    with pytest.raises(KeyboardInterrupt):
-        extend(llama, TOKENIZER, on_progress=stop, **options)
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, **options)
     assert not (tmp_path / "out").exists() and rope_patch.inspect(llama).record is None
     again = extend(llama, TOKENIZER, **options)
     assert again.comparison.to_json() == extended[0].comparison.to_json()
@@ -141,8 +143,8 @@ def test_what_is_finished_can_be_used_at_once(llama, extended, tmp_path):
     options = {"output": tmp_path / "out", "budget": 70, "tokens": MANY, **QUICK}
     with pytest.raises(ValueError, match=r"no round is finished in .*out\.work: run without finish_now"):
         extend(llama, TOKENIZER, finish_now=True, **options)
-    with pytest.raises(KeyboardInterrupt):
-        extend(llama, TOKENIZER, on_progress=stop, **options)
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, **options)
     finished = (tmp_path / "out.work" / "finished.jsonl").read_bytes()
     outcome = extend(llama, TOKENIZER, finish_now=True, **options)
     assert (tmp_path / "out.work" / "finished.jsonl").read_bytes() == finished, "nothing was measured now"
@@ -158,8 +160,8 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
 
     options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK}
     options |= {"methods": ["yarn"], "exports": ["vllm"]}
-    with pytest.raises(KeyboardInterrupt):
-        extend(llama, TOKENIZER, on_step=stop, **options)
+    with listen(on_sentence=stop), pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
     assert extend(llama, TOKENIZER, **options).exports == (tmp_path / "out-vllm",)
     for name in ("out", "out-vllm"):
@@ -192,11 +194,10 @@ def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama,
 
 @pytest.mark.parametrize("options", [{}, {"mode": "multikey"}, {"tasks": ["passkey", "vt"]}], ids=str)
 def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
-    run, read = (
-        Run(llama, TOKENIZER, from_dict(ExtendSettings, {"model": "llama", **QUICK, **options}), tmp_path / "out"),
-        [],
-    )
-    run.suite.smaller(2, 1).run(llama, on_progress=read.append)
+    settings, read = from_dict(ExtendSettings, {"model": "llama", **QUICK, **options}), []
+    run = Run(llama, TOKENIZER, settings, tmp_path / "out")
+    with listen(lambda stage, tokens: read.append(tokens)):
+        run.suite.smaller(2, 1).run(llama)
     assert sum(read) == run.tokens_of(2, 1)
 
 
@@ -248,7 +249,8 @@ def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
     monkeypatch.setattr("rope_patch.extending.fitted.fit", found)
     said = []
     options = {"output": tmp_path / "out", **QUICK, "methods": others, "budget": 40, "tokens": FEW, "fit": True}
-    outcome = extend(llama, TOKENIZER, on_step=said.append, **options)
+    with listen(on_sentence=said.append):
+        outcome = extend(llama, TOKENIZER, **options)
     measured = [row.method for row in outcome.comparisons[0].rows]
     assert rope_patch.inspect(llama).record is None
     assert measured[: len(others) + 1] == ["default", *(f"{name}:factor=2" for name in others)]
@@ -279,8 +281,8 @@ def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
 def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, changes, message):
     read = []
     options = {"output": tmp_path / "out", **QUICK, **changes}
-    with pytest.raises(ValueError, match=message):
-        extend(llama, TOKENIZER, on_progress=lambda *progress: read.append(progress), **options)
+    with listen(lambda *progress: read.append(progress)), pytest.raises(ValueError, match=message):
+        extend(llama, TOKENIZER, **options)
     assert not read and not list(tmp_path.iterdir())
 
 
@@ -312,9 +314,8 @@ def test_trained_weights_of_a_gguf_file_are_left_to_the_converter(llama, tmp_pat
     file, said = write_toy(llama, tmp_path / "model.gguf"), []
     options = {**QUICK, "methods": ["yarn"], "output": tmp_path / "out", "budget": 60, "tokens": 51_000}
     model = rope_patch.load(file)
-    outcome = extend(
-        model, TOKENIZER, train=True, train_rows=8, exports=["gguf", "vllm"], on_step=said.append, **options
-    )
+    with listen(on_sentence=said.append):
+        outcome = extend(model, TOKENIZER, train=True, train_rows=8, exports=["gguf", "vllm"], **options)
     assert outcome.exports == (tmp_path / "out-vllm",) and not (tmp_path / "out.gguf").exists()
     assert any(f"rope-patch export {tmp_path / 'out'} --to gguf --converter PATH" in sentence for sentence in said)
 
@@ -358,8 +359,8 @@ def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_pa
 
     monkeypatch.setattr(Trainer, "training_step", counted)
     for said in (lambda sentence: None, stop):
-        with pytest.raises(KeyboardInterrupt):
-            extend(llama, TOKENIZER, output=tmp_path / "out", on_step=said, **options)
+        with listen(on_sentence=said), pytest.raises(KeyboardInterrupt):
+            extend(llama, TOKENIZER, output=tmp_path / "out", **options)
     assert rows[10:] == [1] * 8, "the training went on after its first step"
     outcome = extend(llama, TOKENIZER, output=tmp_path / "out", **options)
     assert len(rows) == 18, "and was not repeated"
@@ -370,7 +371,8 @@ def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_pa
 def test_another_base_is_no_candidate_where_the_checkpoint_has_a_larger_one(tmp_path):
     rotary = {"rope_type": "default", "rope_theta": 1e6}
     model, said = tiny_model(vocab_size=1024, max_position_embeddings=256, rope_parameters=rotary), []
-    methods = Run(model, TOKENIZER, ExtendSettings("tiny", 512), tmp_path / "out", said.append).methods
+    with listen(on_sentence=said.append):
+        methods = Run(model, TOKENIZER, ExtendSettings("tiny", 512), tmp_path / "out").methods
     assert "yarn:factor=2" in methods and not any(method.startswith("abf") for method in methods)
     assert said == ["abf is left out: no pair of this checkpoint would turn slower"]
     named = ExtendSettings("tiny", 512, methods=("abf",))

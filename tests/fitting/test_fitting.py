@@ -22,6 +22,7 @@ from rope_patch.fitting import SEED, held_out_spec, running
 from rope_patch.fitting.estimate import FitCost
 from rope_patch.methods import Table
 from rope_patch.patching.locate import locate
+from rope_patch.runtime.progress import listen
 
 
 def weights_of(model):
@@ -180,8 +181,8 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was():
         if stage == "step 2: evaluation":
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        fitted(model, TOKENIZER, on_progress=interrupt)
+    with listen(interrupt), pytest.raises(KeyboardInterrupt):
+        fitted(model, TOKENIZER)
     assert locate(model).module is original and model.config.to_dict() == config
     assert all(p.requires_grad for p in model.parameters())
 
@@ -247,7 +248,8 @@ def test_the_tokens_are_those_that_a_fit_reads(steps):
     def note(stage, tokens):
         read[stage] = read.get(stage, 0) + tokens
 
-    fitted(small(), TOKENIZER, steps=steps, positions="pose", on_progress=note)
+    with listen(note):
+        fitted(small(), TOKENIZER, steps=steps, positions="pose")
     cost = FitCost(held_out_spec(small(), 96, windows=2, samples=1, depths=(0.0, 1.0)), 64, steps, "pose")
     for name in ("halfway", "quarter", "eighth"):  # tried where the average is no better than the start
         read.pop(f"{name}: evaluation", 0)

@@ -36,6 +36,7 @@ from rope_patch.kv_evaluation.reading import CheckReading
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import find_schemes
 from rope_patch.options.kv_check import Limits
+from rope_patch.runtime.progress import listen
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -127,7 +128,7 @@ def test_noise_is_the_largest_difference_of_three_passes(tokenizer, checked, mon
         logits = [model(inputs_embeds=each, use_cache=False).logits[0].double() for each in inputs]
         whole = perplexity(model, [window], window=56, buckets=[0, 40, 56], cache=factory)
         options = {"lengths": LENGTHS, "edges": (0, 40, 56), "chunk": None, "cache": factory}
-        found = noise_floor(model, window, whole, **options, on_progress=lambda tokens: None)
+        found = noise_floor(model, window, whole, **options)
     losses = [float(torch.nn.functional.cross_entropy(each[:39], window.ids[1:40])) for each in logits]
     assert found[40] == pytest.approx(max(losses) - min(losses), rel=1e-3) and found[40] > 1e-3
 
@@ -402,17 +403,9 @@ def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_an
     expected = 2 * 7 * attributed * 56
     results = []
     for progress, more in (([], []), ([], [])):
-        check = check_cache(
-            model,
-            tokenizer,
-            ["int2.token", "int8-token"],
-            methods=("default", "nope"),
-            attributed=attributed,
-            resume=kept,
-            on_progress=lambda stage, tokens, progress=progress: progress.append(tokens),
-            on_more=more.append,
-            **ASKED,
-        )
+        options = {"methods": ("default", "nope"), "attributed": attributed, "resume": kept, **ASKED}
+        with listen(lambda stage, tokens, progress=progress: progress.append(tokens), on_more=more.append):
+            check = check_cache(model, tokenizer, ["int2.token", "int8-token"], **options)
         assert sum(more) == expected and sum(progress) == reading.tokens(spec) + expected and min(progress) >= 0
         results.append(check.to_json())
     assert results[0] == results[1]
@@ -439,14 +432,13 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     names = ["int4-token", CENTRED]
-    with pytest.raises(KeyboardInterrupt):
-        check_cache(model, tokenizer, names, resume=path, on_progress=stop, **ASKED)
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        check_cache(model, tokenizer, names, resume=path, **ASKED)
     assert rope_patch.inspect(model).record is None and path.exists()
     first = len(heads)
     progress = []
-    check = check_cache(
-        model, tokenizer, names, resume=path, on_progress=lambda *event: progress.append(event), **ASKED
-    )
+    with listen(lambda *event: progress.append(event)):
+        check = check_cache(model, tokenizer, names, resume=path, **ASKED)
     whole, again = len(heads) - first, len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
     parts = {f"default, {part}" for part in ("mean keys", "statistics of keys", "attention errors")}

@@ -10,40 +10,41 @@ from support.tiny import ARCHITECTURES, ids, tiny_model
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.modeling.capture import capture
-from rope_patch.runtime.progress import Progress
+from rope_patch.runtime.progress import Progress, advance, all_of, listen, say, stage, unreported
 
 ASKED = {"task": "niah", "lengths": [120], "depths": [0.0, 0.5, 1.0], "samples": 1, "haystack": "noise"}
 
 
 def reported(call):
     reports = []
-    call(reports.append)
+    with listen(lambda stage, tokens: reports.append(tokens)):
+        call()
     return reports
 
 
 def test_a_window_read_in_one_pass_moves_after_each_of_two_layers_and_after_the_output_head():
     model, text = tiny_model(), ids(30, batch=1)[0]
     # Thirds: layer, layer, output head; the last token waits until the scores are there.
-    assert reported(lambda report: perplexity(model, text, on_progress=report)) == [10, 10, 9, 1]
+    assert reported(lambda: perplexity(model, text)) == [10, 10, 9, 1]
 
 
 def test_chunks_move_progress_too():
     model, text = tiny_model(), ids(30, batch=1)[0]
-    assert reported(lambda report: perplexity(model, text, chunk=15, on_progress=report)) == [5, 5, 5, 5, 5, 4, 1]
+    assert reported(lambda: perplexity(model, text, chunk=15)) == [5, 5, 5, 5, 5, 4, 1]
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_family_reports_its_layers(family):
-    reports = reported(lambda report: perplexity(tiny_model(family), ids(30, batch=1)[0], on_progress=report))
+    reports = reported(lambda: perplexity(tiny_model(family), ids(30, batch=1)[0]))
     assert reports == [10, 10, 9, 1]
 
 
 def test_windows_that_are_kept_are_reported_at_once_and_equal_ones_together():
     model, row, kept = tiny_model(), ids(30, batch=1), {}
     rows = torch.cat((row, row, ids(30, batch=1, seed=1)))
-    first = reported(lambda report: perplexity(model, rows, batch=3, resume=kept, on_progress=report))
+    first = reported(lambda: perplexity(model, rows, batch=3, resume=kept))
     assert sum(first) == 90 and max(first) <= 30, "two are read for three"
-    assert reported(lambda report: perplexity(model, rows, resume=kept, on_progress=report)) == [30, 30, 30]
+    assert reported(lambda: perplexity(model, rows, resume=kept)) == [30, 30, 30]
 
 
 def test_padding_is_no_progress():
@@ -52,13 +53,13 @@ def test_padding_is_no_progress():
     from rope_patch.evaluation.documents import TokenDocument
 
     documents = [TokenDocument(str(i), row) for i, row in enumerate(rows)]
-    reports = reported(lambda report: perplexity(model, documents, window=30, batch=2, on_progress=report))
+    reports = reported(lambda: perplexity(model, documents, window=30, batch=2))
     assert reports == [12, 12, 11, 1]
 
 
 @pytest.mark.parametrize("mode", ["single", "multikey"])
 def test_prompts_move_evenly_with_what_is_read_and_add_up(mode):
-    reports = reported(lambda report: retrieval(bold(), TOKENIZER, mode=mode, **ASKED, on_progress=report))
+    reports = reported(lambda: retrieval(bold(), TOKENIZER, mode=mode, **ASKED))
     assert sum(reports) == 3 * 120
     # Two layers and the head of each pass: none moves more than a third of what one prompt and its share stand for.
     assert len(reports) > 3 * 3 and max(reports) < 120
@@ -66,36 +67,48 @@ def test_prompts_move_evenly_with_what_is_read_and_add_up(mode):
 
 def test_shared_text_is_spread_over_all_prompts():
     """In multikey mode the first question reads nearly all, and progress is near its end when the others begin."""
-    moved = []
-
-    def report(tokens):
-        moved.append(tokens)
-
     asked = {**ASKED, "lengths": [192]}
-    retrieval(bold(), TOKENIZER, mode="multikey", **asked, on_progress=report)
+    moved = reported(lambda: retrieval(bold(), TOKENIZER, mode="multikey", **asked))
     halfway = sum(sum(moved[: i + 1]) < 3 * 192 / 2 for i in range(len(moved)))
     assert sum(moved) == 3 * 192 and halfway <= 3, "half of the work is the shared text, which is read in one pass"
 
 
 def test_statistics_report_each_layer_and_leave_no_hook():
     model = tiny_model()
-    assert reported(lambda report: capture(model, ids(30), on_progress=report)) == [15, 15, 15, 14, 1]
+    assert reported(lambda: capture(model, ids(30))) == [15, 15, 15, 14, 1]
 
-    def stop(tokens):
+    def stop(stage, tokens):
         raise KeyboardInterrupt
 
     for read in (capture, perplexity):
-        with pytest.raises(KeyboardInterrupt):
-            read(model, ids(30), on_progress=stop)
+        with listen(stop), pytest.raises(KeyboardInterrupt):
+            read(model, ids(30))
         assert not any(part._forward_hooks for part in model.modules())
 
 
 def test_progress_neither_falls_nor_overshoots():
-    reports = []
-    progress = Progress(10, reports.append, reads=5)
-    for read in (3, 2, 9):
-        progress.reach(read)
-    assert reports == [6, 3]
-    progress.finish()
-    progress.finish()
-    assert reports == [6, 3, 1]
+    def work():
+        progress = Progress(10, reads=5)
+        for read in (3, 2, 9):
+            progress.reach(read)
+        progress.finish()
+        progress.finish()
+
+    assert reported(work) == [6, 3, 1]
+
+
+def test_a_stage_within_a_stage_has_its_own_name_and_what_is_not_listened_to_goes_on_outside():
+    told, inner = [], []
+    with listen(lambda *progress: told.append(progress), on_sentence=told.append), stage("outer"):
+        with stage("inner"):
+            advance(1)
+        with listen(lambda *progress: inner.append(progress)):
+            advance(2)
+            say("a step")
+        with unreported():
+            advance(3)
+        with all_of(10):
+            advance(4)
+    assert told == [("inner", 1), "a step", ("outer", 4), ("outer", 6)] and inner == [("outer", 2)]
+    advance(5)
+    assert len(told) == 4, "nobody listens any more"

@@ -14,7 +14,7 @@ from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.kv_evaluation.run import kv_check
 from rope_patch.options.kv_check import Limits
 
-RUN = {"layer_types", "freeze_at", "resume", "on_progress", "on_more", "methods", "packed", "attributed"}
+RUN = {"layer_types", "freeze_at", "resume", "methods", "packed", "attributed"}
 LIMITS = {"tolerance", "confidence", "context"}
 
 

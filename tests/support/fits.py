@@ -56,9 +56,6 @@ class Verdicts:
     def __init__(self, model, scores):
         self.model, self.scores, self.tables, self.run = model, scores, {}, None
 
-    def on_progress(self, stage, tokens):
-        pass
-
     def __call__(self, name, method):
         self.tables[name] = self.run.table.log_factors[0].detach().clone()
         return candidate(name, *(self.START if name == "start" else self.scores(name)), method=method)
