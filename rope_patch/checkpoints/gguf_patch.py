@@ -304,9 +304,7 @@ def with_context(table: RotaryTable, length: int | None) -> RotaryTable:
 
 
 def _check_places(source: str | Path, out: str | Path, overwrite: bool) -> Path:
-    """Return the file to write, after refusing a source that is not there and an output that cannot be."""
-    if not Path(source).is_file():
-        raise FileNotFoundError(f"no file {source}")
+    """Return the file to write, after refusing an output that cannot be."""
     if Path(out).exists() and Path(out).samefile(source):
         raise ValueError(f"{out} is the GGUF file itself: give another output file")
     return check_out(out, overwrite=overwrite)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_file import open_gguf
@@ -143,7 +143,7 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
         complete=text.to_dict(),
         tables={table.layer_type: table for table in found.tables},
     )
-    layers = _layers(stated)
+    layers = _layers(text, stated.tables)
     rows = _own_rows(found, layers)
     if (reason := _failure(model, stated)) is not None:
         rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
@@ -182,11 +182,10 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
     return None
 
 
-def _layers(stated: StatedConfig) -> dict[str | None, tuple[int, ...]]:
-    """Return the layers of each table."""
-    count = int(stated.complete["num_hidden_layers"])
-    types = stated.complete.get("layer_types") or [None] * count
-    return {kind: tuple(i for i in range(count) if kind in (None, types[i])) for kind in stated.tables}
+def _layers(config: PreTrainedConfig, kinds: Iterable[str | None]) -> dict[str | None, tuple[int, ...]]:
+    """Return the layers of each table; ``kinds`` are the layer types that have one."""
+    types = getattr(config, "layer_types", None) or [None] * int(config.num_hidden_layers)
+    return {kind: tuple(i for i, each in enumerate(types) if kind in (None, each)) for kind in kinds}
 
 
 def _own_rows(found: Inspection, layers: Mapping[str | None, tuple[int, ...]]) -> list[AuditRow]:
@@ -275,9 +274,7 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
         model = AutoModelForCausalLM.from_config(load_config(source))
     plain = inspect_model(model)
     tables = {table.layer_type: table for table in plain.tables}
-    count = int(locate(model).config.num_hidden_layers)
-    types = getattr(locate(model).config, "layer_types", None) or [None] * count
-    layers = {kind: tuple(i for i in range(count) if kind in (None, types[i])) for kind in tables}
+    layers = _layers(locate(model).config, tables)
     rows = []
     for own in _own_rows(plain, layers):
         if own.layer_type == SLIDING and layered is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_patch import frequencies
 from rope_patch.exporting import contexts
@@ -106,10 +106,15 @@ def _without_ignored_factor(location: Location, table: RotaryTable, encoded: dic
 def builds(rotary: nn.Module, table: RotaryTable) -> bool:
     """Tell whether an original rotary module holds a table, up to the last bit of float32."""
     built = frequencies.zero_unrotated(original_tables(rotary)[table.layer_type].float().cpu())
+    return equal(table, built, scaling_of(rotary, table.layer_type))
+
+
+def equal(table: RotaryTable, inv_freq: Tensor, attention_scaling: float) -> bool:
+    """Tell whether frequencies (pairs,) [rad/token] and a scaling are those of a table, up to the last bit."""
     return (
-        built.shape == table.inv_freq.shape
-        and torch.allclose(built, table.inv_freq, rtol=3e-7, atol=0.0)
-        and abs(scaling_of(rotary, table.layer_type) - table.attention_scaling) < 1e-6
+        inv_freq.shape == table.inv_freq.shape
+        and torch.allclose(inv_freq, table.inv_freq, rtol=3e-7, atol=0.0)
+        and abs(attention_scaling - table.attention_scaling) < 1e-6
     )
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rope_patch import __version__
 from rope_patch.checkpoints.offline import copied, skeleton
 from rope_patch.exporting.contexts import other_contexts
-from rope_patch.exporting.encodings import config_keys, with_context
+from rope_patch.exporting.encodings import config_keys, equal, with_context
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
@@ -24,12 +24,11 @@ from rope_patch.tables import RotaryTable
 NOTE_FILE = "export.json"
 
 
-def read_tables(model: PreTrainedModel, context: int | None = None) -> tuple[RotaryTable, ...]:
+def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
     """Return the tables to export, after checking that they are what a patched model's record says.
 
     Args:
         model: the checkpoint's skeleton, patched as it shall be.
-        context: to be stated in place of the model's own [tokens].
 
     Raises:
         PatchError: they are not.
@@ -42,8 +41,7 @@ def read_tables(model: PreTrainedModel, context: int | None = None) -> tuple[Rot
             raise ValueError(
                 f"angles in {location.record.precision} cannot be exported: every engine computes in float32"
             )
-    context = int(location.config.max_position_embeddings) if context is None else context
-    tables = with_context(inspect_model(model).tables, context)
+    tables = with_context(inspect_model(model).tables, int(location.config.max_position_embeddings))
     for table in tables:
         if table.is_dynamic:
             raise ValueError(
@@ -160,8 +158,5 @@ def _check(folder: Path, tables: Sequence[RotaryTable]) -> None:
     read = {table.layer_type: table for table in inspect_model(skeleton(folder)).tables}
     for table in tables:
         rebuilt = read[table.layer_type]
-        same = rebuilt.inv_freq.shape == table.inv_freq.shape and bool(
-            ((rebuilt.inv_freq - table.inv_freq).abs() <= 3e-7 * table.inv_freq).all()
-        )
-        if not same or abs(rebuilt.attention_scaling - table.attention_scaling) > 1e-6:
+        if not equal(table, rebuilt.inv_freq, rebuilt.attention_scaling):
             raise ValueError(f"transformers reads another table back: {rebuilt}, exported {table}")

@@ -19,7 +19,7 @@ def page(analysis: Analysis) -> Page:
         analysis: of a checkpoint.
     """
     parts = (_heads, _single, _usage, _outliers, _means, _sinks, _p_sweep)
-    summary = Section("Summary", findings(analysis), [pages.facts(facts(analysis))])
+    summary = Section("Summary", findings(analysis), [pages.facts(facts(analysis), analysis.environment)])
     title = f"How {analysis.name} uses its rotary table"
     return Page(title, [summary, *(part(analysis) for part in parts)])
 
@@ -106,7 +106,6 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
         ("Rows", shape),
         ("Rows of each group", groups),
         ("Names", "Heads are named layer.head; pairs are counted from 0, fastest first; in tokens ␣ is a space."),
-        ("Environment", ", ".join(f"{name} {version}" for name, version in analysis.environment.items())),
     ]
 
 

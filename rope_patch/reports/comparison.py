@@ -54,7 +54,7 @@ def _section(comparison: Comparison) -> Section:
         answers([(names[row.label], row.scores) for row in comparison.rows]),
         _tables(comparison, names),
         *_long_names(names),
-        pages.facts(_facts(comparison)),
+        pages.facts(_facts(comparison), comparison.environment),
     ]
     title = f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks)}"
     return Section(title, summary(comparison, names, columns), parts)
@@ -256,13 +256,11 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     if scores.key_tokens is not None:
         facts.append(("LongPPL", str(scores.key_tokens)))
     special = f"ids {', '.join(map(str, retrieval.prefix))}" if retrieval.prefix else "none"
-    environment = ", ".join(f"{name} {value}" for name, value in comparison.environment.items())
     return [
         *facts,
         ("Retrieval", retrieval_text(scores)),
         ("Haystack", haystack_of(retrieval)),
         ("Special tokens", f"{special}, in front of each window and prompt"),
-        ("Environment", environment or "not recorded"),
     ]
 
 

@@ -269,7 +269,7 @@ def _how(check: KVCheck) -> Section:
         "full precision is read by the model’s own attention, a scheme by this package’s. Noise in the tables: how far "
         "the perplexity of one window moves by rounding alone."
     )
-    return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check))])
+    return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check), check.environment)])
 
 
 def _facts(check: KVCheck) -> list[tuple[str, str]]:
@@ -287,7 +287,6 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
         ("Perplexity", f"{windows_of(check.windows, spec.longest)}, read {chunk}; {tokens} tokens scored"),
         ("Retrieval", retrieval_text(scores)),
         ("Haystack", haystack_of(retrieval)),
-        ("Environment", ", ".join(f"{name} {value}" for name, value in check.environment.items()) or "not recorded"),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,9 +156,10 @@ def drawn(figure: Any, caption: str) -> Figure:
     return Figure(f"data:image/svg+xml;base64,{data}", figure.get_label(), caption)
 
 
-def facts(entries: Sequence[tuple[str, str]]) -> DataTable:
-    """Return what was measured, on what and with what, as a folded table."""
-    rows: list[Cells] = [[name, Cell(value, style="text")] for name, value in entries]
+def facts(entries: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> DataTable:
+    """Return what was measured, on what and with what versions of programs, as a folded table."""
+    versions = ", ".join(f"{name} {value}" for name, value in environment.items()) or "not recorded"
+    rows: list[Cells] = [[name, Cell(value, style="text")] for name, value in (*entries, ("Environment", versions))]
     return DataTable("What was measured", ["", "Value"], rows, "The model, the texts and the versions.", folded=True)
 
 
