@@ -51,15 +51,6 @@ def test_a_share_knows_that_prompts_of_a_haystack_hang_together(adapt):
     assert other["interval"][1] - other["interval"][0] > 1.5 * (one["interval"][1] - one["interval"][0])
 
 
-def test_the_cells_are_those_promised(adapt):
-    cells = adapt.cells(quick=False)
-    assert len(cells) == len(set(cells)) == 36
-    for shape in ("llama", "gemma3"):
-        assert {(arm, seed) for s, arm, seed in cells if s == shape and not arm.endswith("pose")} == {
-            (arm, seed) for arm in ("default", "pi", "abf", "yarn", "p_rope") for seed in range(3)
-        }
-
-
 @pytest.mark.full
 def test_a_quick_study_runs_is_resumed_and_says_what_it_measured(adapt, tmp_path):
     def run():

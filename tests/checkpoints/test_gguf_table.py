@@ -65,13 +65,6 @@ def test_a_plain_table_needs_no_factors(base, tmp_path):
     assert (table_of(tmp_path / "m.gguf").rope_theta, table_of(tmp_path / "m.gguf").rope_type) == (500000, "default")
 
 
-def test_attention_scaling_is_a_key_beside_a_scaling_of_none(base, tmp_path):
-    patch_gguf(base, "yarn:factor=4", tmp_path / "m.gguf")
-    written = gguf.GGUFReader(tmp_path / "m.gguf")
-    assert written.get_field("llama.rope.scaling.attn_factor").contents() == pytest.approx(0.1 * np.log(4) + 1)  # YaRN
-    assert written.get_field("llama.rope.scaling.type").contents() == "none"
-
-
 def test_scaling_of_the_base_does_not_come_on_top(base, tmp_path):
     """The keys of a base that the engine would apply besides our factors, in every form that it reads."""
     linear = [Key.of("llama.rope.scale_linear", 2.0, "FLOAT32"), Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32")]

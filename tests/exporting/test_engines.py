@@ -151,18 +151,6 @@ def test_the_engine_computes_what_transformers_does(base, tmp_path, method):
         far(engine(base, ids, float32_cache=False), want)
 
 
-def test_a_table_that_is_nearly_right_is_seen(base, tmp_path):
-    """One pair of sixteen off by a tenth is no rounding."""
-    want = expected_logits(patched("yarn:factor=4"), tokens())
-    model = loaded()
-    table = rope_patch.apply(model, "yarn:factor=4").after[None]
-    values = table.inv_freq.clone()
-    values[3] *= 1.1
-    wrong = rope_patch.Table(values=tuple(values.tolist()), attention_scaling=table.attention_scaling)
-    rope_patch.apply(model, wrong, replace=True)
-    assert agreement(engine(exported(model, base, tmp_path / "m.gguf"), tokens()), want)[1] > 0.1
-
-
 @pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4", "abf"])
 def test_options_of_the_command_line_give_the_written_table(base, method, tmp_path):
     """What ``rope-patch flags`` prints, on a file of the unpatched model, against a file that holds the table."""
