@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from support.fresh import stock_logits
-from support.patches import edit_json, lora, method_for, module_of
+from support.patches import edit_json, lora, method_for, module_of, patched_model
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -22,13 +22,6 @@ from rope_patch import METHODS, PatchError, checkpoints
 from rope_patch.checkpoints.offline import patch_folder, restore_folder, verify_folder
 
 CHAINS = ("abf:rope_theta=500000+p_rope:p=0.5", "p_rope:p=0.25+pi:factor=8", "yarn:factor=4+p_rope:p=0.5")
-
-
-def patched():
-    """The tiny Llama under YaRN."""
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +260,7 @@ def test_saving_an_unpatched_model_raises(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    model = patched()
+    model = patched_model("yarn:factor=4")
     rope_patch.save(model, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     rope_patch.apply(model, "pi:factor=4", replace=True)
@@ -286,11 +279,11 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="folder"):
-        rope_patch.save(patched(), tmp_path / "file")
+        rope_patch.save(patched_model("yarn:factor=4"), tmp_path / "file")
 
 
 def test_truncated_weights(tmp_path):
-    model = patched()
+    model = patched_model("yarn:factor=4")
     rope_patch.save(model, tmp_path / "out")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -310,7 +303,7 @@ def test_a_gated_model_says_where_to_accept_its_licence(monkeypatch):
 
 
 def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):
-    model = patched()
+    model = patched_model("yarn:factor=4")
     rope_patch.save(model, tmp_path)
     (tmp_path / "ema.safetensors").write_bytes(b"mine")
     with torch.no_grad():
@@ -329,7 +322,7 @@ def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):
 
 
 def test_a_copy_of_a_folder_leaves_out_what_describes_that_folder_alone(tmp_path):
-    model = patched()
+    model = patched_model("yarn:factor=4")
     rope_patch.save(model, tmp_path / "patched")
     others = {"rope_patch.json", "export.json", "notes.txt"}  # a Trainer's checkpoint holds the first
     for name in others:
@@ -339,7 +332,7 @@ def test_a_copy_of_a_folder_leaves_out_what_describes_that_folder_alone(tmp_path
 
 
 def test_a_method_meets_an_adapter_over_a_patched_base(tmp_path):
-    model = patched()
+    model = patched_model("yarn:factor=4")
     rope_patch.save(model, tmp_path / "base")
     lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
     with pytest.raises(PatchError, match="yarn:factor=4"):
@@ -348,7 +341,7 @@ def test_a_method_meets_an_adapter_over_a_patched_base(tmp_path):
 
 @pytest.mark.parametrize("there", [True, False])
 def test_links_to_folders_are_followed(tmp_path, there):
-    model = patched()
+    model = patched_model("yarn:factor=4")
     if there:
         (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -359,12 +352,11 @@ def test_links_to_folders_are_followed(tmp_path, there):
 
 def test_saving_does_not_push(tmp_path):
     with pytest.raises(ValueError, match="push_to_hub"):
-        rope_patch.save(patched(), tmp_path / "out", push_to_hub=True)
+        rope_patch.save(patched_model("yarn:factor=4"), tmp_path / "out", push_to_hub=True)
 
 
 def test_a_base_that_was_altered_is_not_restored(tmp_path):
-    model = tiny_model()
-    rope_patch.apply(model, "pi:factor=4")
+    model = patched_model("pi:factor=4")
     model.save_pretrained(tmp_path)
     edit_json(
         tmp_path / "config.json", lambda c: c["rope_patch"]["base_config"]["rope_parameters"].update(rope_theta=777.0)
@@ -390,7 +382,7 @@ def test_a_patch_over_an_edited_table_comes_back(tmp_path):
 
 
 def test_verify_under_another_default_dtype_or_device(tmp_path):
-    model = patched()
+    model = patched_model("yarn:factor=4")
     torch.set_default_dtype(torch.bfloat16)
     try:
         rope_patch.verify(model)
@@ -401,7 +393,7 @@ def test_verify_under_another_default_dtype_or_device(tmp_path):
 
 
 def test_missing_weights(tmp_path):
-    rope_patch.save(patched(), tmp_path / "out", max_shard_size="50KB")
+    rope_patch.save(patched_model("yarn:factor=4"), tmp_path / "out", max_shard_size="50KB")
     shards = sorted((tmp_path / "out").glob("*.safetensors*"))
     shards[0].unlink()
     for attempt in (verify_folder, lambda folder: patch_folder(folder, "pi:factor=4", tmp_path / "new", replace=True)):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.patches import lora
+from support.patches import lora, patched_model
 from support.tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -27,8 +27,7 @@ def config_of(folder):
 
 
 def saved(tmp_path, family, method, **options):
-    model = tiny_model(family)
-    rope_patch.apply(model, method, **options)
+    model = patched_model(method, family, **options)
     rope_patch.save(model, tmp_path / family)
     return tmp_path / family, model
 
@@ -69,8 +68,7 @@ def test_a_patch_says_nothing_that_an_unpatched_model_said_otherwise(tmp_path):
 
 
 def test_the_callback_edits_the_config_of_a_whole_model(tmp_path):
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
+    model = patched_model("yarn:factor=4")
     model.save_pretrained(tmp_path / "checkpoint-1")
     assert "rope_scaling" not in config_of(tmp_path / "checkpoint-1")  # what transformers itself leaves out
     rope_patch.RopePatchCallback().put_beside(model, tmp_path / "checkpoint-1")
@@ -142,8 +140,7 @@ def test_a_base_at_the_top_alone_is_that_of_the_tables(tmp_path, method):
 
 
 def test_a_folder_that_plain_transformers_saved_lacks_the_older_form_and_verifies(tmp_path):
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
+    model = patched_model("yarn:factor=4")
     model.save_pretrained(tmp_path / "out")
     assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval(), ids()), logits(model))
     folders.verify_folder(tmp_path / "out")

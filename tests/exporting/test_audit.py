@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.commands import fail, invoke
 from support.gguf_files import write_toy
+from support.patches import patched_model
 from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
 
@@ -39,8 +40,7 @@ def written(folder, family="llama", **changes):
 
 
 def patched(folder, method, family="llama", **options):
-    model = tiny_model(family)
-    rope_patch.apply(model, method, **options)
+    model = patched_model(method, family, **options)
     rope_patch.save(model, folder)
     return folder
 

@@ -7,9 +7,11 @@ import json
 import torch
 from peft import LoraConfig, get_peft_model
 
+import rope_patch
 from rope_patch import METHODS
 from rope_patch.methods import Scaling, create
 from rope_patch.patching.locate import locate
+from support.tiny import tiny_model
 
 
 def method_for(family: str, name: str):
@@ -34,6 +36,13 @@ def edit_json(path, change):
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
+
+
+def patched_model(method, family="llama", **options):
+    """A tiny random model under a method; options are those of ``apply``."""
+    model = tiny_model(family)
+    rope_patch.apply(model, method, **options)
+    return model
 
 
 def lora(model, seed=1):
