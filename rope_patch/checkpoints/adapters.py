@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
@@ -164,7 +164,7 @@ WEIGHTS_ATTRIBUTE = "_rope_patch_weights"
 """Likewise: the mean sizes of its weights as they were loaded, by name."""
 
 
-def weight_sizes(model: Any, name: str) -> dict[str, float]:
+def weight_sizes(model: nn.Module, name: str) -> dict[str, float]:
     """Return the mean size of every weight of an adapter that can be read here: casts hardly change it."""
     own = ((key, p) for key, p in model.named_parameters() if f".{name}." in f".{key}." and type(p.data) is Tensor)
     return {key: float(p.detach().abs().mean(dtype=torch.float32)) for key, p in own if not p.is_meta and p.numel()}
@@ -184,7 +184,7 @@ def peft_model(model: Any) -> Any:
     return model if hasattr(model, "get_base_model") else None
 
 
-def refuse_bare_adapter_layers(model: Any) -> None:
+def refuse_bare_adapter_layers(model: nn.Module) -> None:
     """Raise where a model holds an adapter's layers, and the ``PeftModel`` around them is not at hand.
 
     ``save_pretrained`` of ``peft_model.get_base_model()`` writes weights under names that no loader knows, and
@@ -203,7 +203,7 @@ def refuse_bare_adapter_layers(model: Any) -> None:
 
 
 def check_adapters(
-    model: Any, record: PatchRecord, trusted: Sequence[str] = (), selected: Sequence[str] | None = None
+    model: nn.Module, record: PatchRecord, trusted: Sequence[str] = (), selected: Sequence[str] | None = None
 ) -> None:
     """Raise unless every adapter of a model is known to belong to its tables.
 

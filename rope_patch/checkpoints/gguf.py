@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.gguf_file import open_gguf
@@ -92,7 +93,7 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
         raise PatchError(f"{path} holds another table than the model that was loaded from it: {in_file}")
 
 
-def weights_in_file(model: Any) -> dict[str, str]:
+def weights_in_file(model: nn.Module) -> dict[str, str]:
     """Return what the weights of a model were in the GGUF file it came from, for the description of a measurement.
 
     Returns:
@@ -145,7 +146,7 @@ def _as_recorded(model: PreTrainedModel, record: PatchRecord) -> None:
     reapply(model, record)
 
 
-def forget_quantization(model: Any) -> None:
+def forget_quantization(model: PreTrainedModel) -> None:
     """Make a model forget that its weights were quantized in a GGUF file: they are not any more, and can be saved.
 
     Transformers refuses to save what it read from such a file ("quantized with gguf and is not serializable").

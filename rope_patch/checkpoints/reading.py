@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.gguf_file import open_gguf
@@ -44,7 +44,7 @@ def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
         )
 
 
-def load_config(source: str | Path, **options: Any) -> Any:
+def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
     """Return a checkpoint's config, from a folder, the hub or a GGUF file; errors say what to do.
 
     That of a GGUF file is what transformers reads of it, which leaves out all of its rotary table but the base.
@@ -52,13 +52,15 @@ def load_config(source: str | Path, **options: Any) -> Any:
     if is_gguf(source):
         open_gguf(source)  # whose errors name what is wrong with a file
         with read_once(source), blamed_on(f"{source}: transformers cannot read this GGUF file"):
-            return AutoConfig.from_pretrained(**in_gguf(source), **options)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(**in_gguf(source), **options)
+        return config
     if (path := Path(source) / CONFIG_FILE).is_file():
         read_json(path)
-    return reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
+    config = reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
+    return config
 
 
-def read_tokenizer(source: str | Path, **options: Any) -> Any:
+def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     """Return a checkpoint's own tokenizer.
 
     Args:
