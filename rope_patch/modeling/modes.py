@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attention_set_to(configs: Sequence[Any], name: str) -> Iterator[None]:
+def attention_set_to(configs: Sequence[PreTrainedConfig], name: str) -> Iterator[None]:
     """Let the parts of a model with these configs attend through a registered function within a ``with`` block.
 
     As long as this lasts the model is not to be read from another thread.

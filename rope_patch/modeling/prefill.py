@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -129,13 +129,13 @@ AttentionInterface.register(NAME, prefill_attention)
 AttentionMaskInterface.register(NAME, prefill_mask)
 
 
-def sdpa_configs(model: nn.Module) -> list[Any]:
+def sdpa_configs(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configs of the parts of a model that attend through transformers' ``sdpa``."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     configs = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
     return [config for config in configs.values() if config._attn_implementation == "sdpa"]
 
 
-def lean_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
+def lean_attention(configs: Sequence[PreTrainedConfig]) -> AbstractContextManager[None]:
     """Attend with :func:`prefill_attention` in the parts of a model with these configs, within a ``with`` block."""
     return attention_set_to(configs, NAME)

@@ -102,7 +102,7 @@ class Reader:
             )
         return ids.long()
 
-    def new_cache(self, capacity: int | None = None) -> Any:
+    def new_cache(self, capacity: int | None = None) -> DynamicCache:
         """Return an empty cache that forgets what sliding layers do not read.
 
         Args:

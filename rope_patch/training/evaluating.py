@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rope_patch.evaluation.key_tokens import KeyTokens
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
@@ -100,14 +100,14 @@ class Evaluations:
             return None
         return from_json(json.loads(self.path.read_text(encoding="utf-8")), self.suite.spec)
 
-    def final(self, model: PreTrainedModel, state: Any) -> EvalResult:
+    def final(self, model: PreTrainedModel, state: TrainerState) -> EvalResult:
         """Return the result of the model that is saved; that of a best checkpoint has been measured already."""
         step = best_step(state)
         step = state.global_step if step is None else step
         return self.by_step[step] if step in self.by_step else self._measure(model)
 
 
-def best_step(state: Any) -> int | None:
+def best_step(state: TrainerState) -> int | None:
     """Return the step of the checkpoint that Trainer loads at the end; None where it loads none."""
     best = state.best_model_checkpoint
     return None if best is None else int(Path(best).name.rpartition("-")[2])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
 from rope_patch.methods import as_method
@@ -40,7 +40,7 @@ def resolve(name: str) -> str:
     return str(data_path("assets") / name) if name in BUNDLED and not Path(name).exists() else name
 
 
-def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[Any, Any]:
+def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return model and tokenizer.
 
     Quantized weights are loaded onto this process's GPU, where there is one, and quantized while they are read.
