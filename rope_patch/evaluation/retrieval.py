@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
-from rope_patch.evaluation.haystack import HAYSTACK, Haystack
+from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
-from rope_patch.evaluation.spec import check_retrieval
+from rope_patch.evaluation.spec import check_tasks
 from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.finished import key, open_cache
 
 SCHEMA = 3
@@ -183,24 +184,17 @@ def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidenc
     return float(len(haystacks)) if TASKS[task].joined else effective_count(haystacks, confidence)
 
 
-# Many parameters: each is a choice of its own; EvalSpec and EvalSuite hold them for whoever evaluates more than once.
 def retrieval(
     model: nn.Module,
     tokenizer: Any,
     task: str = "passkey",
     *,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    samples: int,
-    seed: int = 0,
+    spec: EvalSpec | None = None,
     cache: CacheFactory | None = None,
-    mode: str = "single",
-    haystack: str | Path | Haystack | PromptMaker = HAYSTACK,
-    chat_template: str = "auto",
+    haystack: str | Path | Haystack | PromptMaker | None = None,
     bos: bool | None = None,
-    chunk: int | None = None,
-    batch_tokens: int = 16384,
     resume: str | Path | MutableMapping[str, Any] | None = None,
+    **asked: Any,
 ) -> RetrievalResult:
     """Ask for what is hidden in a text, at every length and depth.
 
@@ -213,39 +207,34 @@ def retrieval(
         task: its name in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and ``"vt"``
             (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts its needle's
             part. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one word.
-        lengths: of prompt and answer together, exact [tokens of this tokenizer].
-        depths: of the needles, each in [0, 1].
-        samples: haystacks per length.
-        seed: of keys and haystacks; the same seed gives the same prompts.
+        spec: what is asked: ``lengths``, ``depths``, ``samples``, ``seed``, ``mode``, ``chat_template``, ``chunk``,
+            ``batch_tokens`` and ``haystack`` of a :class:`~rope_patch.EvalSpec`.
         cache: zero-argument factory of a cache to read through.
-        mode: ``"single"`` or ``"multikey"``.
-        haystack: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a :class:`Haystack`, or a
-            :class:`PromptMaker` of this tokenizer, whose ``turns`` and ``bos`` then count.
-        chat_template: ``"on"``, ``"off"``, or ``"auto"``: on where the tokenizer has a chat template. The text and the
-            question are then the user's message, and the answer begins in the assistant's.
+        haystack: in place of the spec's: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a :class:`Haystack`,
+            or a :class:`PromptMaker` of this tokenizer, whose ``turns`` and ``bos`` then count.
         bos: as in :func:`~rope_patch.evaluation.documents.prefix_ids`.
-        chunk: tokens per forward pass; whole prompts by default.
-        batch_tokens: tokens of prompts read side by side, at most; a single prompt may be longer.
         resume: file (or mapping) in which finished haystacks are kept. With a ``cache`` only if that has an
             ``identity``, a text that tells it from others.
+        **asked: those fields of a spec by name, in place of a spec or of what it says.
 
     Raises:
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
+
+    Example:
+        ``retrieval(model, tokenizer, "niah", lengths=[4096, 16384], depths=[0, 0.5, 1], samples=4)``
     """
-    lengths, depths = check_retrieval(task, mode, lengths, depths, samples, chunk)
+    asked["tasks"] = (task,)
+    spec = check_tasks(EvalSpec(**asked) if spec is None else replace(spec, **asked))
+    lengths, depths, mode, chunk = spec.lengths, spec.depths, spec.mode, spec.chunk
     check_tokenizer(tokenizer)
     reader = Reader(model)
-    if isinstance(haystack, PromptMaker):
-        maker = haystack
-    else:
-        maker = PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
+    maker = _prompt_maker(tokenizer, spec.haystack if haystack is None else haystack, bos, spec.chat_template)
     stops = _stops(model, tokenizer)
-    result_cache = open_cache(resume)
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
     identity = settings | {"model": fingerprint(model) if resume is not None else ""}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
-        return maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
+        return maker.prompts(task, length, depths, mode=mode, seed=spec.seed, sample=sample)
 
     first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
     for prompt in itertools.chain(*first.values()):
@@ -256,34 +245,51 @@ def retrieval(
         score=questioner.ask,
         name=questioner.key,
         tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
-        result_cache=result_cache,
+        result_cache=open_cache(resume),
     )
 
     def batches() -> Iterator[list[_Haystack]]:
         for length in lengths:
-            size = max(1, batch_tokens // length)
-            for low in range(0, samples, size):
-                group = range(low, min(low + size, samples))
+            size = max(1, spec.batch_tokens // length)
+            for low in range(0, spec.samples, size):
+                group = range(low, min(low + size, spec.samples))
                 yield [_Haystack(length, prompts_of(length, i) if i else first[length]) for i in group]
 
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # of each haystack, by depth
     with in_eval_mode(model):
         for item, column in job.read(model, batches()):
             columns[item.length].append([Sample(**sample) for sample in column])
-    cells = [
+    depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
+    cells = tuple(
         RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
         for length in lengths
-        for i, depth in enumerate(depth for prompt in first[length] for depth in prompt.depths)
-    ]
-    hay = maker.haystack
+        for i, depth in enumerate(depths_of[length])
+    )
+    return _result(spec, maker, cells)
+
+
+def _prompt_maker(
+    tokenizer: Any, haystack: str | Path | Haystack | PromptMaker | None, bos: bool | None, chat_template: str
+) -> PromptMaker:
+    """Return what makes the prompts of a haystack."""
+    if haystack is None:
+        raise ValueError("a haystack is needed: noise, builtin, a file or a folder")
+    if isinstance(haystack, PromptMaker):
+        return haystack
+    return PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
+
+
+def _result(spec: EvalSpec, maker: PromptMaker, cells: tuple[RetrievalCell, ...]) -> RetrievalResult:
+    """Return the cells of the one task of a spec, with what the prompts were made of."""
+    (task,) = spec.tasks
     return RetrievalResult(
         task=task,
-        mode=mode,
-        cells=tuple(cells),
-        seed=seed,
-        haystack=hay.name,
-        haystack_sha256=hay.sha256,
-        python_version=hay.python_version,
+        mode=spec.mode,
+        cells=cells,
+        seed=spec.seed,
+        haystack=maker.haystack.name,
+        haystack_sha256=maker.haystack.sha256,
+        python_version=maker.haystack.python_version,
         prefix=maker.prefix,
         chat=maker.turns is not None,
         chat_sha256="" if maker.turns is None else sha256(json.dumps(maker.turns).encode()).hexdigest(),

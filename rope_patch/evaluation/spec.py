@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from rope_patch.evaluation.tasks import find_task
@@ -136,15 +136,3 @@ def cost_of(spec: EvalSpec, less: EvalSpec) -> str:
         return sentence
     missing = f"nothing is measured at {' and '.join(left_out)} tokens"
     return f"{sentence}; {missing}" if sentence else missing
-
-
-def check_retrieval(
-    task: str, mode: str, lengths: Sequence[int], depths: Sequence[float], samples: int, chunk: int | None
-) -> tuple[list[int], list[float]]:
-    """Return lengths and depths as numbers, the depths rising.
-
-    Raises:
-        ValueError: anything that :func:`~rope_patch.evaluation.retrieval.retrieval` cannot ask.
-    """
-    spec = check_tasks(EvalSpec(lengths, depths=depths, samples=samples, tasks=(task,), mode=mode, chunk=chunk))
-    return [int(length) for length in lengths], [*spec.depths]

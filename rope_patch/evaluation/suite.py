@@ -294,24 +294,8 @@ class EvalSuite:
                 score = with_beginnings(score, first)
                 short_window = beginning
 
-        def asked(task: str) -> RetrievalResult:
-            return retrieval(
-                model,
-                self.tokenizer,
-                task,
-                mode=spec.mode,
-                lengths=spec.lengths,
-                depths=spec.depths,
-                samples=spec.samples,
-                seed=spec.seed,
-                haystack=self.prompts,
-                chunk=spec.chunk,
-                batch_tokens=spec.batch_tokens,
-                cache=cache,
-                resume=result_cache,
-            )
-
-        answers = {task: asked(task) for task in spec.tasks}
+        asked: dict[str, Any] = {"spec": spec, "haystack": self.prompts, "cache": cache, "resume": result_cache}
+        answers = {task: retrieval(model, self.tokenizer, task, **asked) for task in spec.tasks}
         return EvalResult(spec, score, answers, short_window, self.key_tokens)
 
     def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult:
