@@ -260,12 +260,7 @@ def retrieval(
         for item, column in job.read(model, batches()):
             columns[item.length].append([Sample(**sample) for sample in column])
     depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
-    cells = tuple(
-        RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
-        for length in lengths
-        for i, depth in enumerate(depths_of[length])
-    )
-    return _result(spec, maker, cells)
+    return _result(spec, maker, depths_of, columns)
 
 
 def _prompt_maker(
@@ -279,9 +274,26 @@ def _prompt_maker(
     return PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
 
 
-def _result(spec: EvalSpec, maker: PromptMaker, cells: tuple[RetrievalCell, ...]) -> RetrievalResult:
-    """Return the cells of the one task of a spec, with what the prompts were made of."""
+def _result(
+    spec: EvalSpec,
+    maker: PromptMaker,
+    depths_of: Mapping[int, Sequence[float]],
+    columns: Mapping[int, Sequence[Sequence[Sample]]],
+) -> RetrievalResult:
+    """Return the answers to the one task of a spec by length and depth, and what the prompts were made of.
+
+    Args:
+        spec: what was asked.
+        maker: the maker of the prompts.
+        depths_of: the depths of the answers in the prompts of each length.
+        columns: by length, the answers of each haystack in the order of the depths.
+    """
     (task,) = spec.tasks
+    cells = tuple(
+        RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
+        for length in spec.lengths
+        for i, depth in enumerate(depths_of[length])
+    )
     return RetrievalResult(
         task=task,
         mode=spec.mode,
