@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from support.tiny import small
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.cli import app as cli
 from rope_patch.evaluation.answers import shortest_of_each
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
@@ -43,7 +41,7 @@ def checked(folder):
 
 
 def command(*arguments):
-    result = invoke("kv-check", *map(str, arguments))
+    result = invoke("kv-check", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -91,7 +89,7 @@ def test_packed_caches_are_shown(folder, tmp_path):
     page_text = "".join(Page((tmp_path / "kv-check.html").read_text()).text)
     assert "Packed caches" in page_text and "at 168 tokens" in page_text
     (tmp_path / "kv-check.json").unlink()
-    result = invoke("kv-check", str(folder), *map(str, asked), "--packed", "fp9")
+    result = invoke("kv-check", folder, *asked, "--packed", "fp9")
     assert "unknown packed cache 'fp9'" in result.stderr and not (tmp_path / "kv-check.json").exists()
 
 
@@ -101,10 +99,10 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(kv_report, "page", fail)
     asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
-    result = invoke("kv-check", str(folder), *map(str, asked))
+    result = invoke("kv-check", folder, *asked)
     assert "no such figure" in result.stderr and "default at 40 tokens: fp8" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"finished.jsonl", "kv-check.csv", "kv-check.json"}
-    result = invoke("kv-check", str(folder), *map(str, asked), "--json")
+    result = invoke("kv-check", folder, *asked, "--json")
     assert result.exit_code == 2 and json.loads(result.stdout)["lengths"] == [40]
 
 
@@ -177,7 +175,7 @@ def test_wrong_words(folder, given, tmp_path, words, message):
         (("--device", "meta"), "no device 'meta' to compute on"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_loading(folder, given, tmp_path, monkeypatch, capsys, words, message):
+def test_what_cannot_be_done_is_refused_before_loading(folder, given, tmp_path, monkeypatch, words, message):
     monkeypatch.setattr("rope_patch.cli.kv_check.load_tokenizer", lambda *_: pytest.fail("a tokenizer was loaded"))
     assert_refused(("kv-check", folder, *given, *words, "-o", tmp_path / "deep" / "out"), message)
     assert not (tmp_path / "deep").exists()
@@ -193,9 +191,7 @@ def assert_refused(arguments, message):
 @pytest.mark.parametrize(
     "existing", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/finished.jsonl/"]
 )
-def test_output_that_cannot_be_written_is_refused_before_loading(
-    folder, given, tmp_path, monkeypatch, capsys, existing
-):
+def test_output_that_cannot_be_written_is_refused_before_loading(folder, given, tmp_path, monkeypatch, existing):
     monkeypatch.setattr("rope_patch.cli.kv_check.load_tokenizer", lambda *_: pytest.fail("a tokenizer was loaded"))
     if existing.endswith("/"):
         (tmp_path / existing).mkdir(parents=True)
@@ -233,7 +229,7 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere", "no/where"])
-def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, capsys, source):
+def test_a_missing_folder_is_called_one(given, tmp_path, source):
     unlike_an_id = source.startswith((".", "~", "/")) or source.count("/") > 1
     message = f"no folder {source}" + (
         ": give a folder with" if unlike_an_id else ", and the hub gives no tokenizer of that name"
@@ -247,7 +243,7 @@ def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, capsys, so
     [("analyze", "-o", "out"), ("compare", "--methods", "default", "--lengths", "40", "-o", "out")],
     ids=lambda words: words[0],
 )
-def test_other_commands_check_the_device_too(folder, tmp_path, monkeypatch, capsys, words):
+def test_other_commands_check_the_device_too(folder, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     asked = (words[0], folder, *words[1:], "--device")
     assert_refused((*asked, "cuda:99"), "no device 'cuda:99'")
@@ -255,17 +251,12 @@ def test_other_commands_check_the_device_too(folder, tmp_path, monkeypatch, caps
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, capsys):
-
+def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rope_patch.evaluation.suite.retrieval", stop)
-    arguments = ["rope-patch", "kv-check", *map(str, (folder, *given, "-o", tmp_path / "out"))]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    assert raised.value.code == 130
-    stderr = capsys.readouterr().err
-    assert f"Finished work is saved in {tmp_path / 'out' / 'finished.jsonl'}" in stderr and "interrupted" in stderr
+    result = invoke("kv-check", folder, *given, "-o", tmp_path / "out")
+    assert result.exit_code == 130 and "interrupted" in result.stderr
+    assert f"Finished work is saved in {tmp_path / 'out' / 'finished.jsonl'}" in result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["finished.jsonl"]

@@ -18,7 +18,7 @@ SMALL = ("--head-dim", "16", "--trained-length", "64", "--length", "256")
 
 
 def run(*arguments: str | Path) -> str:
-    result = invoke("theory", *map(str, arguments))
+    result = invoke("theory", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
