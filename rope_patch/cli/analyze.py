@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rope_patch.cli.analyze_reading import plan_reading, read_config, read_texts
-from rope_patch.cli.loading import AIM, check_device, check_patch, load_model, load_tokenizer, prepare
-from rope_patch.cli.parsing import parse_given
+from rope_patch.cli.analyze_reading import read_config, read_texts
+from rope_patch.cli.loading import check_device, check_patch, load_model, load_tokenizer, prepare, say_smaller
+from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
@@ -19,7 +20,7 @@ from rope_patch.runtime import progress
 
 def analyze(words: Sequence[str]) -> None:
     """Run ``rope-patch analyze`` with the words behind it."""
-    options, given = parse_given(AnalyzeOptions, words)
+    options = parse(AnalyzeOptions, words)
     from rope_patch.analysis import run as engine
     from rope_patch.analysis.p_sweep import text_tokens
     from rope_patch.analysis.reading import AnalysisReading, tokens_in_time
@@ -29,7 +30,7 @@ def analyze(words: Sequence[str]) -> None:
     from rope_patch.runtime.folders import folder_to_write
 
     if options.report:  # an error without matplotlib comes first
-        pass
+        importlib.import_module("rope_patch.reports.analysis")
     what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
     what |= {"tolerance": options.tolerance, "chunk": options.chunk}
     patch, machine = options.patching.arguments(), options.machine
@@ -55,9 +56,8 @@ def analyze(words: Sequence[str]) -> None:
             total = default_tokens(loaded)
         else:
             total = tokens_in_time(loaded, budget, reading.window, context, output / RESULT_CACHE)
-        rows, sweep_tokens, reading = plan_reading(read, reading, given, options.tokens_read, total, budget is not None)
-        total = reading.tokens(rows.ids.numel(), sweep_tokens)
-        print(f"reads {total:,} tokens{AIM if budget is None else ''}", file=sys.stderr)
+        rows, sweep_tokens, total = reading.rows_within(read, total, options)
+        say_smaller(total, "", budget)
         hidden = options.as_json
         with resumable(output), progress.bar(total, name_of(options.model), hidden=hidden):
             analysis = engine.analyze_rows(

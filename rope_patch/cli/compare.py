@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rope_patch.cli.loading import (
-    AIM,
     check_device,
     check_texts,
     load_model,
     load_tokenizer,
     prepare,
     read_methods,
-    suite_within,
+    say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
@@ -33,6 +32,7 @@ def compare(words: Sequence[str]) -> None:
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
+    from rope_patch.evaluation.budget import comparison_within
     from rope_patch.evaluation.spec import check_tasks
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.patching.install import for_target
@@ -54,9 +54,12 @@ def compare(words: Sequence[str]) -> None:
         patch: dict[str, Any] = {"layer_types": options.patching.layer_types, "freeze_at": options.patching.freeze_at}
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        suite = _planned(EvalSuite(spec, tokenizer), loaded, compared, options.budget, given, finished)
+        suite, lost = comparison_within(
+            EvalSuite(spec, tokenizer), loaded, len(compared), options.budget, finished, given
+        )
         chooser = loaded if options.evaluator is None else _evaluator(options.evaluator, tokenizer, machine)
         total = suite.tokens_to_choose(trained_length(chooser)) + len(compared) * suite.tokens
+        say_smaller(total, lost, options.budget)
         hidden = options.as_json or not first
         with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=hidden):
             if chooser is not loaded:
@@ -83,39 +86,6 @@ def _show(comparison: Any, options: CompareOptions) -> None:
         return
     print_table(comparison)
     print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if options.report else ""))
-
-
-def _planned(
-    suite: Any, model: Any, methods: list[Any], budget: int | None, given: Collection[str], finished: Path
-) -> Any:
-    """Return a suite that reads what fits into the time, or suits the size of the model, and say how much that is.
-
-    Without a time, what was chosen on the command line stays as it is.
-    """
-    from dataclasses import replace
-
-    from rope_patch.evaluation.budget import default_tokens, tokens_within
-    from rope_patch.evaluation.key_tokens import tokens_of_spec
-    from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_computed, tokens_to_read
-    from rope_patch.patching.verify import trained_length
-
-    context, spec = trained_length(model), replace(suite.spec, windows=len(suite.windows))
-    if budget is None:
-        scalable = [name for name in SCALABLE if name not in given]
-        least = tokens_to_read(smallest(spec, scalable))
-        each = max(default_tokens(model) / len(methods), least)
-        suite = suite_within(suite, each, scalable, tokens_to_read, "for a model of this size")
-    else:
-        rows = min(spec.rows, max(1, len(suite.windows)))
-        most = tokens_within(model, budget, spec.longest, finished, rows=rows, chunk=spec.chunk)
-
-        def cost(one: Any) -> float:
-            return float(tokens_of_spec(one, context) + len(methods) * tokens_computed(one))
-
-        suite = suite_within(suite, most, SCALABLE, cost, "--budget")
-    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
-    print(f"reads {tokens:,} tokens{AIM if budget is None else ''}", file=sys.stderr)
-    return suite
 
 
 def _evaluator(source: str, tokenizer: Any, machine: Machine) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Sequence
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from rope_patch.cli.kv_check_tables import csv_of, print_check, print_presets
@@ -14,7 +14,7 @@ from rope_patch.cli.loading import (
     load_tokenizer,
     prepare,
     read_methods,
-    suite_within,
+    say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
@@ -39,7 +39,7 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.patching.install import for_target
 
     if options.report:  # an error without matplotlib comes first
-        pass
+        importlib.import_module("rope_patch.reports.kv")
     names, compared, machine = engine.find_schemes(options.schemes), read_methods(options.methods), options.machine
     spec = replace(options.evaluation, bucket=options.evaluation.longest)
     engine.check_spec(spec)
@@ -60,8 +60,10 @@ def kv_check(words: Sequence[str]) -> None:
         means = calibration(tokenizer, loaded).numel() if centred else 0
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         reading = CheckReading(names, len(compared), layers, means)
-        suite, attributed = _planned(EvalSuite(spec, tokenizer), reading, loaded, given)
-        total = reading.tokens(replace(suite.spec, windows=len(suite.windows)))
+        suite, attributed, lost = reading.suite_for(loaded, EvalSuite(spec, tokenizer), given)
+        planned = replace(suite.spec, windows=len(suite.windows))
+        total, more = reading.tokens(planned), reading.attribution(planned, attributed)
+        say_smaller(total, lost, more=f", and up to {more:,} more where schemes are unsafe" if more else "")
         with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(
                 loaded,
@@ -96,41 +98,3 @@ def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
         page.write(options.output / "kv-check.html", report.page(checked), command_line())
     if not options.as_json:
         print(f"wrote {', '.join(files)} in {options.output}")
-
-
-def _planned(suite: Any, reading: Any, model: Any, given: Collection[str]) -> tuple[Any, int]:
-    """Return a suite of what the size of the model allows, and say how much it reads.
-
-    What was chosen on the command line stays as it is. What a smaller spec costs is printed.
-
-    Args:
-        suite: of what is measured.
-        reading: what the check reads of a spec.
-        model: the model that reads it.
-        given: options that were given on the command line.
-
-    Returns:
-        The suite, and the windows that costs of unsafe schemes are attributed on.
-    """
-    from dataclasses import replace
-
-    from rope_patch.evaluation.budget import default_tokens
-    from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_to_read
-    from rope_patch.kv_evaluation.setting import COMPARED
-
-    whole, why, most = (
-        replace(suite.spec, windows=len(suite.windows)),
-        "for a model of this size",
-        default_tokens(model),
-    )
-    attributed = COMPARED if reading.attribution(whole, COMPARED) <= most else 1
-    scalable = [name for name in SCALABLE if name not in given]
-    each = max(most / reading.methods / len(reading.schemes), tokens_to_read(smallest(whole, scalable)))
-    suite = suite_within(suite, each, scalable, tokens_to_read, why)
-    if attributed < min(COMPARED, len(suite.windows)):
-        print(f"{why}: what each layer of an unsafe scheme costs alone is measured on 1 window", file=sys.stderr)
-    spec = replace(suite.spec, windows=len(suite.windows))
-    more = reading.attribution(spec, attributed)
-    unsafe = f", and up to {more:,} more where schemes are unsafe" if more else ""
-    print(f"reads {reading.tokens(spec):,} tokens{unsafe}", file=sys.stderr)
-    return suite, attributed

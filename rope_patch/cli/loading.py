@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,34 +232,20 @@ def _lies_on(device: Any, place: Any) -> bool:
     return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
-AIM = "; --budget 10m aims at a time"
-"""What to do where a command takes too long."""
-
-
-def suite_within(suite: Any, most: float, scalable: Collection[str], cost: Callable[[Any], float], why: str) -> Any:
-    """Return a suite that costs no more than is allowed, and print what a smaller spec loses.
+def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str | None = None) -> None:
+    """Print how much a command reads, and what is lost where it reads less than was asked for.
 
     Args:
-        suite: of what is measured.
-        most: in the unit of the cost.
-        scalable: fields of the spec that may be lowered.
-        cost: of a spec.
-        why: less is read, for the line that is printed.
-
-    Raises:
-        ValueError: even the smallest spec costs more.
+        tokens: that are read.
+        lost: a sentence; "" where nothing is.
+        budget: the time that was given [s]; None where the size of the model decides.
+        more: what stands behind the number of tokens; by default the advice to give a time where none is given.
     """
-    from dataclasses import replace
-
-    from rope_patch.evaluation.spec import cost_of, within
-    from rope_patch.evaluation.suite import EvalSuite
-
-    whole = replace(suite.spec, windows=len(suite.windows))  # as many as the text has room for
-    smaller = within(whole, most, scalable, cost)
-    if smaller == whole:
-        return suite
-    print(f"{why}: {cost_of(whole, smaller)}", file=sys.stderr)
-    return EvalSuite(smaller, suite.tokenizer)
+    if lost:
+        print(f"{'for a model of this size' if budget is None else '--budget'}: {lost}", file=sys.stderr)
+    if more is None:
+        more = "; --budget 10m aims at a time" if budget is None else ""
+    print(f"reads {tokens:,} tokens{more}", file=sys.stderr)
 
 
 @contextlib.contextmanager
