@@ -95,8 +95,8 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     """Fit, compare, and write a cell."""
     import rope_patch
     from rope_patch.evaluation.compare import compare
-    from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
+    from rope_patch.options.evaluation import EvalSpec
 
     table = fitted(cell, root, quick)
     source, factor, seed, file = cell
@@ -115,11 +115,10 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
         text, prompts = scores[method].perplexity, scores[method].retrieval["passkey"]
         row["nll"][name] = {str(high): math.log(text.between(low, high)) for low, high in buckets}
         row["retrieval"][name] = {str(n): prompts.accuracy(n) for n in lengths}
-    row["fitted_minus_yarn"] = {
-        f"{kind} {high}": list(comparison.difference(own, yarn, kind, high, low)[:3])
-        for kind in ("perplexity", "retrieval")
-        for low, high in buckets
-    }
+    row["fitted_minus_yarn"] = {}
+    for kind, (low, high) in itertools.product(("perplexity", "retrieval"), buckets):
+        change = comparison.difference(own, yarn, kind, high, low)
+        row["fitted_minus_yarn"][f"{kind} {high}"] = [change.estimate, change.low, change.high]
     write_atomically(place(root, cell), json.dumps(row))
     return cell
 

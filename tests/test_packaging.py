@@ -154,7 +154,7 @@ lengths: Sequence[int] = EvalSpec(lengths=[512]).lengths
 {wrong}
 """
     )
-    skipped = "torch.*,transformers.*,numpy.*,scipy.*,matplotlib.*,typer.*,peft.*,accelerate.*,datasets.*"
+    skipped = "torch.*,transformers.*,numpy.*,scipy.*,matplotlib.*,peft.*,accelerate.*,datasets.*"
     (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = true\n[mypy-{skipped}]\nfollow_imports = skip\n")
     checker = [sys.executable, "-m", "mypy", "--python-executable", installed / "python"]
     with pytest.raises(AssertionError) as failed:

@@ -19,10 +19,10 @@ from rope_patch import __version__
 from rope_patch.checkpoints.gguf import weights_in_file
 from rope_patch.evaluation.effective_length import EffectiveLengths, effective_lengths
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.modeling.scoring import name_of
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model, trained_length

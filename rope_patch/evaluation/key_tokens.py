@@ -20,10 +20,11 @@ from torch import Tensor
 
 from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.spec import WINDOWS, EvalSpec
+from rope_patch.evaluation.spec import WINDOWS
 from rope_patch.methods import Default
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader, fingerprint, losses
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.install import patched
 from rope_patch.runtime.finished import key
 from rope_patch.runtime.progress import Progress

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.numbers import number_text
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
+from rope_patch.options.evaluation import EvalSpec
 
 VerdictKind = Literal["safe", "unsafe", "undecided"]
 

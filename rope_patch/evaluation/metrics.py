@@ -14,8 +14,8 @@ from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.metric import Metric, PairedDifference, Span, VerdictKind
 from rope_patch.evaluation.numbers import number_text, percent, perplexity_text, relative
 from rope_patch.evaluation.retrieval import RetrievalResult, effective_prompts
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import ANSWERED, EvalResult
+from rope_patch.options.evaluation import EvalSpec
 
 __all__ = [
     "LOST",

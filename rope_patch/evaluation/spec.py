@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from rope_patch.evaluation.tasks import find_task
-from rope_patch.options.evaluation import EvalSpec as EvalSpec
+from rope_patch.options.evaluation import EvalSpec
 
 LEAST_WINDOWS = 4
 """Windows that a smaller spec keeps: the interval of two or three is useless."""

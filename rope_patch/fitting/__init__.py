@@ -17,13 +17,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import Source
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import ANSWERED, EvalSuite
 from rope_patch.fitting.candidates import TASK, Candidate, Evaluator, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.running import FitRun
 from rope_patch.fitting.texts import second_domain, split_text
 from rope_patch.methods.two_tables import check_one_table
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.fit import FitSettings
 from rope_patch.patching.install import Patch, apply, for_target
 from rope_patch.patching.locate import locate

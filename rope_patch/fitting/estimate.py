@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rope_patch.evaluation.spec import SCALABLE, WINDOWS, EvalSpec, smaller, tokens_to_read
+from rope_patch.evaluation.spec import SCALABLE, WINDOWS, smaller, tokens_to_read
 from rope_patch.fitting.rows import tokens_of_step
 from rope_patch.fitting.running import checks
+from rope_patch.options.evaluation import EvalSpec
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from rope_patch.evaluation.key_tokens import (
     default_short_context,
     tokens_to_choose,
 )
-from rope_patch.evaluation.spec import WINDOWS, EvalSpec
+from rope_patch.evaluation.spec import WINDOWS
 from rope_patch.evaluation.suite import evaluator_name
 from rope_patch.harness.tasks import (
     SPARE,
@@ -43,6 +43,7 @@ from rope_patch.harness.tasks import (
     tokenizer_arguments,
     words_of,
 )
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.finished import open_cache

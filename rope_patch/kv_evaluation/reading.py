@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from rope_patch.evaluation.budget import default_tokens, suite_within
-from rope_patch.evaluation.spec import SCALABLE, EvalSpec, smallest, tokens_to_read
+from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.measuring import readings
 from rope_patch.kv_evaluation.noise import PASSES
 from rope_patch.kv_evaluation.setting import COMPARED, ERRORS
+from rope_patch.options.evaluation import EvalSpec
 
 
 def tokens_to_measure(spec: EvalSpec, schemes: Collection[Scheme]) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, spans_at
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.kv_cache.packed import PackedCache
 from rope_patch.kv_cache.schemes import FORMATS, Scheme
@@ -18,6 +17,7 @@ from rope_patch.kv_evaluation.attribution import longest_keys
 from rope_patch.kv_evaluation.captions import counted
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, change, find_verdict
 from rope_patch.modeling.statistics import Capture
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
 from rope_patch.runtime.finished import finite

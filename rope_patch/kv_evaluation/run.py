@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import environment, named, under
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.packed import check_packed, packed_caches
 from rope_patch.kv_cache.plans import plan_layers
@@ -30,6 +29,7 @@ from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import name_of
 from rope_patch.modeling.statistics import Capture
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.install import for_target
 from rope_patch.patching.locate import locate

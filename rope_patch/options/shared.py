@@ -1,4 +1,4 @@
-"""OptionSet that several commands have: the checkpoint, the patch, the machine, and what is written."""
+"""Options that several commands have: the checkpoint, the patch, the machine, and what is written."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from rope_patch.evaluation.key_tokens import KeyTokens
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite

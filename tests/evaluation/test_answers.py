@@ -14,9 +14,9 @@ from support.prompting import HAY, ROOM, TOKENIZER, bold, hay_of
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.tasks import TASKS
+from rope_patch.options.evaluation import EvalSpec
 
 TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] | trim + '\\n' }}"

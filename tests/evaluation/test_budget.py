@@ -7,7 +7,8 @@ from support.tiny import tiny_model
 
 from rope_patch.evaluation import budget
 from rope_patch.evaluation.budget import MEASURING, SAFETY, default_tokens, tokens_per_second, tokens_within
-from rope_patch.evaluation.spec import EvalSpec, cost_of, tokens_computed, tokens_to_read, within
+from rope_patch.evaluation.spec import cost_of, tokens_computed, tokens_to_read, within
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.text import parse_duration
 
 

@@ -15,8 +15,8 @@ from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.key_tokens import choose_key_tokens, tokens_to_choose
 from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.install import patched
 from rope_patch.runtime.progress import listen
 

@@ -17,9 +17,10 @@ from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.spec import EvalSpec, tokens_to_read
+from rope_patch.evaluation.spec import tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.verdicts import find_verdict
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.reports import comparison as report
 from rope_patch.reports.page import render

@@ -49,7 +49,7 @@ def test_the_corpus_is_the_same_in_each_process():
 
 def test_the_corpus_does_not_depend_on_what_the_process_did(monkeypatch):
     before = [builtin_text(split).sha256 for split in SPLITS]
-    monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # by typer: the command line, and not the library
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # of the command line, and not of the library
     monkeypatch.setattr(sys, "last_type", OverflowError, raising=False)  # by an uncaught error in a notebook
     monkeypatch.setattr(builtins, "display", re.compile, raising=False)  # by IPython
     assert [builtin_text.__wrapped__(split).sha256 for split in SPLITS] == before

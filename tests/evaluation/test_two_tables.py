@@ -9,8 +9,8 @@ from support.tiny import ids, small
 import rope_patch
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.modeling.streaming import stream
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.install import patched
 
 LONG, BOTH = "yarn:factor=4", "yarn:factor=4@64"

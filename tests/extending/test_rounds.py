@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.prompting import HAY, TOKENIZER
 
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.extending.rounds import Round, cost_of, rounds_of, rounds_within
+from rope_patch.options.evaluation import EvalSpec
 
 
 def cost(windows, samples):

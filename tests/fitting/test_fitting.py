@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.evaluation.compare import compare
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import SEED, held_out_spec, running
 from rope_patch.fitting.estimate import FitCost
 from rope_patch.methods import Table
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.locate import locate
 from rope_patch.runtime.progress import listen
 

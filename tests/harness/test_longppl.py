@@ -18,10 +18,10 @@ import rope_patch
 from rope_patch.evaluation import key_tokens
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.metrics import METRICS, Span
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.harness.longppl import key_token_documents
 from rope_patch.harness.model import RopePatchLM
+from rope_patch.options.evaluation import EvalSpec
 
 LLAMA = str(rope_patch.data_path("assets") / "llama")
 TASKS = str(rope_patch.data_path("eval_tasks"))

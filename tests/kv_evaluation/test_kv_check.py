@@ -23,7 +23,6 @@ from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import key_means
@@ -35,6 +34,7 @@ from rope_patch.kv_evaluation.noise import noise_floor, perturbed
 from rope_patch.kv_evaluation.reading import CheckReading
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import find_schemes
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.progress import listen
 

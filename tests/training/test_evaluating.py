@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
-from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.training.evaluating import Evaluations, changes, from_json, metrics, score, suite_of
 
 
