@@ -27,6 +27,7 @@ from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.finished import key, open_cache
+from rope_patch.runtime.text import did_you_mean
 
 SCHEMA = 3
 
@@ -184,6 +185,10 @@ def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidenc
     return float(len(haystacks)) if TASKS[task].joined else effective_count(haystacks, confidence)
 
 
+ASKED = ("lengths", "depths", "samples", "seed", "mode", "chat_template", "chunk", "batch_tokens")
+"""Fields of a spec that :func:`retrieval` takes by name."""
+
+
 def retrieval(
     model: nn.Module,
     tokenizer: Any,
@@ -207,8 +212,7 @@ def retrieval(
         task: its name in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and ``"vt"``
             (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts its needle's
             part. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one word.
-        spec: what is asked: ``lengths``, ``depths``, ``samples``, ``seed``, ``mode``, ``chat_template``, ``chunk``,
-            ``batch_tokens`` and ``haystack`` of a :class:`~rope_patch.EvalSpec`.
+        spec: what is asked: the fields :data:`ASKED` of a :class:`~rope_patch.EvalSpec`, and its ``haystack``.
         cache: zero-argument factory of a cache to read through.
         haystack: in place of the spec's: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a :class:`Haystack`,
             or a :class:`PromptMaker` of this tokenizer, whose ``turns`` and ``bos`` then count.
@@ -219,12 +223,12 @@ def retrieval(
 
     Raises:
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
+        TypeError: a field that is not asked here.
 
     Example:
         ``retrieval(model, tokenizer, "niah", lengths=[4096, 16384], depths=[0, 0.5, 1], samples=4)``
     """
-    asked["tasks"] = (task,)
-    spec = check_tasks(EvalSpec(**asked) if spec is None else replace(spec, **asked))
+    spec = _spec_of(task, spec, asked)
     lengths, depths, mode, chunk = spec.lengths, spec.depths, spec.mode, spec.chunk
     check_tokenizer(tokenizer)
     reader = Reader(model)
@@ -261,6 +265,15 @@ def retrieval(
             columns[item.length].append([Sample(**sample) for sample in column])
     depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
     return _result(spec, maker, depths_of, columns)
+
+
+def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> EvalSpec:
+    """Return a spec of one task, with fields by name in place of what it says."""
+    if unknown := asked.keys() - ASKED:
+        name = min(unknown)
+        raise TypeError(f"retrieval has no {name!r}.{did_you_mean(name, ASKED)} Known: {', '.join(ASKED)}")
+    values = {**asked, "tasks": (task,)}
+    return check_tasks(EvalSpec(**values) if spec is None else replace(spec, **values))
 
 
 def _prompt_maker(

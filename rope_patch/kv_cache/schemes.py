@@ -10,7 +10,6 @@ text.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -293,8 +292,7 @@ def _whole(value: str, text: str, at: int, part: str) -> int:
 
 
 def _unknown(what: str, got: str, known: Any) -> str:
-    near = difflib.get_close_matches(got, list(known), 1)
-    return f"unknown {what} {got!r}." + (f" Did you mean {near[0]!r}?" if near else "") + f" Known: {', '.join(known)}"
+    return f"unknown {what} {got!r}.{did_you_mean(got, known)} Known: {', '.join(known)}"
 
 
 def _pointed(text: str, at: int, part: str, message: str) -> str:

@@ -325,7 +325,7 @@ class FinetuneOptions(OptionSet, command="finetune"):
     The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
     run the same command again to continue from the last checkpoint. Options come from YAML files, from single values
     such as ``train.steps=100``, and from flags; later ones replace earlier ones. Three are required: ``model.name``,
-    ``data.lengths`` (the length of the rows) and ``output``. ``lora.yaml``, which ``rope-patch recipes copy`` copies,
+    ``data.lengths`` (the length of the rows) and ``output``. ``lora.yaml`` of ``rope-patch recipes copy``
     has all of them with their defaults.
 
     Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 data.lengths=16k output=out``

@@ -14,7 +14,7 @@ from rope_patch.options.shared import Machine
 class FitSettings(OptionSet):
     """How a table is fitted; arguments of :func:`rope_patch.fit`."""
 
-    target_length: int = tokens("The context length to fit the table to, such as 8k.")
+    target_length: int = tokens("The context length to fit the table to, such as 8k.", name="length")
     init: str = word("The method whose table the fit starts from.", "yarn", metavar="METHOD")
     retrieval: float = number(
         "The share of each update that comes from the loss of answers to retrieval prompts, at least 0 and less than "
@@ -48,7 +48,7 @@ class FitOptions(OptionSet, command="fit"):
     checkpoint that plain transformers loads; ``fit.json`` holds the measurements. If the command is interrupted,
     nothing is written.
 
-    Example: ``rope-patch fit ./llama --target-length 8k --text ./books -o ./llama-8k``
+    Example: ``rope-patch fit ./llama --length 8k --text ./books -o ./llama-8k``
     """
 
     model: str = shared.checkpoint()

@@ -282,7 +282,7 @@ def test_an_output_below_a_file(checkpoints, tmp_path, command):
         "theory": ("theory", "--no-report"),
         "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
         "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE[:-2]),
-        "fit": ("fit", BUNDLED, "--target-length", "512", "--steps", "0"),
+        "fit": ("fit", BUNDLED, "--length", "512", "--steps", "0"),
         "export": ("export", checkpoints / "base", "--to", "hf"),
     }[command]
     line = refused(tmp_path, *words, "-o", "file/out")

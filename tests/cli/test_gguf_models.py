@@ -80,7 +80,7 @@ def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
         "compare": ["--methods", "default", "--lengths", "64"],
         "kv-check": ["--schemes", "int8", "--lengths", "64"],
         "plan": ["--length", "64"],
-        "fit": ["--target-length", "1k"],
+        "fit": ["--length", "1k"],
     }
     written = [] if command in ("inspect", "verify", "plan") else ["-o", tmp_path / "out"]
     line = fail(command, tmp_path / "m.gguf", *required.get(command, []), *written)
@@ -153,7 +153,7 @@ def test_plan_reads_the_shape_of_a_file(file):
 @pytest.mark.full
 def test_fit_writes_a_plain_folder_of_a_file(file, tmp_path):
     out = tmp_path / "fitted"
-    words = ("--target-length", "1k", "--steps", "0")
+    words = ("--length", "1k", "--steps", "0")
     run("fit", file, *words, "-o", out)
     assert json.loads((out / "fit.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
     model = AutoModelForCausalLM.from_pretrained(out).eval()

@@ -277,7 +277,7 @@ def folder(tmp_path_factory):
 
 
 def command(folder, out, *words):
-    asked = ("fit", folder, "--target-length", 96, "--text", folder.parent / "text.txt", "--steps", 1, "-o", out)
+    asked = ("fit", folder, "--length", 96, "--text", folder.parent / "text.txt", "--steps", 1, "-o", out)
     return invoke(*asked, *words)
 
 
@@ -308,7 +308,7 @@ def test_an_interrupted_command_writes_nothing(folder, tmp_path, monkeypatch):
         (("--text", "/nowhere"), "no file or folder"),
         (("--retrieval", 1), "retrieval"),
         (("--positions", "posse"), "Did you mean 'pose'"),
-        (("--target-length", 32), "below the trained length"),
+        (("--length", 32), "below the trained length"),
     ],
 )
 def test_wrong_arguments(folder, tmp_path, words, message):
