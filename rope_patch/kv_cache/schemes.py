@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from rope_patch.runtime.text import did_you_mean
+
 FORMATS: Mapping[str, int] = MappingProxyType(
     {"none": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2, "nf4": 4, "fp8": 8}
 )

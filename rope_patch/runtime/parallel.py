@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,13 +22,13 @@ TIMEOUT = timedelta(hours=6)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher tells each process through its environment."""
 
-_alone = 0
-"""How many blocks of :func:`alone` this process is in."""
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+"""Whether this is done within a block of :func:`alone`."""
 
 
 def processes() -> tuple[int, int]:
     """Return the rank of this process and how many work together; ``(0, 1)`` within :func:`alone`."""
-    if _alone or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if _alone.get() or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -38,12 +39,11 @@ def alone() -> Iterator[None]:
 
     For the first process where the others wait for it, and for processes that evaluate different models.
     """
-    global _alone
-    _alone += 1
+    token = _alone.set(True)
     try:
         yield
     finally:
-        _alone -= 1
+        _alone.reset(token)
 
 
 @contextlib.contextmanager

@@ -319,6 +319,12 @@ def test_retrieval_refuses_before_it_runs(arguments, message):
     assert not seen
 
 
+@pytest.mark.parametrize("name", ["windows", "tasks", "lenghts"])
+def test_what_retrieval_does_not_ask_is_refused(name):
+    with pytest.raises(TypeError, match=name):
+        retrieval(bold(), TOKENIZER, lengths=[72], **{name: 3})
+
+
 def test_models_that_cannot_answer_are_refused():
     from peft import PrefixTuningConfig, get_peft_model
 
