@@ -6,8 +6,10 @@ import json
 
 import pytest
 from support.commands import fail, invoke
+from transformers import AutoModelForCausalLM
 
 import rope_patch
+from rope_patch.evaluation import budget
 
 BUNDLED = str(rope_patch.data_path("assets") / "llama")
 DOMAINS = str(rope_patch.data_path("assets") / "domains")  # shorter than the built-in text
@@ -18,6 +20,12 @@ def said(*words):
     result = invoke(*words)
     assert result.exit_code == 0, result.output
     return result.stderr
+
+
+def reads_by_default(monkeypatch, tokens):
+    """Let a command read so many tokens with the bundled checkpoint where no time is given."""
+    parameters = AutoModelForCausalLM.from_pretrained(BUNDLED).num_parameters()
+    monkeypatch.setitem(budget.WORK, "cpu", tokens * parameters)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +60,7 @@ def test_analyze_reads_what_fits_in_shorter_rows_if_need_be(tmp_path):
 
 
 def test_what_is_chosen_stays_where_the_size_of_the_model_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.budget.default_tokens", lambda model: 1000)
+    reads_by_default(monkeypatch, 1000)
     words = ("kv-check", BUNDLED, "--schemes", "int8-token", "--lengths", "64", "--text", DOMAINS, "--depths", "0.5")
     words += ("--no-report", "-o", tmp_path)
     lines = said(*words, "--windows", "6")
@@ -72,7 +80,7 @@ def test_a_budget_that_is_long_enough_changes_nothing(tmp_path):
 
 
 def test_compare_reads_less_of_a_large_model_also_with_json_and_all_of_what_was_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.budget.default_tokens", lambda model: 2000)
+    reads_by_default(monkeypatch, 2000)
     words = ("compare", BUNDLED, "--methods", "default yarn:factor=2", "--lengths", "64", "--text", DOMAINS)
     words += ("--depths", "0.5", "--no-report")
 
@@ -88,7 +96,7 @@ def test_compare_reads_less_of_a_large_model_also_with_json_and_all_of_what_was_
 
 
 def test_fit_evaluates_on_less_text_of_a_large_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.budget.default_tokens", lambda model: 1)
+    reads_by_default(monkeypatch, 1)
     lines = said("fit", BUNDLED, "--length", "512", "--steps", "1", "-o", tmp_path / "fitted")
     assert "1 instead of 4 samples" in lines and "4 instead of 8 windows" in lines
     # a step of 4096 tokens; start and end on 4 windows of 512 tokens of two texts and 5 prompts of 256 and of 512
