@@ -67,14 +67,12 @@ def listen(
     on_more: Callable[[int], object] | None = None,
     on_sentence: Callable[[str], object] | None = None,
 ) -> Iterator[None]:
-    """Listen to the progress of what is done within a ``with`` block.
+    """Listen to the progress within a ``with`` block; what is not listened to goes where it went before.
 
     Args:
         on_tokens: called with the stage of the work and the number of tokens that were just done, after each layer.
         on_more: called with a number of tokens that will be done in addition.
         on_sentence: called with a sentence about each step.
-
-    What is left out goes where it went before.
     """
     tokens, additional, sentences = _on_tokens.get(), _on_more.get(), _on_sentence.get()
     _on_tokens.set(on_tokens or tokens)
