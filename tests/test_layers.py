@@ -25,6 +25,7 @@ FOLDERS = (
     *(
         ROOT,
         "runtime",
+        "registry",
         "options",
         "methods",
         "patching",

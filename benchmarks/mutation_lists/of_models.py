@@ -55,9 +55,9 @@ METHODS = (
     ),
     Mutation(
         "broken_package_leaves_its_methods_behind",
-        "rope_patch/methods/registry.py",
-        "            self._classes.clear()\n",
-        "",
+        "rope_patch/registry.py",
+        "            registry.data = own | before.get(registry.noun, {})\n",
+        "            pass\n",
     ),
 )
 

@@ -39,12 +39,12 @@ from rope_patch.checkpoints.weight_files import wrong_in_load, wrong_tensors
 from rope_patch.errors import blamed_on
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.methods.parameters import written
-from rope_patch.methods.registry import is_built_in
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.record import PatchRecord, hashes, same_tables
 from rope_patch.patching.verify import verify_model
+from rope_patch.registry import is_built_in
 from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf
 from rope_patch.runtime.parallel import processes
 

@@ -59,7 +59,7 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
         if word not in sources:
             raise UsageError(f"unexpected argument {word!r}")
     if modules := written.get(("imports",)):
-        from rope_patch.evaluation.importing import import_modules
+        from rope_patch.registry import import_modules
 
         import_modules(modules)
     values = {path: value for word in sources for path, value in _stated(word, by_name)} | written

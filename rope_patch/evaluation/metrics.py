@@ -16,6 +16,7 @@ from rope_patch.evaluation.numbers import number_text, percent, perplexity_text,
 from rope_patch.evaluation.retrieval import RetrievalResult, effective_prompts
 from rope_patch.evaluation.suite import ANSWERED, EvalResult
 from rope_patch.options.evaluation import EvalSpec
+from rope_patch.registry import Registry
 
 __all__ = [
     "LOST",
@@ -238,8 +239,9 @@ class Retrieval(Metric):
         return f"{span.task} {span.stop}"
 
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in (Perplexity(), LongPerplexity(), Retrieval())}
+METRICS: Registry[Metric] = Registry("metric", "rope_patch.metrics")
 """Every metric by name, in the order of their columns."""
+METRICS.update({metric.name: metric for metric in (Perplexity(), LongPerplexity(), Retrieval())})
 
 
 def spans_at(spec: EvalSpec, length: int) -> Iterator[tuple[Metric, Span]]:

@@ -51,7 +51,7 @@ def without_imports(words: list[str]) -> list[str]:
     parser.add_argument("--import", action="append", dest="modules", metavar="MODULE", default=[])
     known, others = parser.parse_known_args(words)
     if known.modules:
-        from rope_patch.evaluation.importing import import_modules
+        from rope_patch.registry import import_modules
 
         import_modules(known.modules)
     return others

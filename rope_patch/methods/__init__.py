@@ -2,8 +2,7 @@
 
 Adding a method is one class: its name, its fields with defaults, its checks, and the expression of its frequencies.
 The registry, method strings, the command line and the tests pick it up from there. Classes of a user's own are found
-in the running script, in modules that :func:`import_methods` imports, and in installed packages that offer them under
-the entry point group ``rope_patch.methods``.
+in the running script, in modules that :func:`rope_patch.registry.import_modules` imports, and in installed packages.
 """
 
 from rope_patch.methods.base import METHODS, Chain, Method, Scaling
@@ -17,7 +16,6 @@ from rope_patch.methods.clipping import CoPE, Truncated  # isort: skip
 from rope_patch.methods.table import Table  # isort: skip
 from rope_patch.methods.two_tables import TwoTables  # isort: skip
 from rope_patch.methods.strings import MethodLike, as_method, create, from_dict, method_string, missing_methods, parse  # isort: skip
-from rope_patch.methods.importing import import_methods  # isort: skip
 
 __all__ = [
     "ABF",
@@ -46,7 +44,6 @@ __all__ = [
     "create",
     "field_help",
     "from_dict",
-    "import_methods",
     "longrope_parameters",
     "method_string",
     "missing_methods",

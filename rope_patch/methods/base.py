@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.methods.parameters import check_bounds, convert, number, written
-from rope_patch.methods.registry import Registry, is_built_in
+from rope_patch.registry import Registry
 from rope_patch.tables import RotaryTable
 
-METHODS: Registry[Method] = Registry()
+METHODS: Registry[type[Method]] = Registry("method", "rope_patch.methods")
 """Method name to class, in the order of definition; what installed packages offer comes last."""
 
 
@@ -41,15 +41,8 @@ class Method:
         """Register the class under ``name``."""
         super().__init_subclass__(**kwargs)
         if name:
-            known = METHODS.defined(name)
-            # A class of the same name is defined anew where a cell or a module is run again.
-            if known is not None and (known.__qualname__ != cls.__qualname__ or is_built_in(known) > is_built_in(cls)):
-                raise ValueError(
-                    f"the method name {name!r} is taken by {known.__qualname__} of {known.__module__}: give "
-                    f"{cls.__qualname__} another name"
-                )
             cls.name = name
-            METHODS[name] = cls
+            METHODS.add(name, cls)
 
     def __post_init__(self) -> None:
         kinds = typing.get_type_hints(type(self))

@@ -68,11 +68,7 @@ def create(name: str, /, **params: Any) -> Method:
     >>> create("p_rope", p="0.5")
     PRope(p=0.5)
     """
-    cls = METHODS.get(name)
-    if cls is None and name in METHODS.broken:
-        raise ValueError(f"the method {name!r} cannot be loaded from {METHODS.broken[name]}")
-    if cls is None:
-        raise ValueError(f"unknown method {name!r}.{did_you_mean(name, METHODS)} Known: {', '.join(METHODS)}")
+    cls = METHODS.find(name)
     known = [f.name for f in fields(cls)]
     for key in params:
         if key not in known:

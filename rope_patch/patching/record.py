@@ -142,7 +142,7 @@ class PatchRecord:
             return None
         return (
             f"the class of the method {names} is not defined here, so its tables are taken from the patch record. To "
-            "have them computed anew, import the module that defines it: rope_patch.methods.import_methods in Python, "
+            "have them computed anew, import the module that defines it: rope_patch.registry.import_modules in Python, "
             "--import MODULE on the command line"
         )
 

@@ -57,7 +57,7 @@ def score(result: EvalResult) -> float:
 def metrics(result: EvalResult) -> dict[str, float]:
     """Return the numbers by name, such as ``retrieval_1024`` and ``perplexity_256_1024``."""
     numbers = {"score": score(result)}
-    for metric in reversed(METRICS.values()):
+    for metric in reversed(list(METRICS.values())):
         for span in metric.spans(result.spec):
             place = str(span.stop) if span.start is None else f"{span.start}_{span.stop}"
             value = metric.value(result, span)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rope_patch.evaluation.haystack import Haystack
+from rope_patch.registry import Registry
 from rope_patch.runtime.text import did_you_mean
 
 NAMES = """
@@ -39,7 +40,7 @@ NEEDLES = 4
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-TASKS: dict[str, Task] = {}
+TASKS: Registry[Task] = Registry("retrieval task", "rope_patch.tasks")
 """Every retrieval task by name. A subclass of :class:`Task` with a name enters itself."""
 
 MODES = ("single", "multikey")
@@ -214,10 +215,8 @@ class Task(ABC):
         """
         if name is None:
             return
-        if name in TASKS:
-            raise ValueError(f"there is a task {name!r} already: {type(TASKS[name]).__qualname__}")
         cls.name = name
-        TASKS[name] = cls()
+        TASKS.add(name, cls())
 
     @abstractmethod
     def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:

@@ -1,0 +1,184 @@
+"""What can be added by name: methods, retrieval tasks, metrics and cache formats.
+
+Each kind has a base class whose subclasses enter themselves: ``class MyMethod(Method, name="my_method")``. They may
+stand in this package, in a user's script, in a module that ``--import`` names, or in an installed package, which names
+the module as an entry point::
+
+    [project.entry-points."rope_patch.methods"]
+    my_method = "my_package.methods"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import sys
+import warnings
+from collections import UserDict
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from rope_patch.errors import in_one_line
+from rope_patch.runtime.text import did_you_mean
+
+Entry = TypeVar("Entry")
+
+REGISTRIES: list[Registry[Any]] = []
+"""All registries whose modules have been imported."""
+
+
+class Registry(UserDict[str, Entry]):
+    """Entries by name, in the order of their definition; those that installed packages offer come last.
+
+    Entry points are read the first time that the registry is listed or asked for a name that it does not hold, so that
+    nobody waits for packages that are not needed. One that cannot be loaded is warned about, and changes nothing.
+
+    Args:
+        noun: what an entry is called in messages.
+        group: the group of entry points by which installed packages offer entries.
+    """
+
+    def __init__(self, noun: str, group: str) -> None:
+        super().__init__()
+        self.noun = noun
+        self.group = group
+        self.broken: dict[str, str] = {}
+        """By the name of an entry point that could not be loaded: the package it comes from, and the reason."""
+        self._has_read_packages = False
+        REGISTRIES.append(self)
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self.data:
+            self._read_packages()
+        return name in self.data
+
+    def __missing__(self, name: str) -> Entry:
+        self._read_packages()
+        return self.data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._read_packages()
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        self._read_packages()
+        return len(self.data)
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Enter something under a name.
+
+        Raises:
+            ValueError: the name is taken by another class.
+        """
+        if (known := self.data.get(name)) is not None:
+            ours, theirs = _class_of(entry), _class_of(known)
+            # A notebook's cell that is run again defines a class of the same name anew, which replaces the earlier one.
+            if ours.__qualname__ != theirs.__qualname__ or (is_built_in(known) and not is_built_in(entry)):
+                raise ValueError(
+                    f"the {self.noun} name {name!r} is taken by {theirs.__qualname__} of {theirs.__module__}: give "
+                    f"{ours.__qualname__} another name"
+                )
+        self.data[name] = entry
+
+    def find(self, name: str) -> Entry:
+        """Return the entry of a name that a user gave.
+
+        Raises:
+            ValueError: there is none; the known names are listed.
+        """
+        if name in self:
+            return self.data[name]
+        if name in self.broken:
+            raise ValueError(f"the {self.noun} {name!r} cannot be loaded from {self.broken[name]}")
+        raise ValueError(f"unknown {self.noun} {name!r}.{did_you_mean(name, self)} Known: {', '.join(self)}")
+
+    def _read_packages(self) -> None:
+        if self._has_read_packages:
+            return
+        self._has_read_packages = True  # first, as the modules that are loaded here may ask the registry themselves
+        for entry in importlib.metadata.entry_points(group=self.group):
+            try:
+                with unchanged_on_error():
+                    entry.load()
+            except Exception as error:  # of whatever kind the package raises
+                package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "a package"
+                self.broken[entry.name] = f"{package} (entry point {entry.value}): {in_one_line(error)}"
+                warnings.warn(
+                    f"the {self.noun} {entry.name!r} is missing: it cannot be loaded from {self.broken[entry.name]}. "
+                    "Update or uninstall that package",
+                    stacklevel=4,
+                )
+
+
+@contextlib.contextmanager
+def unchanged_on_error() -> Iterator[None]:
+    """Forget what users' code entered into any registry if the block raises."""
+    before = {registry.noun: dict(registry.data) for registry in REGISTRIES}
+    try:
+        yield
+    except BaseException:
+        for registry in REGISTRIES:
+            # What this package defines stays: the block may have been the first to import its module.
+            own = {name: entry for name, entry in registry.data.items() if is_built_in(entry)}
+            registry.data = own | before.get(registry.noun, {})
+        raise
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules that define methods, retrieval tasks, metrics or cache formats, so that their names can be used.
+
+    Modules of the current directory are found, as with ``python -m``; it stays on the path after that, as its last
+    entry, so that no file in it takes the place of an installed package later on.
+
+    Args:
+        names: dotted names of modules: ``["my_methods", "my_package.methods"]``.
+
+    Raises:
+        ValueError: a module cannot be imported, or defines nothing of these kinds. What it defined up to then is
+            forgotten.
+    """
+    directory = os.getcwd()
+    sys.path.insert(0, directory)
+    try:
+        importlib.invalidate_caches()
+        for name in names:
+            if name not in sys.modules:
+                _import(name)
+    finally:
+        sys.path.remove(directory)
+        if directory not in sys.path:
+            sys.path.append(directory)
+
+
+def _import(name: str) -> None:
+    with unchanged_on_error():
+        before = _users_entries()
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # of whatever kind a user's code raises
+            raise ValueError(
+                f"cannot import the module {name!r} ({in_one_line(error)}): give the dotted name, such as my_methods, "
+                f"of a Python file in {os.getcwd()} or of an installed package"
+            ) from error
+        if _users_entries() == before:
+            del sys.modules[name]
+            raise ValueError(
+                f"the module {name!r} defines no method, retrieval task, metric or cache format: it needs a class such "
+                "as class MyMethod(rope_patch.Method, name='my_method')"
+            )
+
+
+def _users_entries() -> list[tuple[str, Any]]:
+    entries = (entry for registry in REGISTRIES for entry in registry.data.items())
+    return [(name, entry) for name, entry in entries if not is_built_in(entry)]
+
+
+def is_built_in(entry: Any) -> bool:
+    """Tell whether a class, or the class of an object, is one that this package defines."""
+    return _class_of(entry).__module__.startswith("rope_patch.")
+
+
+def _class_of(entry: Any) -> type:
+    return entry if isinstance(entry, type) else type(entry)

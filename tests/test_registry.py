@@ -1,0 +1,230 @@
+"""What users add by name, in a module of their own or in an installed package: methods, retrieval tasks, metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support.commands import run
+from support.fresh import run_code
+
+import rope_patch
+from rope_patch import parse
+from rope_patch.registry import REGISTRIES, import_modules
+
+ROOT = Path(__file__).resolve().parents[1]
+
+METHOD = """
+from dataclasses import dataclass
+from rope_patch.methods import Method
+
+@dataclass(frozen=True)
+class Halved(Method, name="{name}"):
+    \"\"\"Every frequency halved.\"\"\"
+    by: float = 2.0
+    def inv_freq(self, table):
+        return table.inv_freq / self.by
+"""
+TASK = '''
+from rope_patch.evaluation.tasks import NeedleTask
+
+class HouseNumber(NeedleTask, name="own_house"):
+    """A number of three digits for each name."""
+
+    source = "a test"
+    needle = " {name} lives at number {value}."
+    question = " At which number does {name} live? {name} lives at number"
+    digits = 3
+'''
+METRIC = '''
+from rope_patch.evaluation.metrics import METRICS, Metric, Span
+
+class AnswerLogProbability(Metric):
+    """Log-probability of the right answer."""
+
+    name, unit, lower_is_better = "own_logprob", "nats", False
+
+    def spans(self, spec):
+        return [Span(self.name, length, task=task) for task in spec.tasks for length in spec.lengths]
+
+    def at(self, spec, length):
+        return [span for span in self.spans(spec) if span.stop == length]
+
+    def values(self, result, span):
+        return [sample.logprob for sample in result.retrieval[span.task].samples(span.stop)]
+
+METRICS.add("own_logprob", AnswerLogProbability())
+'''
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A directory to work in; what the modules of a test define goes again."""
+    before = [(registry, dict(registry)) for registry in REGISTRIES]
+    modules, path = set(sys.modules), list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for registry, entries in before:
+        registry.clear()
+        registry.update(entries)
+    for name in set(sys.modules) - modules:
+        if name.startswith("own_"):
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+# --- modules of a user's own ----------------------------------------------------------------------------------------
+
+
+def test_a_module_below_the_current_directory_is_imported_by_its_dotted_name(folder):
+    (folder / "own_package").mkdir()
+    (folder / "own_package" / "methods.py").write_text(METHOD.format(name="own_inner"))
+    for _ in range(2):  # the second time it is imported already
+        import_modules(["own_package.methods"])
+    assert str(parse("own_inner")) == "own_inner:by=2"
+
+
+def test_the_current_directory_does_not_come_before_installed_packages_afterwards(folder):
+    (folder / "own_methods.py").write_text(METHOD.format(name="own_halved"))
+    import_modules(["own_methods"])
+    assert sys.path.index(str(folder)) == len(sys.path) - 1
+
+
+def compared(folder, *words):
+    measured = "--methods default --lengths 64 --samples 1 --depths 0.5 --windows 1 --no-report"
+    run("compare", rope_patch.data_path("assets") / "llama", *measured.split(" "), "-o", folder / "out", *words)
+    return json.loads((folder / "out" / "comparison.json").read_text())
+
+
+def test_a_command_measures_a_task_of_a_users_module(folder):
+    (folder / "own_tasks.py").write_text(TASK)
+    made = compared(folder, "--tasks", "own_house", "--import", "own_tasks")
+    (cell,) = made["rows"][0]["retrieval"]["own_house"]["cells"]
+    assert re.fullmatch(r"\d{3}", cell["samples"][0]["expected"])
+
+
+def test_a_command_shows_a_metric_of_a_users_module(folder):
+    (folder / "own_metrics.py").write_text(METRIC)
+    made = compared(folder, "--import", "own_metrics")
+    (sample,) = made["rows"][0]["retrieval"]["passkey"]["cells"][0]["samples"]
+    (column,) = (column for column in made["columns"] if column["metric"] == "own_logprob")
+    assert column["values"] == [sample["logprob"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "word"),
+    [
+        ("own_absent", None, "dotted name"),
+        ("own_methods.py", METHOD.format(name="own_halved"), "dotted name"),
+        ("./own_methods", "", "dotted name"),
+        ("own_broken", "def", "SyntaxError"),
+        ("own_empty", "from rope_patch import Yarn\nimport rope_patch.evaluation.metrics", "defines no method"),
+        ("own_clash", METHOD.format(name="pi"), "taken"),
+        ("own_yarn", METHOD.format(name="yarn").replace("Halved", "Yarn"), "taken"),
+        ("own_niah", TASK.replace("own_house", "niah"), "taken"),
+        ("own_late", METHOD.format(name="own_late") + "\n1 / 0", "ZeroDivisionError"),
+        ("own_tasks", TASK + "\n1 / 0", "ZeroDivisionError"),
+        ("own_metrics", METRIC + "\n1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_imported_says_why_and_changes_nothing(folder, name, code, word):
+    before = [dict(registry) for registry in REGISTRIES]
+    if code is not None:
+        (folder / f"{name.removesuffix('.py').removeprefix('./')}.py").write_text(code)
+    for _ in range(2):  # a failed module is not taken for an imported one
+        with pytest.raises(ValueError, match=word):
+            import_modules([name])
+    assert [dict(registry) for registry in REGISTRIES] == before
+
+
+def test_a_failed_import_that_is_the_first_to_need_the_metrics_leaves_those_of_the_package(tmp_path):
+    (tmp_path / "own_metrics.py").write_text(METRIC + "\n1 / 0")
+    done = python(
+        "from rope_patch.registry import import_modules\n"
+        "try:\n    import_modules(['own_metrics'])\nexcept ValueError:\n    pass\n"
+        "from rope_patch.evaluation.metrics import METRICS\n"
+        "print(*METRICS)",
+        tmp_path,
+        cwd=tmp_path,
+    )
+    assert done.stdout.split() == ["perplexity", "longppl", "retrieval"], done.stderr
+
+
+# --- installed packages ---------------------------------------------------------------------------------------------
+
+
+def package(site: Path, name: str, code: str, entry: str) -> None:
+    """Install a package of one module by hand, as pip lays it out."""
+    (site / name).mkdir(parents=True)
+    (site / name / "__init__.py").write_text(code)
+    info = site / f"{name}-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text(entry)
+
+
+def python(code, *paths, **options):
+    path = os.pathsep.join(map(str, (*paths, ROOT)))
+    return run_code(code, env={**os.environ, "PYTHONPATH": path}, **options)
+
+
+def test_an_installed_package_offers_a_method_and_is_imported_when_it_is_needed(tmp_path):
+    package(tmp_path, "halved", METHOD.format(name="halved"), "[rope_patch.methods]\nhalved = halved:Halved\n")
+    done = python(
+        "import sys\n"
+        "from rope_patch.methods import METHODS, parse\n"
+        "parse('pi:factor=2')\n"
+        "assert 'halved' not in sys.modules\n"
+        "assert str(parse('halved:by=4+p_rope')) == 'halved:by=4+p_rope:p=0.75'\n"
+        "assert list(METHODS)[-1] == 'halved'\n"
+        "sys.argv[1:] = ['methods']\n"
+        "from rope_patch.cli.app import main\n"
+        "main()\n",
+        tmp_path,
+    )
+    assert "Every frequency halved." in done.stdout, done.stderr
+
+
+def test_an_installed_package_offers_a_task_and_a_metric(tmp_path):
+    package(tmp_path, "house", TASK, "[rope_patch.tasks]\nown_house = house\n")
+    package(tmp_path, "logprob", METRIC, "[rope_patch.metrics]\nown_logprob = logprob\n")
+    done = python(
+        "from rope_patch.evaluation.tasks import TASKS\n"
+        "from rope_patch.evaluation.metrics import METRICS\n"
+        "print(TASKS.find('own_house').digits, METRICS.find('own_logprob').unit)",
+        tmp_path,
+    )
+    assert done.stdout.split() == ["3", "nats"], done.stderr
+
+
+BROKEN = {
+    "fails": ("import nothing_of_this_name", "ModuleNotFoundError"),
+    "clashes": (METHOD.format(name="yarn"), "taken"),
+    "halfway": (METHOD.format(name="halfway") + "1 / 0\n", "ZeroDivisionError"),
+}
+
+
+def test_a_package_that_cannot_be_loaded_is_named_and_leaves_the_other_methods(tmp_path):
+    for name, (code, _) in BROKEN.items():
+        package(tmp_path, name, code, f"[rope_patch.methods]\n{name} = {name}\n")
+    done = python(
+        "from rope_patch.methods import METHODS, Yarn, parse\n"
+        f"broken = {list(BROKEN)}\n"
+        "assert METHODS.keys().isdisjoint(broken) and METHODS['yarn'] is Yarn\n"
+        "parse('yarn:factor=2')\n"
+        "for name in broken:\n"
+        "    try:\n"
+        "        parse(name)\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for name, (_, reason) in BROKEN.items():
+        (line,) = (line for line in done.stdout.splitlines() if f"'{name}'" in line)
+        assert reason in line and f"{name} 1.5" in line
+        assert done.stderr.count(f"'{name}' is missing") == 1
