@@ -402,7 +402,7 @@ def _checked(row: Mapping[str, Any]) -> Numbers:
             "attribution": (verdict.get("attribution") or {}).get("layers"),
         }
     return {
-        **_pick(row, "key_bits value_bits bits divergence prediction"),
+        **_pick(row, "key_bits value_bits bits divergence"),
         "lengths": lengths,
         "errors": {str(one["layer"]): layer(one) for one in row["errors"]},
     }

@@ -208,12 +208,6 @@ KV_CACHE = (
         "torch 2.13 saturates in this cast; test_fp8_with_a_scale_of_one_is_a_cast_that_saturates holds that",
     ),
     Mutation(
-        "packed_cache_is_read_under_the_short_table",
-        "rope_patch/kv_cache/packed.py",
-        "with reaching(location.module, len(token_ids) + new_tokens + 1):",
-        "with reaching(location.module, len(token_ids)):",
-    ),
-    Mutation(
         "outliers_of_sliding_layers_are_those_of_the_context",
         "rope_patch/kv_cache/plans.py",
         "own = slot.max_position_embeddings if layer.window is None else layer.window",

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from rope_patch.cli.kv_check_tables import csv_of, print_check, print_presets
+from rope_patch.cli.kv_check_tables import print_check, print_presets
 from rope_patch.cli.loading import (
     check_device,
     check_texts,
@@ -47,7 +47,7 @@ def kv_check(words: Sequence[str]) -> None:
     check_device(machine.device)
     prepare(machine.threads)
     output, finished = options.output, options.output / RESULT_CACHE
-    files = ["kv-check.json", "kv-check.csv", *["kv-check.html"] * options.report]
+    files = ["kv-check.json", *["kv-check.html"] * options.report]
     with working_together(output, [*files, RESULT_CACHE]) as first:
         tokenizer, loaded = load_tokenizer(options.model), load_model(options.model, machine)
         patch: dict[str, Any] = {
@@ -72,7 +72,6 @@ def kv_check(words: Sequence[str]) -> None:
                 suite,
                 methods=compared,
                 limits=options.limits,
-                packed=options.packed,
                 attributed=attributed,
                 resume=finished,
                 **patch,
@@ -86,7 +85,6 @@ def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
     from rope_patch.runtime.folders import write_atomically
 
     write_atomically(options.output / "kv-check.json", checked.to_json())
-    write_atomically(options.output / "kv-check.csv", csv_of(checked.table()))
     if options.as_json:
         print(checked.to_json(), flush=True)
     else:

@@ -1,9 +1,7 @@
-"""The tables that ``rope-patch kv-check`` prints and writes."""
+"""The tables that ``rope-patch kv-check`` prints."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import sys
 from typing import Any
@@ -12,18 +10,6 @@ from rope_patch.cli.printing import new_table, show
 
 HEAD_DIM = 128
 """Features of a head that presets are listed for."""
-
-
-def csv_of(lines: list[dict[str, Any]]) -> str:
-    """Return the table for spreadsheets: indices with blanks between, nothing where there is no value."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    for line in lines:
-        writer.writerow(
-            {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in line.items()}
-        )
-    return out.getvalue()
 
 
 def print_check(checked: Any) -> None:
@@ -36,7 +22,6 @@ def print_check(checked: Any) -> None:
     from rope_patch.evaluation.answers import answers_text, shortest_of_each
     from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
     from rope_patch.evaluation.metrics import spans_at
-    from rope_patch.evaluation.numbers import relative
     from rope_patch.kv_evaluation.captions import windows_of
 
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -55,7 +40,7 @@ def print_check(checked: Any) -> None:
             # The intervals of prompts are in the files: with several tasks the table would not fit a screen.
             for head in (_head(metric, span), "change", *["interval"] * (span.task is None)):
                 table.add_column(head, justify="right", no_wrap=True)
-        for head in ("noise", "KL", "top-1"):
+        for head in ("KL", "top-1"):
             table.add_column(head, justify="right", no_wrap=True)
         table.add_column("verdict", no_wrap=True)
         for method in checked.methods:
@@ -74,15 +59,12 @@ def print_check(checked: Any) -> None:
                     continue
                 verdict = checked.verdict(row, length).kind
                 word = "rounds nothing" if verdict == "undecided" and checked.idle(row, length) else verdict
-                noise = f"±{100 * relative(row.noise[length]):.2f} %" if length in row.noise else ""
-                divergence = (noise, f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}")
+                divergence = (f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}")
                 table.add_row("", escape(row.scheme), *cells, *divergence, f"[{colors[verdict]}]{word}[/]")
             table.add_section()
         console.print(table)
     for sentence in checked.summary():
         console.print(f"- {escape(sentence)}")
-    for item in checked.packed:
-        console.print(f"- {item}")
     calibration = f"{checked.calibration} tokens of calibration" if checked.calibration else "no calibration"
     print(
         f"{windows_of(checked.windows, max(checked.lengths))}; {calibration}; "
@@ -91,10 +73,6 @@ def print_check(checked: Any) -> None:
     print(
         "KL: mean divergence of the next token's distribution from that in full precision [nats/token]; top-1: share "
         "of tokens whose first choice is the same"
-    )
-    print(
-        "noise: how far the perplexity of one window moves when its embeddings are perturbed by their last digits; "
-        "the mean over n windows moves about 1/√n as far, and a smaller change tells nothing"
     )
     for length in checked.lengths:
         for line in checked.prompts(length):

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor
 
-from rope_patch import frequencies
 from rope_patch.evaluation.compare import named
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
-from rope_patch.kv_evaluation.noise import PASSES, noise_floor
 from rope_patch.kv_evaluation.setting import ERRORS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
-from rope_patch.modeling.statistics import Capture
 from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite, key
 from rope_patch.runtime.progress import Progress
@@ -82,8 +77,6 @@ def _measure(
         value_bits=value_bits,
         cache_bits=cache_bits,
         errors=layer_errors,
-        prediction=_prediction(patched.capture, layer_errors, setting.limits.context),
-        noise=_noise(setting, patched, scheme, scores) if quantizing else {},
     )
 
 
@@ -234,54 +227,6 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
 def readings(layers: int) -> int:
     """Return how often :func:`measure_attribution` reads its windows: whole, each part, each layer, named pairs."""
     return 5 + layers
-
-
-def _noise(setting: Setting, patched: MethodInPlace, scheme: Scheme, scores: EvalResult) -> Mapping[int, float]:
-    """Measure how far the loss of the first window moves by rounding alone, by length [nats/token]."""
-    window, result_cache, mark = setting.suite.windows[0], setting.result_cache, ""
-    if result_cache is not None:
-        about = {"model": fingerprint(setting.model), "ids": _sha(window.ids), "lengths": list(setting.lengths)}
-        mark = key(kind="noise", cache=_identity(setting, patched, scheme), chunk=setting.chunk, **about)
-        if mark in result_cache:
-            progress.advance(PASSES * len(window.ids))
-            return {int(length): moved for length, moved in result_cache[mark].items()}
-    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
-        moved = noise_floor(
-            setting.model,
-            window,
-            None if scores.short_window else scores.perplexity,  # which was read in two parts, under two tables
-            lengths=setting.lengths,
-            edges=setting.spec.edges,
-            chunk=setting.chunk,
-            cache=factory,
-        )
-    if result_cache is not None:
-        result_cache[mark] = {str(length): value for length, value in moved.items()}
-    return moved
-
-
-def _prediction(
-    captured: Capture, errors: Sequence[LayerErrors], context: int | None
-) -> tuple[float | None, float | None]:
-    """Return how well radius and bound rank the pairs by their logit error."""
-    pair_errors: list[Tensor] = []
-    sizes: list[Tensor] = []
-    below: list[Tensor] = []
-    for error in errors:
-        layer = captured.layer(error.layer)
-        bound = frequencies.offset_frequency_bound(layer.context if context is None else context)
-        pair_errors.append(error.pair.flatten())
-        sizes.append((layer.key_by_query_head.radius * layer.query.mean_norm).flatten())
-        below.append((layer.inv_freq < bound).double().expand(layer.query.heads, -1).flatten())
-    if not pair_errors:
-        return None, None
-
-    def order(one: Tensor, other: Tensor) -> float | None:
-        if not float(one.std()) > 0 or not float(other.std()) > 0:  # nothing is rounded, or all pairs are under it
-            return None
-        return float(stats.spearmanr(one, other).statistic)
-
-    return order(torch.cat(pair_errors), torch.cat(sizes)), order(torch.cat(pair_errors), torch.cat(below))
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.measuring import readings
-from rope_patch.kv_evaluation.noise import PASSES
 from rope_patch.kv_evaluation.setting import COMPARED, ERRORS
 from rope_patch.options.evaluation import EvalSpec
 
@@ -24,7 +23,7 @@ def tokens_to_measure(spec: EvalSpec, schemes: Collection[Scheme]) -> int:
     """Return the tokens that :func:`~rope_patch.kv_evaluation.measuring.measure` reads.
 
     These are the windows and prompts of each scheme, the compared windows in full precision and through each scheme,
-    the text on which attention errors are taken, and the passes that tell the noise of a loss, both of each scheme.
+    and the text on which attention errors are taken, once for each scheme.
 
     Args:
         spec: what is measured.
@@ -32,7 +31,7 @@ def tokens_to_measure(spec: EvalSpec, schemes: Collection[Scheme]) -> int:
     """
     quantizing = sum(scheme != Scheme() for scheme in schemes)
     compared = min(COMPARED, spec.windows or 0) * spec.longest
-    each = compared + min(ERRORS, spec.longest) + PASSES * min(1, spec.windows or 0) * spec.longest
+    each = compared + min(ERRORS, spec.longest)
     return len(schemes) * tokens_to_read(spec) + quantizing * each + bool(quantizing) * compared
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, spans_at
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
-from rope_patch.kv_cache.packed import PackedCache
-from rope_patch.kv_cache.schemes import FORMATS, Scheme
+from rope_patch.kv_cache.schemes import FORMATS
 from rope_patch.kv_evaluation.attribution import longest_keys
 from rope_patch.kv_evaluation.captions import counted
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, change, find_verdict
@@ -22,7 +21,7 @@ from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
 from rope_patch.runtime.finished import finite
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +42,6 @@ class KVCheck:
         limits: what a safe scheme may cost.
         captures: statistics under each method, on which radii and outliers rest.
         environment: versions, device, data type.
-        packed: transformers' own caches, packed, on one window in the model as it was given.
         loaded: the patch that the model came with, as a method string: what ``default`` means; None without one.
     """
 
@@ -60,7 +58,6 @@ class KVCheck:
     limits: Limits
     captures: Mapping[str, Capture]
     environment: Mapping[str, str]
-    packed: tuple[PackedCache, ...] = ()
     loaded: str | None = None
     schema: int = SCHEMA
 
@@ -201,39 +198,6 @@ class KVCheck:
                 parts.append(f"{metric.label(self.spec, span)} {metric.estimate_text(moved)}")
         return ", ".join(parts)
 
-    def table(self) -> list[dict[str, Any]]:
-        """Return a line per method, scheme and length: what was measured, as numbers; None where there is none."""
-        lines = []
-        for row in (row for method in self.methods for row in self.of(method)):
-            for length in self.lengths:
-                line: dict[str, Any] = {
-                    **{name: getattr(row, name) for name in ("method", "scheme")},
-                    "text": row.scheme_text,
-                    "length": length,
-                    **{name: getattr(row, name) for name in ("key_bits", "value_bits", "bits")},
-                    "cache_bits": row.cache_bits[length],
-                    **{name: metric.value(row.scores, span) for name, metric, span in self._metrics(length)},
-                    "prompts": len(answered(row, length)),
-                }
-                base = self.of(row.method)[0]
-                for name, metric, span in self._metrics(length):
-                    ends = (f"{name}_{part}" for part in ("change", "low", "high"))
-                    moved: list[float | None] = [None] * 3
-                    if row.divergence is not None:
-                        interval = metric.difference(row.scores, base.scores, span, self.limits.confidence)
-                        moved = list(map(metric.relative_change, interval))
-                    line |= dict(zip(ends, moved, strict=True))
-                verdict = self.verdict(row, length) if row.divergence is not None else None
-                line |= {
-                    "kl": row.divergence.kl if row.divergence else None,
-                    "top1": row.divergence.top1 if row.divergence else None,
-                    "verdict": verdict.kind if verdict else None,
-                    "layers": verdict.layers if verdict else None,
-                    "pairs": verdict.pairs if verdict else None,
-                }
-                lines.append(line)
-        return lines
-
     def _metrics(self, length: int) -> list[tuple[str, Metric, Span]]:
         """Every metric at a length by the name of its columns, which holds the task where there are several."""
         several = len(self.spec.tasks) > 1
@@ -244,7 +208,7 @@ class KVCheck:
 
     def to_json(self) -> str:
         """Return everything as JSON, but the captures; errors of pairs are rms over heads."""
-        names = ("schema", "model", "lengths", "windows", "text", "digest", "calibration", "compared", "attributed")
+        names = ("schema", "model", "windows", "text", "digest", "calibration", "compared", "attributed")
         out = {name: getattr(self, name) for name in (*names, "trained_length")} | asdict(self.limits)
         out["chat_sha256"] = next(iter(self.rows[0].scores.retrieval.values())).chat_sha256
         out |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "simulated": True, "stride": None}
@@ -253,16 +217,12 @@ class KVCheck:
             method: {"patch": self.loaded if method == "default" else method, "tables": tables}
             for method, tables in self.tables.items()
         }
-        out["packed"] = [asdict(item) for item in self.packed]
         out["rows"] = [self._row(row) for method in self.methods for row in self.of(method)]
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
-        scheme = Scheme.parse(row.scheme_text)
         document: dict[str, Any] = {name: getattr(row, name) for name in ("method", "scheme", "scheme_text")}
-        document |= {"residual": scheme.residual, "flush": scheme.flush, "sinks": scheme.sinks, "skip": scheme.skip}
-        document |= {name: getattr(row, name) for name in ("key_bits", "value_bits", "bits", "prediction")}
-        document |= {"tasks": self.spec.tasks, "seed": self.spec.seed, "chunk": self.spec.chunk}
+        document |= {name: getattr(row, name) for name in ("key_bits", "value_bits", "bits")}
         document["divergence"] = asdict(row.divergence) if row.divergence else None
         document["lengths"] = {}
         base = self.of(row.method)[0]
@@ -277,7 +237,6 @@ class KVCheck:
                     change = metric.difference(row.scores, base.scores, span, self.limits.confidence)
                     entry[f"{metric.difference_name or name}_change"] = change
             if row.divergence is not None:
-                entry["nll_noise"] = row.noise.get(length)
                 entry["verdict"] = asdict(self.verdict(row, length))
             document["lengths"][str(length)] = entry
         document["errors"] = [

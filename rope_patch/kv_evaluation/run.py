@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import environment, named, under
 from rope_patch.evaluation.suite import EvalSuite, as_suite
-from rope_patch.kv_cache.packed import check_packed, packed_caches
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import long_keys
@@ -84,7 +83,6 @@ def kv_check(
     *,
     methods: Sequence[MethodLike] = ("default",),
     limits: Limits | None = None,
-    packed: Sequence[str] = (),
     attributed: int = COMPARED,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
@@ -99,8 +97,6 @@ def kv_check(
         spec: what is measured, or a suite of it with texts in memory.
         methods: as method strings.
         limits: what a safe scheme may cost; by default 2 % of perplexity.
-        packed: caches of transformers to decode with, in the model as it is, for their bytes and speed; see
-            :mod:`rope_patch.kv_cache.packed`.
         attributed: windows on which each layer of an unsafe scheme is measured alone, 0 to 2; with 0 layers are named
             by the errors of their attention's outputs.
         layer_types: which tables are patched, on mixed models.
@@ -109,9 +105,8 @@ def kv_check(
             that the statistics of keys are computed on.
 
     Raises:
-        ValueError: a bad scheme, method, task, length or limit, two schemes or methods that are one, too little text,
-            a model that transformers packs no cache of: before anything is measured.
-        ImportError: a packed cache whose backend is not installed.
+        ValueError: a bad scheme, method, task, length or limit, two schemes or methods that are one, or too little
+            text: before anything is measured.
 
     Example:
         ``kv_check(model, tokenizer, ["kivi-2"], EvalSpec(lengths=[4096])).summary()``
@@ -132,7 +127,6 @@ def kv_check(
         raise ValueError(f"methods must differ from each other, got {', '.join(map(str, methods))}")
     if not 0 <= attributed <= COMPARED:
         raise ValueError(f"attributed must be in [0, {COMPARED}] windows, got {attributed}")
-    check_packed(model, packed)
     record = locate(model).record
     centred = any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
@@ -157,7 +151,6 @@ def kv_check(
         trained_length=trained_length(model),
         limits=limits,
         captures=captures,
-        packed=tuple(packed_caches(model, suite.windows[0].ids, packed)) if packed else (),
         environment=environment(model),
         loaded=None if record is None else str(record.to_method()),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -91,11 +91,7 @@ class CheckRow:
         cache_bits: bits per element of a whole cache, by its length: sinks, residual window and unfinished blocks are
             in full precision, and layers that slide hold their window alone.
         errors: by layer; empty for full precision.
-        prediction: Spearman's rank correlation over all pairs of all heads: of a pair's logit error with its mean key's
-            radius times its mean query norm, and with lying under the frequency bound; None where nothing varies.
         attribution: what parts of it cost, where it is unsafe at some length; None elsewhere.
-        noise: how far the loss of one window at positions below each length moves by rounding alone [nats/token], as
-            :mod:`rope_patch.kv_evaluation.noise` measures it; empty for full precision.
     """
 
     method: str
@@ -108,9 +104,7 @@ class CheckRow:
     value_bits: float
     cache_bits: Mapping[int, float]
     errors: tuple[LayerErrors, ...]
-    prediction: tuple[float | None, float | None]
     attribution: Attribution | None = None
-    noise: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def bits(self) -> float:

@@ -30,7 +30,7 @@ class Limits(OptionSet):
 class KvCheckOptions(OptionSet, command="kv-check"):
     """Check which formats of a quantized KV cache a model works with, under which methods, and where errors come from.
 
-    Writes ``kv-check.json``, ``kv-check.csv`` and ``kv-check.html``. The caches are simulated: values are rounded
+    Writes ``kv-check.json`` and ``kv-check.html``. The caches are simulated: values are rounded
     exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
     continue: finished work is saved in the output folder.
 
@@ -50,13 +50,6 @@ class KvCheckOptions(OptionSet, command="kv-check"):
     evaluation: EvalSpec = contained(EvalSpec, without=("longppl", "short_context", "bucket", "batch_tokens"))
     methods: tuple[str, ...] = shared.methods(("default",))
     output: Path = shared.output("rope-patch-kv-check")
-    packed: tuple[str, ...] = word(
-        "Also decode with quantized caches of transformers, to measure their size and speed, for example "
-        '"fp8 quanto-4 hqq-4".',
-        (),
-        metavar="CACHES",
-        several=True,
-    )
     limits: Limits = contained(Limits, without=("confidence",))
     patching: Patching = contained(Patching, without=("target_length",))
     machine: Machine = contained(Machine)

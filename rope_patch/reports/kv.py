@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.evaluation.metrics import LOST, METRICS, Metric, Span, spans_at
-from rope_patch.evaluation.numbers import number_text, relative
+from rope_patch.evaluation.numbers import number_text
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
@@ -41,10 +41,7 @@ def page(check: KVCheck) -> Page:
     Args:
         check: of a checkpoint.
     """
-    sections = [_results(check), _attribution(check)]
-    if check.packed:
-        sections.append(_packed(check))
-    return Page(f"Quantized caches: {check.model}", [*sections, _how(check)])
+    return Page(f"Quantized caches: {check.model}", [_results(check), _attribution(check), _how(check)])
 
 
 # --- what survives ---------------------------------------------------------------------------------------------------
@@ -64,7 +61,7 @@ def _results(check: KVCheck) -> Section:
 def _table(check: KVCheck, length: int) -> DataTable:
     metrics = list(spans_at(check.spec, length))
     heads = [head for metric, span in metrics for head in (metric.heading(span), "Change")]
-    columns = ("Scheme", "Verdict", "Bits", *heads, "Noise", "KL [nats/token]", "Top choice kept")
+    columns = ("Scheme", "Verdict", "Bits", *heads, "KL [nats/token]", "Top choice kept")
     rows: list[Cells] = []
     for method in check.methods:
         base = check.of(method)[0]
@@ -72,15 +69,13 @@ def _table(check: KVCheck, length: int) -> DataTable:
             values = [_value(metric, row.scores, span) for metric, span in metrics]
             if row.divergence is None:
                 changes = [cell for value in values for cell in (value, "–")]
-                rows.append([f"{method}: full precision", Cell("", style="left"), "16", *changes, "–", "–", "–"])
+                rows.append([f"{method}: full precision", Cell("", style="left"), "16", *changes, "–", "–"])
                 continue
             cells = [_verdict(check, row, length), _bits(row, length)]
             for value, (metric, span) in zip(values, metrics, strict=True):
                 cells += [value, _change(check, metric, row.scores, base.scores, span)]
-            noise = row.noise.get(length, math.nan)
             divergence = f"{number_text(row.divergence.kl, 4)}", f"{number_text(100 * row.divergence.top1, 1)} %"
-            rows.append([row.scheme, *cells, "–" if math.isnan(noise) else f"±{number_text(100 * relative(noise))} %",
-                         *divergence])  # fmt: skip
+            rows.append([row.scheme, *cells, *divergence])
     limits = check.limits
     caption = (
         f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies below "
@@ -241,24 +236,6 @@ def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:
 # --- how it was measured ---------------------------------------------------------------------------------------------
 
 
-def _packed(check: KVCheck) -> Section:
-    rows: list[Cells] = [
-        [
-            item.name,
-            Cell(number_text(item.bits), "of 16"),
-            number_text(item.stored / 1e6),
-            number_text(1000 * item.seconds),
-            f"{number_text(item.seconds / item.full_seconds)} ×",
-            f"{100 * item.agree:.0f} %",
-        ]
-        for item in check.packed
-    ]
-    columns = ("Cache", "Bits", "Stored [MB]", "Decoding [ms/token]", "Beside full precision", "Same tokens")
-    caption = f"Caches of transformers at {check.packed[0].tokens} tokens; same tokens: decoded until one differs."
-    answer = "Bytes and speed of these caches are real; what they cost in perplexity is not measured through them."
-    return Section("Packed caches", [answer], [DataTable("Packed caches", columns, rows, caption)])
-
-
 def _how(check: KVCheck) -> Section:
     answer = (
         "Schemes are simulated, not packed: keys and values are rounded exactly as decoding would round them, and "
@@ -266,8 +243,7 @@ def _how(check: KVCheck) -> Section:
     )
     note = (
         "Scales and zero points are float32. In half precision, differences of about 1e-4 nats/token (KL) are noise: "
-        "full precision is read by the model’s own attention, a scheme by this package’s. Noise in the tables: how far "
-        "the perplexity of one window moves by rounding alone."
+        "full precision is read by the model’s own attention, a scheme by this package’s."
     )
     return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check), check.environment)])
 

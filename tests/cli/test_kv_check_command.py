@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from pathlib import Path
@@ -58,7 +56,7 @@ def given(tmp_path_factory):
 def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
     out = tmp_path / "deep" / "out"
     printed = command(folder, *given, "-o", out)
-    assert {path.name for path in out.iterdir()} == {"finished.jsonl", "kv-check.csv", "kv-check.html", "kv-check.json"}
+    assert {path.name for path in out.iterdir()} == {"finished.jsonl", "kv-check.html", "kv-check.json"}
     data = json.loads((out / "kv-check.json").read_text())
     assert data["rows"] == json.loads(checked.to_json())["rows"] and data["text"] == "a.txt"
     for sentence in checked.summary():
@@ -66,31 +64,10 @@ def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
     assert "3 windows of 56 tokens, which do not overlap" in printed and "not packed" in printed
     (few,) = [one for _, one in shortest_of_each(checked.named_scores())]
     assert f"(exact match), as in:\n  default: full precision, {few}\n" in printed and "(wrong)" in str(few)
-    assert "wrote kv-check.json, kv-check.csv, kv-check.html" in printed
-    lines = list(csv.DictReader(io.StringIO((out / "kv-check.csv").read_text())))
-    table = checked.table()
-    assert len(lines) == len(table) == 16
-    for line, expected in zip(lines, table, strict=True):
-        assert list(line) == list(expected)
-        for name, value in expected.items():
-            cell = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-            assert line[name] == cell
+    assert "wrote kv-check.json, kv-check.html" in printed
     before = (out / "finished.jsonl").read_bytes()
     again = command(folder, *given, "-o", out, "--no-report", "--json")
     assert json.loads(again) == data and (out / "finished.jsonl").read_bytes() == before
-
-
-def test_packed_caches_are_shown(folder, tmp_path):
-    asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
-    printed = command(folder, *asked, "--packed", "fp8")
-    (item,) = json.loads((tmp_path / "kv-check.json").read_text())["packed"]
-    assert item["name"] == "fp8" and item["tokens"] == 40 + 128 and 0.25 < item["stored"] / item["full"] < 0.26
-    assert "packed fp8: " in printed and "for 168 tokens (0.25 x)" in printed
-    page_text = "".join(Page((tmp_path / "kv-check.html").read_text()).text)
-    assert "Packed caches" in page_text and "at 168 tokens" in page_text
-    (tmp_path / "kv-check.json").unlink()
-    result = invoke("kv-check", folder, *asked, "--packed", "fp9")
-    assert "unknown packed cache 'fp9'" in result.stderr and not (tmp_path / "kv-check.json").exists()
 
 
 def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
@@ -101,9 +78,9 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
     result = invoke("kv-check", folder, *asked)
     assert "no such figure" in result.stderr and "default at 40 tokens: fp8" in result.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"finished.jsonl", "kv-check.csv", "kv-check.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"finished.jsonl", "kv-check.json"}
     result = invoke("kv-check", folder, *asked, "--json")
-    assert result.exit_code == 2 and json.loads(result.stdout)["lengths"] == [40]
+    assert result.exit_code == 2 and json.loads(result.stdout)["spec"]["lengths"] == [40]
 
 
 def test_the_command_asks_in_the_mode_that_it_is_given(folder, tmp_path):
@@ -188,9 +165,7 @@ def assert_refused(arguments, message):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "existing", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/finished.jsonl/"]
-)
+@pytest.mark.parametrize("existing", ["file", "file/out", "out/kv-check.html/", "out/finished.jsonl/"])
 def test_output_that_cannot_be_written_is_refused_before_loading(folder, given, tmp_path, monkeypatch, existing):
     monkeypatch.setattr("rope_patch.cli.kv_check.load_tokenizer", lambda *_: pytest.fail("a tokenizer was loaded"))
     if existing.endswith("/"):

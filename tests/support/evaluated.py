@@ -14,7 +14,7 @@ from rope_patch.kv_evaluation.run import kv_check
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 
-RUN = {"layer_types", "freeze_at", "resume", "methods", "packed", "attributed"}
+RUN = {"layer_types", "freeze_at", "resume", "methods", "attributed"}
 LIMITS = {"tolerance", "confidence", "context"}
 
 

@@ -22,7 +22,7 @@ def by_hand(scheme, losses, hits=None, errors=(), bits=4.0, method="m"):
     divergence = None if scheme == "none" else Divergence(0.1, 0.9, 8)
     cache = dict.fromkeys((4, 8), 16.0 if scheme == "none" else bits)
     scored_row = scored(method, losses, hits)
-    parts = (scored_row.scores, scored_row.tables, divergence, bits, bits, cache, tuple(errors), (None, None))
+    parts = (scored_row.scores, scored_row.tables, divergence, bits, bits, cache, tuple(errors))
     return CheckRow(method, scheme, "none", *parts)
 
 
