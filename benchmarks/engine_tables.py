@@ -87,7 +87,6 @@ METHODS = (
     "abf:rope_theta=500000+p_rope:p=0.5",
     "yarn:factor=4+p_rope:p=0.5",
     "learned",
-    "partial form of p_rope:p=0.5",
 )
 SCALED = "replace_scaling=true"  # Gemma 4's stock table is p-RoPE, which these methods would otherwise not replace
 
@@ -106,7 +105,6 @@ def method_of(name: str, base: Path) -> MethodLike:
     if name == "learned":
         rough = [f * (1 + 0.2 * math.sin(3 * i)) for i, f in enumerate(slot.inv_freq.tolist())]
         return Table(values=tuple(rough), attention_scaling=1.07)
-    name = name.removeprefix("partial form of ")
     head, plus, tail = name.partition("+")
     replaces = head.startswith(("abf", "ntk", "yarn", "mrrope", "llama3", "partial")) and slot.layer_type is not None
     return as_method(f"{head}:{SCALED}{plus}{tail}" if replaces else name)
@@ -135,13 +133,12 @@ def rows(engine: str, families: tuple[str, ...], methods: tuple[str, ...], root:
         for number, name in enumerate(methods):
             # Every folder has a name of its own: SGLang remembers configs by path.
             out, plain = (root / f"{engine}-{family}-{number}-{kind}" for kind in ("export", "plain"))
-            form = "partial" if name.startswith("partial form") else "table"
             row: dict[str, Any] = {"engine": engine, "family": family, "method": name}
             try:
                 method = method_of(name, base)
                 patch_folder(base, method, plain, target_length=TARGET)
                 row["plain_folder"] = _tried(engine, plain)
-                exported = export(base, out, to=engine, form=form, method=method, target_length=TARGET)
+                exported = export(base, out, to=engine, method=method, target_length=TARGET)
             except ValueError as error:
                 yield row | {"verdict": "refused", "reason": str(error)}
                 continue

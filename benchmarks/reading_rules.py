@@ -239,7 +239,7 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
             theirs = read_there[folder.name]
             if isinstance(theirs, str):
                 raise RuntimeError(theirs)
-        context = context_of(program, folder) if program in ("vllm", "vllm-0.29", "sglang") else 0
+        context = context_of(program, folder) if program in ("vllm", "sglang") else 0
         for row in rows:
             if row.built is None:
                 continue
@@ -268,7 +268,7 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
                 raise ValueError(f"WRONG: {len(other)} pairs, the rule says {len(ours)}")
             off = ((other - ours).abs() / torch.maximum(other, ours).clamp_min(1e-20)).max()
             worst, compared = max(worst, float(off), abs(factor - scaling)), True
-        if program in ("vllm", "vllm-0.29", "sglang") and not compared:
+        if program in ("vllm", "sglang") and not compared:
             engine_tables_of(program, folder, 1)
             return {"verdict": "WRONG", "reason": "it reads what the rule says it refuses"}
         if not compared:

@@ -24,7 +24,6 @@ def export(words: Sequence[str]) -> None:
         options.model,
         options.output,
         to=options.to,
-        form=options.form,
         method=options.method,
         converter=options.converter,
         dtype=options.dtype,

@@ -1,6 +1,6 @@
 """How long a text other programs take from a config: some multiply the stated context, some leave a part of it out.
 
-*Sources*: vLLM 0.29.0 and 0.33.0 ``config/model.py``, ``_get_and_verify_max_len``, and 0.33.0
+*Sources*: vLLM 0.33.0 ``config/model.py``, ``_get_and_verify_max_len``, and
 ``transformers_utils/model_arch_config_convertor.py``, ``derive_max_model_len_and_key``, for its keys; SGLang 0.5.23
 ``srt/utils/hf_transformers/common.py``, ``get_context_length``. Each function returns the context that the program
 serves by default, and a sentence where that is not the stated one.
@@ -83,8 +83,8 @@ def _length_at(key: str, lengths: Mapping[str, int]) -> Derived:
     )
 
 
-def vllm(stated: StatedContext, *, stretches_yarn: bool = False) -> Derived:
-    """Return the context of vLLM; with ``stretches_yarn`` of 0.29.0, which derives another one from YaRN.
+def vllm(stated: StatedContext) -> Derived:
+    """Return the context of vLLM.
 
     >>> vllm(StatedContext(1024, ({"rope_type": "default", "factor": 2.0},)))[0]
     2048
@@ -96,14 +96,10 @@ def vllm(stated: StatedContext, *, stretches_yarn: bool = False) -> Derived:
     length, factor, reasons = float(derived), 1.0, [*why]
     for parameters in () if "gemma3" in stated.model_type else stated.parameters:
         kind = kind_of(parameters)
-        if kind in ("longrope", "llama3") or (kind == "yarn" and not stretches_yarn):
+        if kind in ("longrope", "llama3", "yarn"):
             continue
         factor = parameters.get("factor", factor) or 1.0
-        if kind == "yarn":
-            length = float(parameters.get("original_max_position_embeddings") or length)
-            if int(length * factor) != stated.length:
-                reasons.append("of YaRN it takes factor times original_max_position_embeddings to be the context")
-        elif factor != 1.0:
+        if factor != 1.0:
             reasons.append(f"{_MULTIPLIED} {kind}")
     length *= factor
     if stated.original and any(kind_of(parameters) == "longrope" for parameters in stated.parameters):
@@ -114,11 +110,6 @@ def vllm(stated: StatedContext, *, stretches_yarn: bool = False) -> Derived:
             )
         length = float(stated.original)
     return int(length), tuple(reasons)
-
-
-def vllm_029(stated: StatedContext) -> Derived:
-    """Return the context of vLLM 0.29.0."""
-    return vllm(stated, stretches_yarn=True)
 
 
 def sglang(stated: StatedContext) -> Derived:

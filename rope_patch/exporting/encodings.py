@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch import frequencies
-from rope_patch.exporting import contexts
 from rope_patch.exporting.rules import DIALECTS, RefusesError, build
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.encode import change_for_readers, completed
@@ -20,7 +19,7 @@ from rope_patch.patching.rotary import original_tables, scaling_of
 from rope_patch.tables import RotaryTable
 
 _SHARE = "partial_rotary_factor"
-SERVING = ("vllm", "vllm-0.29", "sglang")
+SERVING = ("vllm", "sglang")
 """The programs that one folder is written for."""
 
 
@@ -48,8 +47,6 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
 def _reads(program: str, encoded: Mapping[str, Any], table: RotaryTable, model_type: str) -> bool:
     """Tell whether a program builds a table from an encoding."""
     dialect = DIALECTS[program]
-    if program == "vllm-0.29":  # which serves all that YaRN's factor reaches, where a config states less: no harm
-        dialect = replace(dialect, context=contexts.vllm)
     if model_type == "gemma4_text":  # where SGLang hands the share on
         dialect = replace(dialect, proportional_share=True)
     try:

@@ -91,7 +91,7 @@ def check(to: str, model_type: str, tables: Sequence[RotaryTable]) -> str:
             raise ValueError(
                 f"{engine.name} {engine.version} reads nothing but rope_theta on {where}: this table "
                 f"({table.rope_type}) would be lost there without a word. What changes the base alone runs there (abf, "
-                "ntk), and p-RoPE where --form partial can write it (Phi, StableLM); other engines may read the table"
+                "ntk); other engines may read the table"
             )
     bases = sorted({table.rope_theta for table in tables})
     if model_type in engine.one_base and len(bases) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rope_patch.checkpoints.offline import copied, skeleton
 from rope_patch.exporting.contexts import other_contexts
 from rope_patch.exporting.encodings import config_keys, equal, with_context
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
+from rope_patch.exporting.lora import copy_adapter
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
@@ -58,7 +59,7 @@ def export_folder(
     *,
     to: str,
     overwrite: bool = False,
-    finish: Callable[[Path], None] = lambda _: None,
+    adapter: str | Path | None = None,
     notes: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def export_folder(
         out: folder to write; new or empty unless ``overwrite``.
         to: key of :data:`~rope_patch.exporting.engines.ENGINES`.
         overwrite: write into a folder that holds files.
-        finish: what else to do in the folder before it is moved to ``out``.
+        adapter: folder of a LoRA adapter that is copied into the folder, to be served beside this base.
         notes: to write down beside those found here.
         dtype: of the weights of a GGUF file, which are dequantized.
 
@@ -107,7 +108,8 @@ def export_folder(
             summary["notes"] = [*summary["notes"], "the patch record does not fit this encoding and was left out"]
             write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         _check(folder, tables)
-        finish(folder)
+        if adapter is not None:
+            copy_adapter(adapter, folder / "adapter")
         write_atomically(folder / NOTE_FILE, json.dumps(summary, indent=1) + "\n")
     return summary
 

@@ -69,12 +69,6 @@ PROGRAMS: dict[str, Program] = {
         ENGINES["vllm"].reads,
         "after PR #56446, which made it obey attention_factor, mscale and mscale_all_dim of YaRN (from 0.30.0 on)",
     ),
-    "vllm-0.29": Program(
-        "vLLM",
-        "0.29.0",
-        ENGINES["vllm"].reads,
-        "before PR #56446: it computes YaRN's factor itself, and multiplies it by attn_factor",
-    ),
     "sglang": Program(
         "SGLang", ENGINES["sglang"].version, ENGINES["sglang"].reads, "with transformers 5.19, which it asks for"
     ),

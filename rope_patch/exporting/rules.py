@@ -4,7 +4,7 @@ Every program has a function from a dictionary to a table, transformers' own und
 adds something. :data:`DIALECTS` says what, with the version whose code was run or read. ``encodings`` asks it which
 encoding all engines read alike, and ``readings`` what each makes of a whole config. The functions are pure.
 
-*Sources*: transformers 4.57.1 ``modeling_rope_utils.py``; vLLM 0.29.0 and 0.33.0
+*Sources*: transformers 4.57.1 ``modeling_rope_utils.py``; vLLM 0.33.0
 ``model_executor/layers/rotary_embedding/__init__.py`` (``get_rope``) and ``yarn_scaling_rope.py``; SGLang 0.5.23
 ``srt/layers/rotary_embedding/factory.py`` and ``yarn.py``; llama.cpp 0c1e57098 ``conversion/base.py``, which writes the
 keys of a GGUF file, and ``src/llama-context.cpp``, which reads them. ``benchmarks/reading_rules.py`` compares what is
@@ -90,15 +90,6 @@ DIALECTS: dict[str, Dialect] = {
         zero_share=False,
         whole_factors=False,
         context=contexts.vllm,
-    ),
-    "vllm-0.29": Dialect(
-        _ALL,
-        yarn_keys=frozenset({"attn_factor", "apply_yarn_scaling"}),
-        longrope_keys=_SHORT_LONG,
-        zero_share=False,
-        extrapolates=True,
-        whole_factors=False,
-        context=contexts.vllm_029,
     ),
     "sglang": Dialect(
         _ALL,
@@ -268,13 +259,12 @@ def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[
     left_out = [key for key in stated if key not in obeyed]
     if left_out:
         reasons.append(f"it ignores {' and '.join(left_out)} of YaRN, and computes 0.1 ln(factor) + 1")
-    if added := [key for key in ("attn_factor", "apply_yarn_scaling") if key in obeyed]:
-        reasons.append(f"it obeys {' and '.join(added)}, which transformers does not know")
+    if "attn_factor" in obeyed:
+        reasons.append("it obeys attn_factor, which transformers does not know")
     if "attention_factor" in obeyed:
         return float(obeyed["attention_factor"])
     both = _MSCALE if all(key in obeyed for key in _MSCALE) else ()
-    scaled = obeyed.get("apply_yarn_scaling", True)
-    factor = frequencies.yarn_scaling(parameters["factor"], *(obeyed[key] for key in both)) if scaled else 1.0
+    factor = frequencies.yarn_scaling(parameters["factor"], *(obeyed[key] for key in both))
     return float(factor * obeyed.get("attn_factor", 1.0))
 
 

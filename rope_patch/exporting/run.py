@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from rope_patch.checkpoints.gguf_reader import read_once
 from rope_patch.checkpoints.gguf_table import CHECKED
 from rope_patch.checkpoints.offline import check_free, skeleton
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED
-from rope_patch.exporting.folders import export_folder, read_tables
+from rope_patch.exporting.folders import export_folder
 from rope_patch.exporting.gguf import NEEDS_CONVERTER, export_gguf
-from rope_patch.exporting.lora import check_adapter, copy_adapter
+from rope_patch.exporting.lora import check_adapter
 from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
 from rope_patch.patching.install import apply, reapply
@@ -31,7 +31,6 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf, scratch_folder
 
 TARGETS = (*ENGINES, "gguf")
-FORMS = ("table", "partial")
 TYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -40,7 +39,6 @@ class ExportRequest:
     """What an export shall write; the attributes are the arguments of :func:`export`, ``options`` the last of them."""
 
     to: str
-    form: str
     method: MethodLike | None
     options: Mapping[str, Any]
     converter: str | Path | None
@@ -64,10 +62,6 @@ class ExportRequest:
             raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {self.dtype!r}")
         if self.to not in TARGETS:
             raise ValueError(f"unknown engine {self.to!r}. Known: {', '.join(TARGETS)}")
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
-        if self.form == "partial" and (self.to == "gguf" or self.lora):
-            raise ValueError("form 'partial' moves rows of the weights: it is for folders of whole or merged models")
         if self.converter is not None and self.to != "gguf":
             raise ValueError("converter is for to='gguf': other exports need no program of llama.cpp")
         if self.to == "gguf" and self.lora:
@@ -100,7 +94,6 @@ def export(
     output: str | Path,
     *,
     to: str,
-    form: str = "table",
     method: MethodLike | None = None,
     converter: str | Path | None = None,
     dtype: str = "auto",
@@ -119,7 +112,6 @@ def export(
             dequantized; or a model of transformers or PEFT in memory, which is saved on the way.
         output: folder to write (for GGUF, the file); new or empty unless ``overwrite``.
         to: engine: ``"hf"`` (transformers 5 and 4), ``"vllm"``, ``"sglang"`` or ``"gguf"`` (llama.cpp).
-        form: ``"table"``, or ``"partial"`` for p-RoPE on families that rotate a part of each head.
         method: patch to apply on the way, for a model that has none.
         converter: for ``to="gguf"``, the path of llama.cpp's own ``convert_hf_to_gguf.py``, which writes the weights.
         dtype: of merged weights, of those read from a GGUF file (by default float32), and of those of a new GGUF file
@@ -147,7 +139,7 @@ def export(
         ('vLLM', ['longrope'])
     """
     output = Path(output)
-    request = ExportRequest(to, form, method, options, converter, dtype, lora, overwrite)
+    request = ExportRequest(to, method, options, converter, dtype, lora, overwrite)
     if not isinstance(model, nn.Module):
         source = Path(model) if Path(model).exists() else model
         with read_once(source):
@@ -255,35 +247,19 @@ def _folder(
     keep_adapter: bool,
 ) -> dict[str, Any]:
     """Write a folder for transformers, vLLM or SGLang."""
-    notes: list[str] = []
-    finish: Callable[[Path], None] = lambda _: None  # noqa: E731
-    if request.form == "partial":
-        from rope_patch.exporting.partial import as_partial, permute_folder
-
-        tables, layers = read_tables(model), int(model.config.num_hidden_layers)
-        model, layout, touched = as_partial(model, tables)
-        notes = ["p-RoPE as partial rotary: rows of queries and keys moved, equal up to float32 rounding"]
-
-        def finish(folder: Path) -> None:
-            permute_folder(folder, layout, touched * layers)
-
-    elif keep_adapter:
+    notes = about_two_tables(locate(model).record)
+    if keep_adapter:
         check_adapter(source, request.to)
-        notes = [f"serve with the adapter in {output.name}/adapter; it fits no other tables"]
+        notes.append(f"serve with the adapter in {output.name}/adapter; it fits no other tables")
         if request.to != "vllm":
             notes.append(f"adapters beside a base are {UNVERIFIED} on {ENGINES[request.to].name}")
-
-        def finish(folder: Path) -> None:
-            copy_adapter(source, folder / "adapter")
-
-    notes += about_two_tables(locate(model).record)
     return export_folder(
         model,
         weights,
         output,
         to=request.to,
         overwrite=request.overwrite,
-        finish=finish,
+        adapter=source if keep_adapter else None,
         notes=notes,
         dtype=torch.float32 if request.dtype == "auto" else getattr(torch, request.dtype),
     )

@@ -129,8 +129,8 @@ class AuditOptions(OptionSet, command="audit"):
 
     model: str = shared.checkpoint()
     engines: tuple[str, ...] = word(
-        "A program to compare with transformers 5: transformers-4, vllm, vllm-0.29 (vLLM up to 0.29), sglang or "
-        "llama.cpp. Repeat it for more. By default all of them.",
+        "A program to compare with transformers 5: transformers-4, vllm, sglang or llama.cpp. "
+        "Repeat it for more. By default all of them.",
         (),
         metavar="ENGINE",
         name="engine",

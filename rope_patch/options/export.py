@@ -30,12 +30,6 @@ class ExportOptions(OptionSet, command="export"):
     )
     method: str | None = shared.method()
     patching: Patching = contained(Patching)
-    form: str = word(
-        "How the tables are written: table, or partial (p-RoPE as partial rotary, for families such as Phi and "
-        "StableLM that rotate a part of each head).",
-        "table",
-        metavar="FORM",
-    )
     converter: Path | None = path(
         "With --to gguf: the path of llama.cpp's own convert_hf_to_gguf.py, which writes the weights. It is in "
         "llama.cpp's repository and in the package convert-hf-to-gguf.",

@@ -75,15 +75,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
         "llama",
         {"rope_parameters": YARN | {"attention_factor": 1.5}, **WHOLE},
         {
-            "vllm-0.29": says("differs", "ignores attention_factor", attention_scaling=YARN_SCALING, difference=0.0),
             "vllm": says("agrees", attention_scaling=1.5),
+            "sglang": says("differs", "ignores attention_factor", attention_scaling=YARN_SCALING, difference=0.0),
             "llama.cpp": says("differs", attention_scaling=YARN_SCALING),
         },
     ),
     "a longrope factor is ignored by every vLLM": (
         "llama",
         {"rope_parameters": LISTS | {"attention_factor": 1.25, "factor": 1.0, "original_max_position_embeddings": 64}},
-        dict.fromkeys(("vllm", "vllm-0.29", "sglang"), says("differs", "short_mscale", attention_scaling=1.0)),
+        dict.fromkeys(("vllm", "sglang"), says("differs", "short_mscale", attention_scaling=1.0)),
     ),
     # pair 7 of 8: 10000 ** -(7/8) against 500000 ** -(7/8), so 50 ** -(7/8) = 0.0326 of it
     "transformers 4 looks for another base at the top": (
@@ -112,12 +112,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
     "the recipe for YaRN in the documentation of Qwen": (
         "qwen2",
         {"rope_parameters": YARN},
-        {"vllm": says("agrees", context=64), "vllm-0.29": says("differs", context=256), "sglang": says("agrees")},
+        {"vllm": says("agrees", context=64), "sglang": says("agrees")},
     ),
     "a factor that was left in a plain table": (
         "llama",
         {"rope_parameters": PLAIN | {"factor": 2.0}},
-        dict.fromkeys(("vllm", "vllm-0.29", "sglang"), says("differs", context=128)),
+        dict.fromkeys(("vllm", "sglang"), says("differs", context=128)),
     ),
     "a context of Phi-3 outside its table": (
         "phi3",
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
     "a factor of linear that is an integer": (
         "llama",
         {"rope_parameters": LINEAR | {"factor": 4}},
-        dict.fromkeys(("vllm", "vllm-0.29", "sglang"), says("refuses", "write 4.0")),
+        dict.fromkeys(("vllm", "sglang"), says("refuses", "write 4.0")),
     ),
     "YaRN without its original context": (
         "llama",
@@ -165,7 +165,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
         {"rope_parameters": YARN | {"extrapolation_factor": 0.5}, **WHOLE},
         {
             "vllm": says("agrees"),
-            "vllm-0.29": says("differs"),
             # the fastest pair: half of it is interpolated by 4, and half is left
             "sglang": says("differs", fastest=0.5 * 1 + 0.5 / 4),
             "llama.cpp": says("agrees"),
@@ -217,7 +216,7 @@ def test_a_plain_table_is_read_alike_by_all(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "program"),
     [
-        ("llama", {"rope_parameters": YARN | {"attention_factor": 1.5}, **WHOLE}, "vllm-0.29"),
+        ("llama", {"rope_parameters": YARN | {"attention_factor": 1.5}, **WHOLE}, "sglang"),
         ("qwen2", {"rope_parameters": PLAIN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}}, "sglang"),
         ("llama", {"rope_parameters": PLAIN | {"rope_theta": 5e5}}, "transformers-4"),
         ("llama", {**WHOLE, "seq_length": 192, "max_sequence_length": 512}, "sglang"),
@@ -225,7 +224,7 @@ def test_a_plain_table_is_read_alike_by_all(tmp_path):
 )
 def test_the_command_that_is_named_mends_a_difference(tmp_path, family, changes, program):
     row = rows(folder := written(tmp_path / "model", family, **changes), program)[None]
-    engine = {"vllm-0.29": "vllm", "transformers-4": "hf"}.get(program, program)
+    engine = {"transformers-4": "hf"}.get(program, program)
     assert row.verdict == "differs" and row.fix == f"rope-patch export {folder} --to {engine} -o FOLDER"
     export(folder, tmp_path / "out", to=engine)
     assert rows(tmp_path / "out", program)[None].verdict == "agrees"
@@ -330,8 +329,7 @@ def test_what_is_exported_agrees_where_it_is_claimed(family, tmp_path):
     replaces = ":replace_scaling=true" * (family == "gemma4")
     base = patched(tmp_path / "yarn", f"yarn:factor=4:attention_factor=1.5{replaces}", family, target_length=256)
     export(base, tmp_path / "out", to="vllm")
-    for program in ("vllm", "vllm-0.29"):
-        assert {row.verdict for row in rows(tmp_path / "out", program).values()} == {"agrees"}
+    assert {row.verdict for row in rows(tmp_path / "out", "vllm").values()} == {"agrees"}
 
 
 def test_a_gguf_file_is_read_from_its_header(tmp_path):
@@ -355,13 +353,6 @@ def test_the_exit_status_says_whether_they_agree(tmp_path):
     assert audited(folder, "--engine", "vllm").exit_code == 0
     differs = audited(folder, "--engine", "vllm", "--engine", "sglang")
     assert differs.exit_code == 3 and f"export {folder} --to sglang" in differs.stdout
-
-
-def test_the_side_of_a_change_that_a_version_stands_on_is_printed(tmp_path):
-    yarn = YARN | {"attention_factor": 1.5}
-    folder = written(tmp_path, rope_parameters=yarn, rope_scaling=yarn, rope_theta=1e4, max_position_embeddings=256)
-    printed = audited(folder, "--engine", "vllm", "--engine", "vllm-0.29").stdout
-    assert "before PR #56446" in printed and "after PR" not in printed  # vllm agrees
 
 
 def test_json_holds_every_row(tmp_path):

@@ -1,4 +1,4 @@
-"""Export: one config that transformers 5 and 4 read alike, the same table back, partial rotary, adapters, refusals."""
+"""Export: one config that transformers 5 and 4 read alike, the same table back, adapters, refusals."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support import tiny
 from support.commands import fail, run
 from support.gguf_files import write_toy
 from support.subsets import byte_level_llama, covering
 from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, PhiConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 
 import rope_patch
 import rope_patch.exporting
@@ -27,14 +26,6 @@ from rope_patch.patching.verify import inspect_model
 BUNDLED = rope_patch.data_path("assets") / "llama"
 METHODS = ["pi:factor=4", "abf", "yarn:factor=5:attention_factor=1.5", "p_rope:p=0.5", "truncated"]
 NEOX = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
-PARTIAL = {
-    "phi": PhiConfig(**SIZE),
-    "phi-norms": PhiConfig(**SIZE, qk_layernorm=True),
-    "stablelm": StableLmConfig(**SIZE, qk_layernorm=True, use_qkv_bias=True, partial_rotary_factor=0.5),
-    "gpt_neox": GPTNeoXConfig(**NEOX, rotary_pct=0.5),
-    "gpt_neox-whole": GPTNeoXConfig(**NEOX, rotary_pct=1.0),
-    "phi3": tiny.CONFIGS["phi3"],
-}
 
 
 def strong_model(family, **changes):
@@ -148,57 +139,9 @@ def test_the_command_says_what_was_checked(base, tmp_path):
 
 
 def test_an_unknown_family_is_unverified(tmp_path):
-    first = saved(AutoModelForCausalLM.from_config(PARTIAL["gpt_neox"]), tmp_path / "base")
+    first = saved(AutoModelForCausalLM.from_config(GPTNeoXConfig(**NEOX, rotary_pct=0.5)), tmp_path / "base")
     report = export(first, tmp_path / "out", to="vllm", method="pi:factor=2")
     assert report["checked_against"] == UNVERIFIED and report["shown_by"] is None
-
-
-# --- the partial form
-
-
-@pytest.mark.parametrize("family", PARTIAL)
-def test_partial_form_is_p_rope(family, tmp_path, monkeypatch):
-    monkeypatch.setitem(tiny.CONFIGS, family, PARTIAL[family])
-    model = strong_model(family)
-    first = saved(model, tmp_path / "base")
-    before = logits(model)
-    patch = rope_patch.apply(model, "p_rope", p=0.5)
-    export(first, tmp_path / "out", to="hf", form="partial", method="p_rope:p=0.5")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.allclose(logits(plain), logits(model), atol=2e-5)
-    assert not torch.allclose(before, logits(model), atol=1e-3)  # the patch is felt
-    slot, rests = inspect_model(plain).tables[0], patch.after[None].inv_freq == 0
-    assert slot.pairs == int((~rests).sum()) and slot.rope_type == "default"  # fewer features are rotated
-    assert torch.allclose(slot.inv_freq, patch.after[None].inv_freq[~rests], rtol=1e-5)
-
-
-def test_partial_form_in_shards_and_bfloat16_without_a_second_copy_of_the_weights(tmp_path, monkeypatch):
-    monkeypatch.setitem(tiny.CONFIGS, "phi", PARTIAL["phi"])
-    model = strong_model("phi").bfloat16()
-    model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    rope_patch.apply(model, "p_rope", p=0.5)
-    export(tmp_path / "base", tmp_path / "out", to="vllm", form="partial", method="p_rope:p=0.5")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert torch.allclose(logits(plain), logits(model), atol=2e-5)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3 and not list((tmp_path / "out").glob("*.bin"))
-
-
-@pytest.mark.parametrize(
-    ("family", "method", "message"),
-    [
-        ("llama", "p_rope:p=0.5", "other logits"),
-        ("phi", "pi:factor=4", "alone"),
-        ("phi", "nope", "rotating"),
-    ],
-)
-def test_partial_form_is_refused_for_other_families_and_tables(family, method, message, tmp_path, monkeypatch):
-    monkeypatch.setitem(tiny.CONFIGS, "phi", PARTIAL["phi"])
-    first = saved(tiny_model(family), tmp_path / "base")
-    with pytest.raises(ValueError, match=message):
-        export(first, tmp_path / "out", to="hf", form="partial", method=method)
-    assert not (tmp_path / "out").exists()
 
 
 # --- adapters

@@ -189,7 +189,6 @@ def test_a_converter_that_fails_says_why_and_leaves_the_output_as_it_was(tmp_pat
         (("--to", "gguf", "--converter", "nowhere.py"), "nowhere.py"),
         (("--to", "vllm", "--converter", "{converter}"), "converter"),
         (("--to", "gguf", "--converter", "{converter}", "--lora"), "convert_lora_to_gguf.py"),
-        (("--to", "gguf", "--converter", "{converter}", "--form", "partial"), "rows"),
     ],
 )
 def test_options_that_do_not_go_together(tmp_path, converter, words, word):
