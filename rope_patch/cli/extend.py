@@ -48,24 +48,19 @@ def extend(words: Sequence[str]) -> int:
             model = model.merge_and_unload().eval()
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.look()
-        tokens, total = None, None
-        if not options.finish_now:
-            if settings.budget is not None:
-                tokens = run.tokens_in_time()
-            rounds, training = run.plan(tokens)
-            for line in run.describe(rounds, training):
-                say(line)
-            if settings.budget is None:
-                say("without --budget the first round is as large as suits the model: --budget 30m aims at a time")
-            if options.dry_run:
-                say("dry run: nothing was measured or written")
-                if fresh and first:
-                    shutil.rmtree(work, ignore_errors=True)
-                return 0
-            total = run.tokens(rounds)
-        again = "the same command (with --finish-now to choose by the finished rounds)"
-        with resumable(work / CACHE, again=again), progress.bar(total, hidden=options.as_json or not first):
-            outcome = run.finish(overwrite=options.force, finish_now=options.finish_now, tokens=tokens)
+        tokens = None if settings.budget is None else run.tokens_in_time()
+        rounds, training = run.plan(tokens)
+        for line in run.describe(rounds, training):
+            say(line)
+        if settings.budget is None:
+            say("without --budget the first round is as large as suits the model: --budget 30m aims at a time")
+        if options.dry_run:
+            say("dry run: nothing was measured or written")
+            if fresh and first:
+                shutil.rmtree(work, ignore_errors=True)
+            return 0
+        with resumable(work / CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
+            outcome = run.finish(overwrite=options.force, tokens=tokens)
     if not first:
         return 0
     folder = outcome.output or outcome.work
@@ -103,5 +98,3 @@ def _print(outcome: Extended) -> None:
         print(f"the measurements are in {outcome.work}, and a changed command uses them again")
         return
     print(f"wrote {outcome.output}: AutoModelForCausalLM.from_pretrained({str(outcome.output)!r}) loads it")
-    for path in outcome.exports:
-        print(f"wrote {path}")

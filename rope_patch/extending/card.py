@@ -64,7 +64,7 @@ rope-patch extend --recipe extend.yaml -o AGAIN
 
 `extend.yaml` holds the options, with paths as they were given; `rope_patch_extend.json` holds the choices and their
 evidence. rope_patch {version}.
-{exports}"""
+"""
 
 
 def card(outcome: Extended) -> str:
@@ -117,9 +117,6 @@ def card(outcome: Extended) -> str:
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         effective=lengths,
         version=__version__,
-        exports=f"\nExported beside it: {', '.join(f'`{path.name}`' for path in outcome.exports)}.\n"
-        if outcome.exports
-        else "",
     )
     return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours
 

@@ -21,7 +21,6 @@ class Extended:
         comparisons: of every round; the last one has the adapted model too, where one was trained.
         trained_length: of the model before [tokens].
         training: what was trained on; None where nothing was.
-        exports: files and folders for other engines.
         work: folder of the finished measurements, which may be deleted.
         options: of the run.
         programs: which programs compute another table than transformers 5 from the folder, a sentence each.
@@ -32,7 +31,6 @@ class Extended:
     comparisons: tuple[Comparison, ...]
     trained_length: int
     training: Training | None
-    exports: tuple[Path, ...]
     work: Path
     options: ExtendSettings
     programs: tuple[str, ...] = ()

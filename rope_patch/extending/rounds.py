@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from rope_patch.evaluation.compare import Comparison
-from rope_patch.evaluation.effective_length import UNPATCHED
 
 TOO_FEW = (
     "one window and one haystack for each length hardly tell methods apart: give more time with --budget, or name "
@@ -82,17 +78,3 @@ def rounds_within(candidates: int, most: float, cost: Callable[[int, int], float
     smallest = rounds_of(candidates, *SIZES[0])
     counts = [n for n in range(1, len(smallest)) if cost_of(smallest[:n], cost) <= most]
     return smallest[: max(counts, default=1)]
-
-
-def rounds_to_list(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """Return what each round measured, for JSON."""
-    return [
-        {
-            "methods": [row.method for row in comparison.rows if row.method != UNPATCHED],
-            "windows": comparison.spec.windows,
-            "samples": comparison.spec.samples,
-            "depths": list(comparison.spec.depths),
-            "spec": comparison.spec.sha256,
-        }
-        for comparison in comparisons
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import Choice, MethodEvaluator, short
 from rope_patch.extending.looking import look, slows_a_pair
 from rope_patch.extending.result import Extended
-from rope_patch.extending.rounds import TOO_FEW, Round, cost_of, rounds_to_list, rounds_within
+from rope_patch.extending.rounds import TOO_FEW, Round, cost_of, rounds_within
 from rope_patch.extending.writing import check, write
 from rope_patch.methods import as_method
 from rope_patch.options.extend import CANDIDATES, ExtendSettings
@@ -32,7 +31,6 @@ from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.parallel import alone, processes
 
 CACHE = "finished.jsonl"
-ROUNDS = "rounds.json"
 MEASURING = 0.4
 """Share of a budget that is for measuring where a training follows; half is for the training."""
 TRAINING = 0.5
@@ -44,7 +42,6 @@ def extend(
     *,
     output: str | Path,
     overwrite: bool = False,
-    finish_now: bool = False,
     tokens: int | None = None,
     **options: Any,
 ) -> Extended:
@@ -63,7 +60,6 @@ def extend(
         tokenizer: its tokenizer.
         output: folder to write; new or empty unless ``overwrite``.
         overwrite: write into a folder that holds files.
-        finish_now: choose by the rounds that an earlier call finished, without more measurements or training.
         tokens: how many tokens may be read; by default as many as fit into the budget, at the measured speed.
         **options: of :class:`~rope_patch.options.extend.ExtendSettings`, of which ``length`` is required: the context
             to reach [tokens].
@@ -81,7 +77,7 @@ def extend(
     check(settings, Path(output), overwrite)
     run = Run(model, tokenizer, settings, Path(output))
     run.look()
-    return run.finish(overwrite=overwrite, finish_now=finish_now, tokens=tokens)
+    return run.finish(overwrite=overwrite, tokens=tokens)
 
 
 class Run:
@@ -269,18 +265,15 @@ class Run:
             lines.append(f"the adapted model: {self.tokens_of(windows, samples):,.0f} tokens")
         return lines
 
-    def measure(
-        self, rounds: Sequence[Round], before: Sequence[Sequence[str]] = (), *, conditions: bool
-    ) -> list[Comparison]:
+    def measure(self, rounds: Sequence[Round], *, conditions: bool) -> list[Comparison]:
         """Measure the rounds, and return their comparisons.
 
         Args:
             rounds: to be measured.
-            before: methods of each round in an earlier run, which are taken again; empty to choose them by the scores.
-            conditions: regard them in that.
+            conditions: whether a method must keep them to stay among the candidates.
         """
         left, comparisons = list(self.methods), list[Comparison]()
-        if self.options.fit and not before:
+        if self.options.fit:
             from rope_patch.extending.fitted import fitted
 
             progress.say("fitting a table to text, with the weights as they are")
@@ -290,7 +283,6 @@ class Run:
                 progress.say(f"the fit found nothing better than its start, {short(table)}")
             left += [table] * (table not in left)
         for number, one in enumerate(rounds, 1):
-            left = list(before[number - 1]) if before else left
             suite = self.suite.smaller(one.windows, one.samples)
             progress.say(
                 f"round {number} of {len(rounds)}: {', '.join(short(m) for m in left)}; windows: {one.windows}, "
@@ -304,12 +296,9 @@ class Run:
                 resume=self.work / CACHE,
             )
             comparisons.append(comparison)
-            write_atomically(self.work / ROUNDS, json.dumps(rounds_to_list(comparisons), indent=1))
             effective = comparison.effective_lengths()
             if number == 1 and effective is not None:
                 progress.say(f"the effective length as it is: {effective.of(UNPATCHED)}")
-            if before:
-                continue
             evaluator = MethodEvaluator(comparison, self.options.tolerance)
             if len(left) <= 2 and evaluator.settled(left, conditions=conditions):
                 break
@@ -317,41 +306,15 @@ class Run:
                 left = evaluator.leaders(left, rounds[number].candidates, conditions=conditions)
         return comparisons
 
-    def rounds_before(self) -> tuple[list[Round], list[list[str]]]:
-        """Return the rounds that an earlier run finished, and the methods of each.
-
-        Raises:
-            ValueError: there is none, or not of this measurement.
-        """
-        path, first = self.work / ROUNDS, "run without finish_now (--finish-now) first"
-        if not path.is_file():
-            raise ValueError(f"no round is finished in {self.work}: {first}")
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if tuple(before[0]["depths"]) != self.suite.spec.depths:
-            self.suite = self._suite(before[0]["depths"])
-        methods = [list(one["methods"]) for one in before]
-        rounds = [Round(len(one["methods"]), one["windows"], one["samples"]) for one in before]
-        specs = [replace(self.suite.spec, windows=one.windows, samples=one.samples).sha256 for one in rounds]
-        named = set(self.methods) <= set(methods[0]) and len(methods[0]) - len(self.methods) in (0, self.options.fit)
-        if not named or specs != [one["spec"] for one in before]:
-            raise ValueError(f"{self.work} holds results of other methods, lengths, tasks or texts: {first}")
-        return rounds, methods
-
-    def finish(self, *, overwrite: bool, finish_now: bool, tokens: int | None = None) -> Extended:
+    def finish(self, *, overwrite: bool, tokens: int | None = None) -> Extended:
         """Do all steps that are left."""
         options = self.options
-        rounds: Sequence[Round]
-        before: list[list[str]] = []
-        training: Training | None = None
-        if finish_now:
-            rounds, before = self.rounds_before()
-        else:
-            if tokens is None and options.budget is not None:
-                tokens = self.tokens_in_time()
-            rounds, training = self.plan(tokens)
+        if tokens is None and options.budget is not None:
+            tokens = self.tokens_in_time()
+        rounds, training = self.plan(tokens)
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", to_yaml(options))
-        comparisons = self.measure(rounds, before, conditions=training is None)
+        comparisons = self.measure(rounds, conditions=training is None)
         methods = [row.label for row in comparisons[-1].rows[1:]]
         choice = MethodEvaluator(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
         adapter = None
@@ -360,7 +323,7 @@ class Run:
             adapter = adapter if choice.chosen is not None and choice.chosen.trained else None
         write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
         progress.say(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
-        outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, (), self.work, options)
+        outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, self.work, options)
         if choice.method is None or processes()[0] > 0:  # the first process writes for all
             return outcome
         parts = self.output, self.model, self.tokenizer, adapter

@@ -1,4 +1,4 @@
-"""What is written: a folder for plain transformers, checked in a process of its own, its card, and exports."""
+"""What is written: a folder for plain transformers, checked in a process of its own, and its card."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.offline import check_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.evaluation.spec import check_tasks
-from rope_patch.exporting.run import TARGETS, export
 from rope_patch.extending.card import card
 from rope_patch.extending.looking import other_programs
 from rope_patch.extending.result import Extended
@@ -31,9 +29,7 @@ from rope_patch.patching.install import patched
 from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite
 from rope_patch.runtime.folders import (
-    file_in_one_move,
     folder_in_one_move,
-    holds_files,
     is_gguf,
     write_atomically,
 )
@@ -51,7 +47,7 @@ def write(
     *,
     overwrite: bool,
 ) -> Extended:
-    """Write the checkpoint, its card and its record, and export it.
+    """Write the checkpoint, its card and its record.
 
     Args:
         outcome: what was chosen.
@@ -89,79 +85,34 @@ def write(
     programs = tuple(sentence.replace(str(staged), str(out)) for sentence in other_programs(staged))
     for sentence in programs:
         progress.say(f"note: {sentence}")
-    exports = []
-    for engine in outcome.options.exports:
-        path = export_path(out, engine)
-        if engine == "gguf" and adapter is not None:
-            progress.say(f"note: the weights were trained, so that {path.name} is to be converted: {_conversion(out)}")
-            continue
-        progress.say(f"exporting to {path}")
-        if engine == "gguf":
-            method, length = str(outcome.choice.method), outcome.options.length
-            patch_gguf(outcome.options.model, method, staged.with_name(path.name), target_length=length)
-        else:
-            export(staged, staged.with_name(path.name), to=engine)
-        exports.append(path)
-    outcome = replace(outcome, output=out, exports=tuple(exports), programs=programs)
+    outcome = replace(outcome, output=out, programs=programs)
     write_atomically(staged / "extend.yaml", to_yaml(outcome.options))
     write_atomically(staged / RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))
-    for path in (*exports, out):
-        move(staged.with_name(path.name), path, overwrite=overwrite)
+    with folder_in_one_move(out, overwrite=overwrite) as folder:
+        for path in staged.iterdir():
+            os.replace(path, folder / path.name)
     shutil.rmtree(staged.parent)
     return outcome
 
 
-def _conversion(out: Path) -> str:
-    """Return the command that writes a GGUF file of a folder."""
-    return f"rope-patch export {out} --to gguf --converter PATH -o {export_path(out, 'gguf')}"
-
-
 def check(options: ExtendSettings, out: Path, overwrite: bool) -> None:
-    """Raise where a name is unknown or what will be written is in the way, before anything is loaded.
+    """Raise where a name is unknown or the output is in the way, before anything is loaded.
 
     Raises:
-        ValueError: an unknown method, task or engine; the output is the checkpoint itself, or no folder, or a GGUF file
-            is asked for of a folder.
-        FileExistsError: the folder or an export exists, and ``overwrite`` is not set.
+        ValueError: an unknown method or task; the output is the checkpoint itself, or a GGUF file.
+        FileExistsError: the folder holds files, and ``overwrite`` is not set.
     """
     for method in options.methods:
         check_one_table(as_method(method), "a folder for plain transformers")
-    for engine in options.exports:
-        if engine not in TARGETS:
-            raise ValueError(f"unknown engine {engine!r}. Known: {', '.join(TARGETS)}")
     check_tasks(options.evaluation)
     if is_gguf(out):
-        raise ValueError(f"a folder is written, got {str(out)!r}: --export gguf writes a GGUF file beside it")
+        raise ValueError(
+            f"a folder is written, got {str(out)!r}: rope-patch export writes a GGUF file of it afterwards"
+        )
     if Path(options.model).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
-    if "gguf" in options.exports and not is_gguf(options.model):
-        raise ValueError(
-            f"--export gguf patches a GGUF file that is extended, and {options.model} is none: leave it out, then run "
-            f"{_conversion(out)}"
-        )
     check_free(out, overwrite)
-    for path in (export_path(out, engine) for engine in options.exports):
-        if Path(options.model).resolve() == path.resolve():
-            raise ValueError(f"the export would replace {path}, the checkpoint itself: give another output folder")
-        if (path.exists() if is_gguf(path) else holds_files(path)) and not overwrite:
-            raise FileExistsError(f"{path} exists: give another output folder, or allow overwriting (--force)")
-
-
-def export_path(out: Path, engine: str) -> Path:
-    """Return where an export is written: beside the folder."""
-    return out.with_name(f"{out.name}.gguf" if engine == "gguf" else f"{out.name}-{engine}")
-
-
-def move(source: Path, out: Path, *, overwrite: bool) -> None:
-    """Move a file or a folder to where it belongs, in place of what an older run wrote there."""
-    if source.is_file():
-        with file_in_one_move(out, overwrite=overwrite) as file:
-            os.replace(source, file)
-        return
-    with folder_in_one_move(out, overwrite=overwrite) as folder:
-        for path in source.iterdir():
-            os.replace(path, folder / path.name)
 
 
 @contextmanager
@@ -188,7 +139,6 @@ def record(outcome: Extended) -> dict[str, Any]:
         "reason": choice.reason,
         "evaluated": finite([one.to_dict() for one in choice.evaluated]),
         "training": None if training is None else {**asdict(training), "tokens": training.tokens},
-        "exports": [path.name for path in outcome.exports],
         "plain_transformers": "equal logits",
         "other_programs": list(outcome.programs),
         "rounds": [json.loads(comparison.to_json()) for comparison in outcome.comparisons],

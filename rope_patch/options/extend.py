@@ -52,14 +52,6 @@ class ExtendSettings(OptionSet):
         None,
         least=1,
     )
-    exports: tuple[str, ...] = word(
-        "Engines to export the result to as well, separated by spaces: vllm, sglang, and of a GGUF file gguf "
-        "(llama.cpp).",
-        (),
-        metavar="ENGINES",
-        name="export",
-        several=True,
-    )
     budget: int | None = shared.budget()
     evaluation: EvalSpec = contained(
         EvalSpec,
@@ -107,16 +99,7 @@ class ExtendOptions(OptionSet, command="extend"):
     dry_run: bool = flag(
         "Load the model, measure its speed if --budget is given, print the steps with their tokens, and stop."
     )
-    finish_now: bool = flag(
-        "Choose by the rounds that an interrupted run has finished, without training, and write that."
-    )
     force: bool = shared.force()
     report: bool = shared.report()
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if self.dry_run and self.finish_now:
-            raise ValueError("--dry-run and --finish-now exclude each other")

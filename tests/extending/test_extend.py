@@ -135,40 +135,18 @@ def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
     assert again.choice == extended[0].choice
 
 
-def test_what_is_finished_can_be_used_at_once(llama, extended, tmp_path):
-    def stop(stage, tokens):
-        if (tmp_path / "out.work" / "rounds.json").exists():
-            raise KeyboardInterrupt
-
-    options = {"output": tmp_path / "out", "budget": 70, "tokens": MANY, **QUICK}
-    with pytest.raises(ValueError, match=r"no round is finished in .*out\.work: run without finish_now"):
-        extend(llama, TOKENIZER, finish_now=True, **options)
-    with listen(stop), pytest.raises(KeyboardInterrupt):
-        extend(llama, TOKENIZER, **options)
-    finished = (tmp_path / "out.work" / "finished.jsonl").read_bytes()
-    outcome = extend(llama, TOKENIZER, finish_now=True, **options)
-    assert (tmp_path / "out.work" / "finished.jsonl").read_bytes() == finished, "nothing was measured now"
-    assert len(outcome.comparisons) == 1
-    assert outcome.comparison.to_json() == extended[0].comparisons[0].to_json()
-    assert outcome.output is not None and (outcome.output / "config.json").is_file()
-
-
 def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(llama, tmp_path):
     def stop(sentence):
-        if sentence.startswith("exporting to"):
+        if sentence.startswith("plain transformers gives"):
             raise KeyboardInterrupt
 
     options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK}
-    options |= {"methods": ["yarn"], "exports": ["vllm"]}
+    options |= {"methods": ["yarn"]}
     with listen(on_sentence=stop), pytest.raises(KeyboardInterrupt):
         extend(llama, TOKENIZER, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
-    assert extend(llama, TOKENIZER, **options).exports == (tmp_path / "out-vllm",)
-    for name in ("out", "out-vllm"):
-        assert rope_patch.verify(tmp_path / name).record.target_length == 512
-    for changes in ({"length": 300}, {"methods": ["pi"]}, {"tasks": ["niah"]}):
-        with pytest.raises(ValueError, match="holds results of other methods, lengths, tasks or texts"):
-            extend(llama, TOKENIZER, finish_now=True, overwrite=True, **(options | changes))
+    extend(llama, TOKENIZER, **options)
+    assert rope_patch.verify(tmp_path / "out").record.target_length == 512
 
 
 def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llama, tmp_path, monkeypatch):
@@ -178,18 +156,12 @@ def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llam
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
 
 
-def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama, tmp_path):
+def test_the_checkpoint_itself_is_not_replaced(llama, tmp_path):
     llama.save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for output in (tmp_path / "model", tmp_path / "x" / ".." / "model"):
         with pytest.raises(ValueError, match="is the checkpoint itself: give another output folder"):
             extend(model, TOKENIZER, output=output, overwrite=True, **QUICK)
-    (tmp_path / "out-vllm").mkdir()
-    (tmp_path / "out-vllm" / "file").write_text("mine")
-    with pytest.raises(FileExistsError, match="out-vllm exists: give another output folder"):
-        extend(model, TOKENIZER, output=tmp_path / "out", exports=["vllm"], **QUICK)
-    with pytest.raises(ValueError, match=r"rope-patch export \S+/out --to gguf --converter PATH -o \S+/out\.gguf"):
-        extend(model, TOKENIZER, output=tmp_path / "out", exports=["gguf"], **QUICK)
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "multikey"}, {"tasks": ["passkey", "vt"]}], ids=str)
@@ -258,9 +230,6 @@ def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
         len(others) == 1
     )
     assert ("the fit found nothing better than its start, yarn:factor=2" in said) is not better
-    again = extend(llama, TOKENIZER, finish_now=True, overwrite=True, **options)
-    assert again.choice.method == outcome.choice.method
-    assert [row.method for row in again.comparisons[0].rows] == measured
 
 
 @pytest.mark.parametrize(
@@ -273,7 +242,6 @@ def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
         ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
         ({"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
         ({"tolerance": float("nan")}, "tolerance must be a number"),
-        ({"exports": ["trt"]}, "unknown engine 'trt'. Known: "),
         ({"train_rows": 9}, r"train_rows needs train=True \(--train\)"),
         ({"length": 10**7, "methods": ["p_rope"]}, "the text has room for|too short|is shorter|ask for fewer"),
     ],
@@ -308,16 +276,10 @@ def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
         extend(llama, TOKENIZER, output=tmp_path / "full", **QUICK)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
-def test_trained_weights_of_a_gguf_file_are_left_to_the_converter(llama, tmp_path):
-    file, said = write_toy(llama, tmp_path / "model.gguf"), []
-    options = {**QUICK, "methods": ["yarn"], "output": tmp_path / "out", "budget": 60, "tokens": 51_000}
-    model = rope_patch.load(file)
-    with listen(on_sentence=said.append):
-        outcome = extend(model, TOKENIZER, train=True, train_rows=8, exports=["gguf", "vllm"], **options)
-    assert outcome.exports == (tmp_path / "out-vllm",) and not (tmp_path / "out.gguf").exists()
-    assert any(f"rope-patch export {tmp_path / 'out'} --to gguf --converter PATH" in sentence for sentence in said)
+def test_a_gguf_file_is_extended_to_a_folder(llama, tmp_path):
+    model = rope_patch.load(write_toy(llama, tmp_path / "model.gguf"))
+    outcome = extend(model, TOKENIZER, output=tmp_path / "out", budget=40, tokens=FEW, **{**QUICK, "methods": ["yarn"]})
+    assert outcome.output is not None and rope_patch.verify(outcome.output).record.target_length == 512
 
 
 @pytest.mark.slow
