@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import find_executable_batch_size
@@ -14,11 +14,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from rope_patch.harness.reading import ReadingBar, reading_bar
 from rope_patch.harness.rows import RequestRow, answer_tokens, grouped
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.scoring import SLICE, Reader
 from rope_patch.patching.two_tables import switch_of
+from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import processes
 from rope_patch.runtime.progress import Progress
 
@@ -37,31 +37,11 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     chunk: int | None
     scheme: Scheme
     maker: Any
-    _bar: ReadingBar | None = None  # the one that is shown, while requests are answered
     _answer_tokens: Mapping[tuple[Any, ...], int] = {}  # of the right answers among the requests being encoded
 
-    @contextlib.contextmanager
-    def _shown(
-        self, kind: str, lengths: Sequence[int], answers: int, hidden: bool, unit: str = "requests"
-    ) -> Iterator[ReadingBar]:
-        """Show a bar of the tokens that are read; within such a block, the same bar.
-
-        Args:
-            kind: what lm-eval calls the requests.
-            lengths: of each text that is read for them [tokens].
-            answers: how many answers there will be.
-            hidden: show nothing, as in every process but the first.
-            unit: what one answer is for.
-        """
-        if self._bar is not None:
-            yield self._bar
-            return
-        hidden = hidden or self.rank != 0 or processes()[0] != 0
-        with reading_bar(kind, sum(lengths), answers, unit, hidden=hidden) as self._bar:
-            try:
-                yield self._bar
-            finally:
-                self._bar = None
+    def _bar(self, kind: str, tokens: int, hidden: bool) -> contextlib.AbstractContextManager[None]:
+        """Show how many of the tokens of some requests are read, in the first process."""
+        return progress.bar(tokens, kind, hidden=hidden or self.rank != 0 or processes()[0] != 0)
 
     def _autocast(self) -> torch.autocast:
         mixed = self.mixed_precision_dtype
@@ -108,8 +88,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
             )
         ]
-        lengths = [len(context) + len(rest) - 1 for context, rest in windows]
-        with self._shown("loglikelihood_rolling", lengths, len(windows), disable_tqdm, "windows"):
+        tokens = sum(len(context) + len(rest) - 1 for context, rest in windows)
+        with self._bar("loglikelihood_rolling", tokens, disable_tqdm):
             scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
         return scores
 
@@ -124,15 +104,16 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
         rows = grouped(requests, self._table_of)
-        with self._shown("loglikelihood", [len(row.ids) for row in rows], len(requests), disable_tqdm) as bar:
+        bar = self._bar("loglikelihood", sum(len(row.ids) for row in rows), disable_tqdm)
+        # Windows of a rolling request come in batches of a given size, all of which share the bar of that request.
+        with bar if override_bs is None else contextlib.nullcontext():
             for batch in self._batches(rows, override_bs or self.batch_size):
-                progress = bar.progress(sum(len(row.ids) for row in batch), len(batch) * len(batch[0].ids))
-                for i, answer in self._score(batch, progress):
+                done = Progress(sum(len(row.ids) for row in batch), reads=len(batch) * len(batch[0].ids))
+                for i, answer in self._score(batch, done):
                     answers[i] = answer
                     if (texts := requests[i][0]) is not None:  # HFLM keeps the whole of a rolling window
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
-                progress.finish()
-                bar.answered(sum(len(row.asked) for row in batch))
+                done.finish()
         return [answer for answer in answers if answer is not None]
 
     def _table_of(self, length: int) -> int:
@@ -146,7 +127,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return self.reader.new_cache(capacity) if self.scheme == Scheme() else self.maker()
 
     @torch.no_grad()
-    def _score(self, batch: Sequence[RequestRow], progress: Progress) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score(self, batch: Sequence[RequestRow], done: Progress) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Score rows side by side; padding on the right is never seen by what stands before it."""
         reader = self.reader
         ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True)
@@ -158,7 +139,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
         with self._autocast():
             reach = [len(row.ids) + 1 for row in batch]  # with the last token of each request
-            for start, hidden in reader.read(ids, past, self.chunk, progress, reach=reach):
+            for start, hidden in reader.read(ids, past, self.chunk, done, reach=reach):
                 for i, (states, targets, _) in enumerate(asked):
                     low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
                     for first in range(low, high, SLICE):  # no copy of all states
@@ -208,8 +189,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue prompts, as lm-eval does; the bar shows how much of them is read."""
-        lengths = [len(self._encode_prompt(request.args[0])) for request in requests]
-        with self._shown("generate_until", lengths, len(requests), disable_tqdm):
+        tokens = sum(len(self._encode_prompt(request.args[0])) for request in requests)
+        with self._bar("generate_until", tokens, disable_tqdm):
             answers: list[str] = super().generate_until(requests, disable_tqdm=True)
         return answers
 
@@ -238,15 +219,12 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         if self.scheme != Scheme():
             mask = kwargs.get("attention_mask")
             kwargs[self.reader.cache_argument] = self.maker(None if mask is None else (mask == 0).sum(1))
-        if self._bar is None:
-            return cast(Tensor, super()._model_generate(context, max_length, stop, **kwargs))
         mask = kwargs.get("attention_mask")
-        progress = self._bar.progress(context.numel() if mask is None else int(mask.sum()), context.numel())
+        done = Progress(context.numel() if mask is None else int(mask.sum()), reads=context.numel())
         passes = -(-context.shape[1] // (kwargs.get("prefill_chunk_size") or context.shape[1]))
-        with progress.within_pass(self.reader.decoder, context.numel(), passes=passes):
+        with done.within_pass(self.reader.decoder, context.numel(), passes=passes):
             answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
-        progress.finish()
-        self._bar.answered(len(context))
+        done.finish()
         return answer
 
     def _refuse_to_cut(self, what: str) -> None:

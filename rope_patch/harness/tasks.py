@@ -24,10 +24,7 @@ from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.text import builtin_text
 
-OPTIONS = (
-    *("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows"),
-    *("evaluator", "short_context", "resume", "first_choice"),
-)
+OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows", "first_choice")
 """What ``--metadata`` may set."""
 SPARE = 256
 """Tokens left at the end of a text, so that its last window is cut at a word, too [tokens]."""

@@ -378,7 +378,7 @@ def test_our_names_are_ours_alone():
 def test_each_file_is_a_task_and_the_group_holds_those_of_retrieval():
     files = {path.stem: load_yaml(path) for path in TASKS.glob("*.yaml")}
     group = files.pop("rope_retrieval")
-    assert set(group["task"]) == set(files) - {"rope_ppl", "rope_longppl"}
+    assert set(group["task"]) == set(files) - {"rope_ppl"}
     kinds = {config["dataset_kwargs"]["task"] for name, config in files.items() if name in group["task"]}
     assert kinds == set(lm_eval_tasks.TASKS), "every task of the engine has a file"
     for name, config in files.items():

@@ -16,7 +16,7 @@ from rope_patch.harness.model import RopePatchLM
 pytestmark = pytest.mark.slow
 
 LLAMA = str(rope_patch.data_path("assets") / "llama")
-TASKS = ["rope_passkey", "rope_ppl", "rope_longppl"]
+TASKS = ["rope_passkey", "rope_ppl"]
 
 
 def apart(value):
@@ -25,12 +25,11 @@ def apart(value):
     return json.loads(json.dumps(value), parse_float=lambda text: numbers.append(float(text))), numbers
 
 
-def scores(folder_of_keys):
+def scores():
     """Scores of all tasks, each answer, and the tokens that this process has read."""
     model = RopePatchLM(LLAMA, method="yarn:factor=4", target_length=1024, dtype="float32", device="cpu", batch_size=2)
     folder = str(rope_patch.data_path("eval_tasks"))
     asked = {"pretrained": LLAMA, "max_seq_lengths": 512, "samples": 1, "windows": 3, "depths": [0.1, 0.5, 0.9]}
-    asked |= {"resume": str(folder_of_keys / "keys.jsonl")}
     manager = TaskManager(include_defaults=False, include_path=folder, metadata=asked)
     with spy_ids(model.model) as read:
         found = lm_eval.simple_evaluate(model, tasks=TASKS, task_manager=manager, log_samples=True, bootstrap_iters=0)
@@ -45,8 +44,8 @@ def scores(folder_of_keys):
 
 
 def test_two_processes_score_what_one_scores(tmp_path):
-    alone = scores(tmp_path / "one")  # first: both processes inherit the text that is encoded by then
-    together(lambda rank: (tmp_path / f"{rank}.json").write_text(json.dumps(scores(tmp_path / "both"))), tmp_path)
+    alone = scores()  # first: both processes inherit the text that is encoded by then
+    together(lambda rank: (tmp_path / f"{rank}.json").write_text(json.dumps(scores())), tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     (texts, numbers), (expected, wanted) = apart(first[:2]), apart(alone[:2])
     # Batches of other shapes round logits of about 10 differently in float32, by some 1e-6: small losses, too.
@@ -55,8 +54,5 @@ def test_two_processes_score_what_one_scores(tmp_path):
         and numbers == pytest.approx(wanted, rel=1e-5, abs=1e-5)
         and len(alone[1]["rope_passkey"]) == 3
     )
-    assert alone[0]["rope_longppl"]["512,none"] > 1
-    keys = [sorted((tmp_path / name / "keys.jsonl").read_text().splitlines()) for name in ("both", "one")]
-    assert keys[0] == keys[1] and len(keys[0]) == 3, "the first process alone writes what both have chosen"
     assert second[0] is None, "the first process alone has the results of all"
     assert 0.2 * alone[2] < second[2] < 0.8 * alone[2] and first[2] < 0.8 * alone[2]

@@ -11,9 +11,8 @@ from support.prompting import TOKENIZER, bold
 from tqdm import tqdm
 
 import rope_patch
-from rope_patch.harness import reading
 from rope_patch.harness.model import RopePatchLM
-from rope_patch.harness.reading import ReadingBar
+from rope_patch.runtime.progress import Progress
 
 LLAMA = str(rope_patch.data_path("assets") / "llama")
 WORDS = ("def area(width, height):\n    return width * height\n\nclass Shape:\n    sides = 4\n" * 12).split(" ")
@@ -50,7 +49,7 @@ def bars(monkeypatch):
             self.updates.append(n)
             return super().update(n)
 
-    monkeypatch.setattr(reading, "tqdm", Recorded)
+    monkeypatch.setattr("tqdm.tqdm", Recorded)
     return shown
 
 
@@ -76,7 +75,7 @@ def test_chunks_move_it_too(bars):
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 3, "chunk": 50}, {"batch_size": "auto"}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_that_is_announced_is_read_and_each_answer_counts(kind, options, bars):
+def test_all_that_is_announced_is_read(kind, options, bars):
     requests = requests_of(kind, 5)
     if kind == "loglikelihood":  # they begin one another, and are read together
         requests += [
@@ -86,7 +85,6 @@ def test_all_that_is_announced_is_read_and_each_answer_counts(kind, options, bar
     getattr(model, kind)(requests)
     (bar,) = bars
     assert sum(bar.updates) == bar.total == bar.n
-    assert bar.postfix.startswith(f"{len(requests)} of {len(requests)} ")
     assert not any(module._forward_hooks for module in model.model.modules()), "a hook is left behind"
 
 
@@ -97,30 +95,22 @@ def test_only_the_first_process_shows_it(bars):
     assert [bar.disable for bar in bars] == [True]
 
 
-def test_padding_is_no_progress(bars):
-    with reading.reading_bar("x", 50, 2, "requests", hidden=False) as bar:
-        progress = bar.progress(50, 100)
-        progress.reach(60)
-        progress.finish()
-    assert bars[0].updates == [30, 20]
-
-
 # --- an interrupted run
 
 
 @contextlib.contextmanager
 def interrupt():
     """Let Ctrl-C come when the second batch has been read."""
-    known, left = ReadingBar.answered, [2]
+    known, left = Progress.finish, [2]
 
-    def answered(self, count):
-        known(self, count)
+    def finish(self):
+        known(self)
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReadingBar, "answered", answered)
+        patch.setattr(Progress, "finish", finish)
         yield
 
 
