@@ -69,10 +69,10 @@ FITTING = (
         "if c.never_worse(start)]",
     ),
     Mutation(
-        "average_of_a_stopped_fit_is_divided_by_all_steps",
+        "average_is_divided_by_all_steps",
         "rope_patch/fitting/running.py",
-        "self._put(total / (low - since) * 0.5**share)",
         "self._put(total / (steps - since) * 0.5**share)",
+        "self._put(total / steps * 0.5**share)",
     ),
     Mutation(
         "weights_stay_frozen_after_a_fit",

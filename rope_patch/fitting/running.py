@@ -84,8 +84,8 @@ class FitRun:
             candidates.append(self._evaluate(f"step {stop}"))
             if stop < steps and self._steer(candidates[0], candidates[-1]):
                 total, since = torch.zeros_like(total), max(since, stop)
-        for share, name in enumerate(WAYS if low - since > 1 else ()):
-            self._put(total / (low - since) * 0.5**share)
+        for share, name in enumerate(() if self.stopped or steps - since <= 1 else WAYS):
+            self._put(total / (steps - since) * 0.5**share)
             candidates.append(self._evaluate(name))
             if best(candidates) is not candidates[0]:
                 break

@@ -39,9 +39,11 @@ def same(model, before):
 @pytest.mark.parametrize("good", ["step 2", "halfway", "eighth"])
 def test_while_no_table_will_do_nearer_ones_are_tried(good):
     better = ((10, 5), ([1.9], [2.9]), 0.1)
-    run, verdicts, *_ = run_of(TOKENIZER, lambda name: better if name == good else Verdicts.WORSE)
+    run, verdicts, _, before = run_of(TOKENIZER, lambda name: better if name == good else Verdicts.WORSE)
     names = ["start", "step 2", "step 4", "average", "halfway", "quarter", "eighth"]
     assert [c.name for c in run(4)] == names[: max(3, names.index(good)) + 1]
+    if "average" in verdicts.tables:  # of the tables after the third and the fourth step
+        torch.testing.assert_close(verdicts.tables["average"], (before[3] + verdicts.tables["step 4"]) / 2)
     for name, share in (("halfway", 0.5), ("eighth", 0.125)):
         if name in verdicts.tables:
             torch.testing.assert_close(verdicts.tables[name], verdicts.tables["average"] * share)

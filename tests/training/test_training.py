@@ -151,6 +151,12 @@ def test_packed_documents_do_not_see_each_other(attention):
     assert torch.allclose(run(model, batch)[:, 5:17], alone, atol=1e-4)
 
 
+def test_another_seed_gives_other_positions():
+    row = example(24, index=3)
+    places = [PoSECollator(target=4096, seed=seed).positions(24, row).tolist() for seed in (0, 0, 1)]
+    assert places[0] == places[1] != places[2]
+
+
 @settings(deadline=None, max_examples=80)
 @given(size=st.integers(4, 40), index=st.integers(0, 1000), seed=st.integers(0, 3), chunks=st.integers(1, 4))
 def test_positions_rise_stay_below_the_target_and_come_from_the_example(size, index, seed, chunks):
