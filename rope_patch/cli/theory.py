@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,38 +9,26 @@ from typing import Any
 
 from rope_patch import __version__
 from rope_patch.cli.parsing import parse
-from rope_patch.cli.printing import command_line, new_table, show
+from rope_patch.cli.printing import new_table, print_json, show
 from rope_patch.options.theory import TheoryOptions
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def theory(words: Sequence[str]) -> None:
     """Run ``rope-patch theory`` with the words behind it."""
     options = parse(TheoryOptions, words)
-    if options.report:
-        from rope_patch.reports import page
-        from rope_patch.reports import theory as report
-    from rope_patch.runtime.folders import folder_to_write, write_atomically
-
     table = _plain(options.head_dim or 128, options.rope_theta or 1e4)
     if options.model is not None:
         table = _table_of(options.model)
     if options.trained_length is not None:  # methods rest on it
         table = replace(table, max_position_embeddings=options.trained_length, original_max_position_embeddings=None)
     length = 4 * table.context if options.length is None else options.length
-    result, output = _study(table, options.model, options.method, length), options.output
-    with folder_to_write(output, ["theory.json", *["theory.html"] * options.report]):
-        head = {"schema": SCHEMA, "rope_patch": __version__}
-        data = json.dumps(head | result.to_dict(), indent=2, allow_nan=False)
-        write_atomically(output / "theory.json", data)
-        if options.report:
-            page.write(output / "theory.html", report.page(result), command_line())
+    result = _study(table, options.model, options.method, length)
     if options.as_json:
-        print(data)
-        return
-    _print(result)
-    print(f"wrote {output / 'theory.json'}" + (f" and {output / 'theory.html'}" if options.report else ""))
+        print_json({"schema": SCHEMA, "rope_patch": __version__} | result.to_dict())
+    else:
+        _print(result)
 
 
 def _plain(head_dim: int, rope_theta: float) -> Any:
@@ -79,8 +66,7 @@ def _print(result: Any) -> None:
     """Print both tables for people."""
     from rich.markup import escape
 
-    from rope_patch.evaluation.numbers import four_digits, percent_text
-    from rope_patch.study import papers
+    from rope_patch.evaluation.numbers import four_digits
 
     shape = f"head_dim {2 * len(result.before)}, rope_theta {result.rope_theta:g}"
     title = f"{result.method}: {shape}, {result.trained_length} → {result.length} tokens"
@@ -89,10 +75,4 @@ def _print(result: Any) -> None:
     for fact in result.facts():
         numbers = [four_digits(fact.before), four_digits(fact.after)][: len(values)]
         table.add_row(escape(fact.label), *numbers, escape(fact.note))
-    show(table, 160)
-    values = ["ours", "printed", "difference"]
-    table = new_table("source", "quantity", *values, "note", title="the papers' numbers", right=values)
-    for entry in papers():
-        numbers = [four_digits(entry.ours), four_digits(entry.printed, ""), percent_text(entry.difference)]
-        table.add_row(entry.source, escape(entry.name), *numbers, escape(entry.note))
     show(table, 160)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, number, tokens, whole, word
@@ -11,10 +10,10 @@ from rope_patch.options.fields import OptionSet, number, tokens, whole, word
 
 @dataclass(frozen=True)
 class TheoryOptions(OptionSet, command="theory"):
-    """Compute what a rotary table implies, and compare with numbers that papers print.
+    """Print what a rotary table implies, before a method and after it.
 
-    It covers how activations decay with distance, what attention heads can be built from the table, and how far it
-    keeps positions apart. It writes ``theory.json`` and ``theory.html``, and takes seconds on a CPU.
+    It covers the wavelengths of the pairs, the bounds on outliers, how far the table keeps positions apart, and what it
+    takes to build a previous-token head from it. It takes seconds on a CPU.
 
     Example: ``rope-patch theory --method yarn:factor=4 --rope-theta 500000 --trained-length 8k --length 32k``
     """
@@ -46,8 +45,6 @@ class TheoryOptions(OptionSet, command="theory"):
     length: int | None = tokens(
         "The context length at which the model is used: by default 4 times that.", None, least=2
     )
-    output: Path = shared.output("rope-patch-theory")
-    report: bool = shared.report()
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()
 

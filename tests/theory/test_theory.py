@@ -15,9 +15,16 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import rope_patch
 from rope_patch import theory
-from rope_patch.frequencies import geometric
+from rope_patch.frequencies import (
+    geometric,
+    granularity_limit,
+    ntk_theta,
+    offset_angle_bound,
+    offset_frequency_bound,
+    turns,
+)
 from rope_patch.methods import parse
-from rope_patch.study import BOS, KEY, PAIR, QUERY, Study, in_pair, papers
+from rope_patch.study import Study
 from rope_patch.tables import RotaryTable
 
 PLAIN, GEMMA = geometric(1e4, 128), geometric(1e4, 256)
@@ -221,6 +228,17 @@ def test_a_llama_with_these_weights_attends_there_and_without_rotation_it_cannot
 # --- content ---------------------------------------------------------------------------------------------------------
 
 
+PAIR, QUERY, KEY, BOS = 118, (-4.1, 11.3), (11.2, -3.5), (-2.5, 1.3)
+"""A head of Gemma 7B that looks for content (Barbero et al. section E.1, where pairs are counted from 1)."""
+
+
+def in_pair(values):
+    """A vector that is zero but for that pair."""
+    x = torch.zeros(256, dtype=torch.float64)
+    x[PAIR], x[128 + PAIR] = values
+    return x
+
+
 def test_the_pair_of_gemma_by_hand():
     # q . k = -4.1 * 11.2 + 11.3 * -3.5 = -45.92 - 39.55 = -85.47; BOS: 4.1 * 2.5 + 11.3 * 1.3 = 10.25 + 14.69 = 24.94.
     # q x k = -4.1 * -3.5 - 11.3 * 11.2 = -112.21; BOS: -4.1 * 1.3 + 11.3 * 2.5 = 22.92.
@@ -280,7 +298,7 @@ def test_the_nearest_old_image_by_hand_and_by_matrices():
     assert torch.equal(nearest, cosines.argmax(0))
 
 
-# --- a table in numbers, and the papers' ------------------------------------------------------------------------------
+# --- a table in numbers -----------------------------------------------------------------------------------------------
 
 
 def study(method, *, head_dim=128, rope_theta=1e4, trained_length=512, length=2048):
@@ -313,27 +331,25 @@ def test_what_a_table_has_not_is_none():
     assert {fact.name: fact.after for fact in slow}["Factor of a previous-token head"] is None
 
 
-# name: (ours, printed); a slip is where the paper is off by more than the rounding of what it prints
-GOLDEN = {
-    "turns of a pair of 1e-4 rad/token in 128000 tokens": (2.0372, 2.04),
-    "frequency of pair 119 of Gemma 7B [rad/token]": (2.0535e-4, 2.05e-4),
-    "500000^(−40/64) [rad/token]": (2.7425e-4, 1e-4),
-    "PI 1/4: mean sine of consecutive images, d → ∞": (0.02705, 0.027),
-    "ABF 50: mean sine of consecutive images, d → ∞": (0.07210, 0.076),
-    "ABF 50 slows pair 1 by, d = 128": (1.0630, 1.06),
-    "NTK 4: farthest new image, 512 → 2048 tokens": (1.09037, None),
-    "Llama-2-7B: mean lower angle bound [rad]": (4.1887, 4.19),
-    "Phi-1: L·f of pair 10 [rad]": (6.4763, 6.38),
-}
-SLIPS = {"500000^(−40/64) [rad/token]", "ABF 50: mean sine of consecutive images, d → ∞", "Phi-1: L·f of pair 10 [rad]"}
-
-
-def test_the_papers_numbers():
-    entries = {entry.name: entry for entry in papers()}
-    assert {name for name, entry in entries.items() if abs(entry.difference or 0) > 0.01} == SLIPS
-    for name, (ours, printed) in GOLDEN.items():
-        assert (entries[name].ours, entries[name].printed) == (pytest.approx(ours, rel=2e-4), printed), name
-        assert entries[name].note or name not in SLIPS
+def test_numbers_that_papers_print():
+    """To the rounding of what they print; where a paper slips, its number is in the comment beside ours."""
+    phi, llama = geometric(1e4, 32), geometric(1e4, 128)
+    assert float(turns(torch.tensor([1e-4]), 128000)) == pytest.approx(2.04, abs=5e-3)  # Barbero et al.
+    assert float(GEMMA[PAIR]) == pytest.approx(2.05e-4, abs=5e-7)
+    assert float(geometric(5e5, 128)[40]) == pytest.approx(2.7425e-4, rel=1e-4)  # printed as 0.0001
+    assert granularity_limit(1e4, factor=4.0) == pytest.approx(0.027, abs=5e-4)  # Xiong et al., theorem 1
+    assert granularity_limit(1e4, beta=50.0) == pytest.approx(0.07210, abs=5e-6)  # printed as 0.076
+    assert float(llama[1] / geometric(5e5, 128)[1]) == pytest.approx(1.06, abs=5e-3)
+    ntk = geometric(ntk_theta(1e4, 4.0, 128), 128)
+    gaps, _ = theory.nearest_old(PLAIN, ntk, old_length=512, new_positions=torch.arange(2048))
+    assert float(gaps.max()) == pytest.approx(1.09037, rel=2e-4)
+    for table, context, share, mean in ((phi, 2048, 0.31, 3.93), (llama, 4096, 0.28, 4.19)):  # Jonasson, eq. 15 and 16
+        under = table < offset_frequency_bound(context)
+        assert float(under.double().mean()) == pytest.approx(share, abs=5e-3)
+        assert float(offset_angle_bound(table.double(), context)[under].mean()) == pytest.approx(mean, abs=5e-3)
+    # Jonasson prints 6.38 for pair 10 of Phi-1, which is its angle bound; L f is another number, and both exceed 2 pi.
+    assert 2048 * float(phi[10]) == pytest.approx(6.4763, abs=1e-4)
+    assert float(offset_angle_bound(phi.double(), 2048)[10]) == pytest.approx(6.38, abs=5e-3)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
