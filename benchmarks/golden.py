@@ -388,9 +388,7 @@ def kv_check(scratch: Path) -> Numbers:
 
 def _checked(row: Mapping[str, Any]) -> Numbers:
     def layer(errors: Mapping[str, Any]) -> Numbers:
-        return {
-            name: math.fsum(x for x in errors[name] if x is not None) for name in ("logit", "spread", "pair", "output")
-        }
+        return {name: math.fsum(x for x in errors[name] if x is not None) for name in ("logit", "pair")}
 
     lengths = {}
     for length, one in row["lengths"].items():
@@ -399,7 +397,7 @@ def _checked(row: Mapping[str, Any]) -> Numbers:
             **_pick(one, "cache_bits perplexity retrieval"),
             "nll_change": one.get("nll_change"),
             "verdict": verdict.get("kind"),
-            "attribution": (verdict.get("attribution") or {}).get("layers"),
+            "attribution": (row["attribution"] or {}).get("layers") if verdict.get("kind") == "unsafe" else None,
         }
     return {
         **_pick(row, "key_bits value_bits bits divergence"),

@@ -195,29 +195,17 @@ KV_CACHE = (
         "",
     ),
     Mutation(
-        "caches_of_other_means_share_results",
-        "rope_patch/kv_cache/cache.py",
-        "for part in (plan.kept_features, plan.mean):",
-        "for part in (plan.kept_features,):",
-    ),
-    Mutation(
         "fp8_overflows",
-        "rope_patch/kv_cache/quantizers.py",
-        "return x.clamp(-top, top).to(torch.float8_e4m3fn)",
+        "rope_patch/kv_cache/formats.py",
+        "return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)",
         "return x.to(torch.float8_e4m3fn)",
         "torch 2.13 saturates in this cast; test_fp8_with_a_scale_of_one_is_a_cast_that_saturates holds that",
     ),
     Mutation(
-        "outliers_of_sliding_layers_are_those_of_the_context",
-        "rope_patch/kv_cache/plans.py",
-        "own = slot.max_position_embeddings if layer.window is None else layer.window",
-        "own = slot.max_position_embeddings",
-    ),
-    Mutation(
         "attention_takes_padding_for_sinks",
         "rope_patch/kv_cache/attention.py",
-        "base = store.plan.sinks + pad\n        masks",
-        "base = store.plan.sinks\n        masks",
+        "base = store.plan.scheme.sinks + pad\n        masks",
+        "base = store.plan.scheme.sinks\n        masks",
         "the cache stores padding and sinks as they are, so what is taken for rounded there is the same",
     ),
     Mutation(

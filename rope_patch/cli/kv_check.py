@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +33,9 @@ def kv_check(words: Sequence[str]) -> None:
     options, given = parse_given(KvCheckOptions, words)
     from dataclasses import replace
 
-    from rope_patch.evaluation.calibration import calibration
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.kv_evaluation import run as engine
-    from rope_patch.kv_evaluation.reading import CheckReading
+    from rope_patch.kv_evaluation.reading import suite_for, tokens_to_attribute, tokens_to_check
     from rope_patch.patching.install import for_target
 
     if options.report:  # an error without matplotlib comes first
@@ -56,14 +56,13 @@ def kv_check(words: Sequence[str]) -> None:
         }
         # A factor that is left out comes from the longest length that was asked for.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        centred = any(scheme.key.centre for scheme in names.values())
-        means = calibration(tokenizer, loaded).numel() if centred else 0
-        layers = int(loaded.config.get_text_config().num_hidden_layers)
-        reading = CheckReading(names, len(compared), layers, means)
-        suite, attributed, lost = reading.suite_for(loaded, EvalSuite(spec, tokenizer), given)
+        counts = (len(names) - 1, len(compared))
+        suite, lost = suite_for(loaded, EvalSuite(spec, tokenizer), *counts, given)
         planned = replace(suite.spec, windows=len(suite.windows))
-        total, more = reading.tokens(planned), reading.attribution(planned, attributed)
-        say_smaller(total, lost, more=f", and up to {more:,} more where schemes are unsafe" if more else "")
+        total = tokens_to_check(planned, *counts)
+        layers = int(loaded.config.get_text_config().num_hidden_layers)
+        more = math.prod(counts) * tokens_to_attribute(planned, layers)
+        say_smaller(total, lost, more=f", and up to {more:,} more where schemes are unsafe")
         with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(
                 loaded,
@@ -72,7 +71,6 @@ def kv_check(words: Sequence[str]) -> None:
                 suite,
                 methods=compared,
                 limits=options.limits,
-                attributed=attributed,
                 resume=finished,
                 **patch,
             )

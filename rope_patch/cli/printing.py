@@ -44,7 +44,7 @@ def new_table(*columns: str, title: str = "", right: Collection[str] = (), **loo
     table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left", **looks)
     for head in columns:
         whole = head in right
-        table.add_column(escape(head), justify="right" if whole else "left", no_wrap=whole)
+        table.add_column(escape(head), justify="right" if whole else "left", no_wrap=whole, overflow="fold")
     return table
 
 

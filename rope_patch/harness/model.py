@@ -15,10 +15,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
-from rope_patch.evaluation.calibration import calibration
 from rope_patch.harness.answers import AnsweringLM
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.modeling.scoring import Reader, fingerprint
@@ -134,9 +132,8 @@ class RopePatchLM(AnsweringLM):
         self.reader = Reader(self.model)
         self.scheme = scheme
         if scheme != Scheme():
-            means = key_means(self.model, calibration(self.tokenizer, self.model)) if scheme.key.centre else None
             self._stack = contextlib.ExitStack()  # for as long as this object lives
-            self.maker = self._stack.enter_context(quantized(self.model, scheme, means=means))
+            self.maker = self._stack.enter_context(quantized(self.model, scheme))
 
     def _split_over_processes(self, pretrained: Any, arguments: dict[str, Any]) -> None:
         """Load the model as HFLM does, one in each process of ``torchrun`` or ``accelerate launch``.

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from rope_patch.kv_cache.schemes import Side
 from rope_patch.modeling.attention_probe import attending_with
 
 if TYPE_CHECKING:
@@ -86,7 +85,9 @@ def attend(
     store.freeze(total)
     groups = store.raw_keys.shape[1]
     scaling = scaling or width**-0.5
-    window = run.plans[index].window or total
+    if run.observe is not None:
+        run.observe(index, query, key, value, scaling)
+    window = run.plans[index].layer.window or total
     if attention_mask is not None and size == total and store.padding is None:
         seen_first = attention_mask[:, :, 0, 0]
         if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
@@ -106,7 +107,7 @@ def attend(
             return (queries @ states[:, :, at].mT).view(rows, heads, count, -1)
 
         visible_tokens = places[before + low : before + high, None] + 1
-        logits = _mixed(dot(store.raw_keys), dot(store.keys), store, "key", visible_tokens, places[at]) * scaling
+        logits = _mixed(dot(store.raw_keys), dot(store.keys), store, "keys", visible_tokens, places[at]) * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         apart = visible_tokens - 1 - places[at]
@@ -121,7 +122,7 @@ def attend(
         def read(part: Tensor, states: Tensor, at: slice = at) -> Tensor:
             return part.view(rows, groups, -1, part.shape[-1]) @ states[:, :, at]
 
-        frozen = _frozen(store, "value", visible_tokens, places[at])
+        frozen = _frozen(store, "values", visible_tokens, places[at])
         if frozen is None:
             got = read(weights, store.raw_values)
         else:
@@ -138,20 +139,19 @@ def _store(
         for stored in run.stored.values():
             if stored.returned is key:
                 return run, stored
-    if key.shape[-2] != size and runs[-1].plans[index].keys_of == index:
+    if key.shape[-2] != size and runs[-1].plans[index].layer.keys_of == index:
         raise ValueError("these keys come from another cache: use a cache of the factory, or none")
     return runs[-1], runs[-1].alone(index, key, value)
 
 
 def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor) -> Tensor | None:
     """Return which keys each query sees quantized: (rows or 1, 1, queries, keys) bool; None where none ever is."""
-    side: Side = store.plan.key if name == "key" else store.plan.value
-    if side.format == "none":
+    if store.plan.sides[name].format == "none":
         return None
     pads = [0] if store.padding is None else store.padding.tolist()
     masks = []
     for pad in pads:
-        base = store.plan.sinks + pad
+        base = store.plan.scheme.sinks + pad
         masks.append((places >= base) & (places < store.plan.frozen(name, visible_tokens, pad)))
     return torch.stack(masks)[:, None]
 

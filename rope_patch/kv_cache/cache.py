@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.kv_cache.attention import running
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
-from rope_patch.kv_cache.plans import LayerPlan, plan_layers
+from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.patching.cache_argument import cache_in
 from rope_patch.patching.locate import Location, locate
@@ -61,15 +60,6 @@ class CacheMaker:
         )
 
 
-def _digest(plans: Mapping[int, LayerPlan]) -> str:
-    """Return a digest of what a scheme string does not show: the means, and which pairs are kept apart."""
-    digest = hashlib.sha256()
-    for index, plan in sorted(plans.items()):
-        for part in (plan.kept_features, plan.mean):
-            digest.update(f"{index} {None if part is None else part.tolist()}".encode())
-    return digest.hexdigest()[:16]
-
-
 @contextlib.contextmanager
 def noting_turns(location: Location, run: SchemeRun) -> Iterator[None]:
     """Record the latest cos and sin of each pair from a model's rotary module within a ``with`` block."""
@@ -107,8 +97,6 @@ def quantized(
     scheme: Scheme | str,
     *,
     exact: bool = True,
-    means: Mapping[int, Tensor] | None = None,
-    context: int | None = None,
 ) -> Iterator[CacheMaker]:
     """Let a model read through caches that are quantized by a scheme, for the length of a ``with`` block.
 
@@ -119,8 +107,6 @@ def quantized(
             a pass reads, with or without a cache: attention is computed by :mod:`rope_patch.kv_cache.attention`. If
             not, the model attends as it is set, and the tokens of one pass see each other in full precision, as they do
             when a serving engine reads a prompt.
-        means: as for :func:`~rope_patch.kv_cache.plans.plan_layers`.
-        context: as for ``plan_layers`` [tokens].
 
     Yields:
         A factory of caches.
@@ -131,14 +117,15 @@ def quantized(
     planned = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     location = locate(model)
     root: Any = location.model
-    run = SchemeRun(plan_layers(model, planned, means=means, context=context))
+    run = SchemeRun(plan_layers(model, planned))
 
     with contextlib.ExitStack() as stack:
-        if any(plan.key.pre for plan in run.plans.values()):
+        if planned.key.pre:
             stack.enter_context(noting_turns(location, run))
         decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
         stack.callback(decoder.register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
-        full = all(side.format == "none" for plan in run.plans.values() for side in (plan.key, plan.value))
-        if exact and not full:  # full precision is the model's own, bit for bit
+        if exact and {planned.key.format, planned.value.format} != {
+            "none"
+        }:  # full precision is the model's own, bit for bit
             stack.enter_context(running(run, root))
-        yield CacheMaker(root.config, run, f"{planned} {_digest(run.plans)} {'exact' if exact else 'streaming'}")
+        yield CacheMaker(root.config, run, f"{planned} {'exact' if exact else 'streaming'}")

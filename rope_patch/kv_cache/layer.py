@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.kv_cache.plans import LayerPlan, Turn
-from rope_patch.kv_cache.schemes import Side
 
 
 @dataclass(eq=False)
@@ -24,19 +23,22 @@ class SchemeRun:
         plans: by layer.
         turns: cos and sin of the tokens that are being read, by layer type.
         stored: the cache layer that was added to last, by layer, for as long as its cache is in use.
+        observe: called with the index of each layer, its queries, keys and values, and the factor on its logits.
     """
 
     plans: Mapping[int, LayerPlan]
     turns: dict[str | None, Turn] = field(default_factory=dict)
     stored: WeakValueDictionary[int, QuantizedLayer] = field(default_factory=WeakValueDictionary)
+    observe: Callable[[int, Tensor, Tensor, Tensor, float], object] | None = None
 
     def turn(self, plan: LayerPlan) -> Turn | None:
         """Return cos and sin of the tokens that are being read, where the plan needs them."""
-        if not plan.key.pre:
+        kind = plan.layer.table.layer_type
+        if not plan.sides["keys"].pre:
             return None
-        if plan.layer_type not in self.turns:
+        if kind not in self.turns:
             raise RuntimeError("the rotary module was not called: is this the model the cache was made for?")
-        return self.turns[plan.layer_type]
+        return self.turns[kind]
 
     def alone(self, index: int, key: Tensor, value: Tensor) -> QuantizedLayer:
         """Return the states of one pass as a layer that belongs to no cache."""
@@ -52,7 +54,7 @@ class QuantizedLayer(DynamicLayer):
     Attributes:
         keys: (rows, heads, tokens, head_dim) as they are read: quantized where frozen.
         values: the same of values.
-        raw_keys: in full precision, less the mean where keys are stored so.
+        raw_keys: in full precision.
         raw_values: in full precision.
     """
 
@@ -68,7 +70,6 @@ class QuantizedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add states; returns all so far as the first of the new queries sees them."""
         start = self.get_seq_length()
-        key_states = self.plan.shift(key_states)
         turn = self.run.turn(self.plan)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -83,52 +84,43 @@ class QuantizedLayer(DynamicLayer):
                 cos, sin = (_joined(*pair) for pair in zip(self.turn, turn, strict=True))
                 self.turn = cos, sin
         self.freeze(start + 1)
-        self.run.stored[self.plan.index] = self
+        self.run.stored[self.plan.layer.index] = self
         self.returned = self.keys
         return self.keys, self.values
 
     def freeze(self, visible_tokens: int) -> None:
         """Quantize the blocks that a query reads quantized, which sees ``visible_tokens`` tokens."""
-        sides = (("key", self.plan.key), ("value", self.plan.value))
-        for name, side in sides:
+        for name, side in self.plan.sides.items():
             if side.format == "none":
                 continue
             if self.padding is None:
-                self._freeze(name, side, visible_tokens, 0, slice(None))
+                self._freeze(name, visible_tokens, 0, slice(None))
             else:
                 for row, pad in enumerate(self.padding.tolist()):
-                    self._freeze(name, side, visible_tokens, pad, slice(row, row + 1))
+                    self._freeze(name, visible_tokens, pad, slice(row, row + 1))
 
-    def _freeze(self, name: str, side: Side, visible_tokens: int, pad: int, rows: slice) -> None:
+    def _freeze(self, name: str, visible_tokens: int, pad: int, rows: slice) -> None:
         place = (name, rows.start or 0)
-        done, size, base = self.frozen.get(place, 0), side.block, self.plan.sinks + pad
+        done, size, base = self.frozen.get(place, 0), self.plan.sides[name].block, self.plan.scheme.sinks + pad
         ready = (self.plan.frozen(name, visible_tokens, pad) - base) // size
         if ready <= done:
             return
         low, high = base + done * size, base + ready * size
-        raw = (self.raw_keys if name == "key" else self.raw_values)[rows, :, low:high]
+        raw = getattr(self, f"raw_{name}")[rows, :, low:high]
         count, heads = raw.shape[0], raw.shape[1]
         blocks = raw.reshape(count, heads, -1, size, raw.shape[-1])
         blocks = blocks.transpose(1, 2).flatten(0, 1)  # (rows * blocks, heads, size, width)
-        if name == "key":
-            turn = None
-            if self.turn is not None:
-                parts = [p[rows if len(p) > 1 else slice(None), low:high].expand(count, -1, -1) for p in self.turn]
-                cos, sin = (part.reshape(-1, size, part.shape[-1]) for part in parts)
-                turn = cos, sin
-            quantized = self.plan.quantize_keys(blocks, turn)
-        else:
-            quantized = self.plan.quantize_values(blocks)
-        quantized = (
-            quantized.reshape(count, -1, *quantized.shape[1:]).transpose(1, 2).reshape(count, heads, high - low, -1)
-        )
+        turn = None
+        if self.turn is not None:
+            parts = [p[rows if len(p) > 1 else slice(None), low:high].expand(count, -1, -1) for p in self.turn]
+            cos, sin = (part.reshape(-1, size, part.shape[-1]) for part in parts)
+            turn = cos, sin
+        quantized = self.plan.quantize(name, blocks, turn)
+        quantized = quantized.reshape(count, -1, *quantized.shape[1:]).transpose(1, 2)
         # Not in place: what was returned before must not change, nor what a copy of this cache holds.
-        whole = (self.keys if name == "key" else self.values).clone()
-        whole[rows, :, low:high] = quantized
-        if name == "key":
-            self.keys = whole
-        else:
-            self.values = whole
+        whole = getattr(self, name).clone()
+        whole[rows, :, low:high] = quantized.reshape(raw.shape)
+        setattr(self, name, whole)
         self.frozen[place] = ready
 
     def reset(self) -> None:
@@ -164,7 +156,7 @@ class QuantizedLayer(DynamicLayer):
             came = rows(torch.arange(count)).tolist()
             old = dict(self.frozen)
             self.padding = rows(self.padding)
-            self.frozen = {(name, new): old[name, row] for new, row in enumerate(came) for name in ("key", "value")
+            self.frozen = {(name, new): old[name, row] for new, row in enumerate(came) for name in ("keys", "values")
                            if (name, row) in old}  # fmt: skip
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:

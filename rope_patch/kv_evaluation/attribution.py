@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from rope_patch.analysis.outliers import RATIO
+from rope_patch.evaluation.numbers import percent
+from rope_patch.kv_evaluation.captions import listed
 from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.modeling.statistics import Capture
 
@@ -26,87 +27,62 @@ class Attribution:
         keys: its keys alone, values in full precision.
         values: its values alone.
         layers: each layer alone, all others in full precision.
-        left: the scheme with the pairs that are named kept in full precision in the layers that are named; None where
-            no pair is named.
+        worst: the layers that are named, see :func:`worst_layers`.
+        pairs: the pairs of their keys that are named, see :func:`worst_pairs`; none where values cost more than keys.
+        left: the scheme with these pairs of these layers in full precision; None where no pair is named.
     """
 
     whole: float
     keys: float
     values: float
     layers: Mapping[int, float]
+    worst: tuple[int, ...] = ()
+    pairs: tuple[int, ...] = ()
     left: float | None = None
 
-    @property
-    def by_values(self) -> bool:
-        """Whether values cost more than keys."""
-        return self.values > self.keys
+    def __str__(self) -> str:
+        """Say where the cost comes from."""
+        if not self.pairs:
+            return f"{'values of ' if self.values > self.keys else ''}{listed('layer', self.worst)}"
+        left = "" if self.left is None else f" ({percent(self.left)} with these in full precision)"
+        return f"{listed('layer', self.worst)}, {listed('pair', self.pairs)}{left}"
 
 
-def long_keys(capture: Capture) -> dict[int, Tensor]:
-    """Return the pairs whose mean key is many times longer than the median, by layer: (key heads, pairs) bool."""
-    radii = {layer.index: layer.key.radius for layer in capture.layers}
-    median = float(torch.cat([radius.flatten() for radius in radii.values()]).median())
-    return {index: radius > RATIO * median for index, radius in radii.items()}
-
-
-def longest_keys(capture: Capture) -> dict[int, Tensor]:
-    """Return those of :func:`long_keys` at least half as long as their head's longest: they set its range."""
-    radii = {layer.index: layer.key.radius for layer in capture.layers}
-    return {
-        index: mask & (radii[index] >= radii[index].amax(1, keepdim=True) / 2)
-        for index, mask in long_keys(capture).items()
-    }
-
-
-def attribute(
-    errors: Sequence[LayerErrors],
-    long_pairs: Mapping[int, Tensor] | None = None,
-    costs: Attribution | None = None,
-    tolerance: float = math.inf,
-) -> tuple[tuple[int, ...], tuple[int, ...], float | None]:
-    """Return the layers that the cost of a scheme comes from, and the pairs behind it.
-
-    A layer is named when it alone costs more than is tolerated, or at least two thirds of what the worst layer alone
-    does; where that was not measured, when the mean error of its heads' outputs is two thirds of the worst's. Where at
-    least half of its squared logit error lies in other pairs and goes when long keys are kept in full precision, those
-    are named: they stretch the scale that others share. Elsewhere the pairs that carry half of the error; none where
-    values cost more than keys.
+def worst_layers(costs: Mapping[int, float], tolerance: float) -> tuple[int, ...]:
+    """Return the layers that alone cost more than is tolerated, or two thirds of what the worst one does.
 
     Args:
-        errors: by layer.
-        long_pairs: pairs of long keys by layer, from :func:`longest_keys`: (key heads, pairs) bool.
-        costs: what parts of the scheme cost.
+        costs: of each layer alone [nats/token].
         tolerance: rise of perplexity that a safe scheme may cost, relative.
-
-    Returns:
-        Indices of layers, of pairs (the fastest is 0), and the share of the error that long keys cost other pairs, None
-        where it is less than half. Empty without errors.
     """
-    if not errors:
-        return (), (), None
-    cost = torch.stack([error.output.mean() for error in errors]).nan_to_num()
-    if costs is not None:
-        cost = torch.tensor([costs.layers.get(error.layer, 0.0) for error in errors], dtype=torch.float64)
-    least = NAMED * float(cost.max())
-    if costs is not None:
-        least = min(least, math.log1p(tolerance))
-    worst = [error for error, own in zip(errors, cost.tolist(), strict=True) if own >= least]
-    layers = tuple(error.layer for error in worst)
-    if costs is not None and costs.by_values:
-        return layers, (), None
-    energy = torch.zeros(max(error.pair.shape[1] for error in worst), dtype=torch.float64)
-    stretching: set[int] = set()
-    induced = whole = 0.0
-    for error in worst:
+    least = min(NAMED * max(costs.values()), math.log1p(tolerance))
+    return tuple(layer for layer, cost in costs.items() if cost >= least)
+
+
+def longest_keys(capture: Capture, layers: Sequence[int]) -> tuple[int, ...]:
+    """Return the pairs whose mean key sets the range of its head in some of these layers.
+
+    It is many times longer than the median of the model's pairs, and at least half as long as the longest of its head.
+    """
+    radii = {layer.index: layer.key.radius for layer in capture.layers}
+    median = float(torch.cat([radius.flatten() for radius in radii.values()]).median())
+    pairs = {
+        pair
+        for layer in layers
+        for pair in ((radii[layer] > RATIO * median) & (radii[layer] >= radii[layer].amax(1, keepdim=True) / 2))
+        .any(0)
+        .nonzero()
+        .flatten()
+        .tolist()
+    }
+    return tuple(sorted(pairs))
+
+
+def worst_pairs(errors: Sequence[LayerErrors]) -> tuple[int, ...]:
+    """Return the fewest pairs that carry half of the squared error of the logits of some layers; the fastest is 0."""
+    energy = torch.zeros(max(error.pair.shape[1] for error in errors), dtype=torch.float64)
+    for error in errors:
         energy[: error.pair.shape[1]] += error.pair.square().sum(0)
-        squares, others = error.logit.square(), (error.induced - error.direct).nan_to_num()
-        whole += float(squares.sum())
-        induced += float((others * squares).sum())
-        if long_pairs and error.layer in long_pairs:
-            mask = long_pairs[error.layer].repeat_interleave(len(squares) // len(long_pairs[error.layer]), 0)
-            stretching |= set(mask[others >= 0.5].any(0).nonzero().flatten().tolist())
-    if stretching and induced >= whole / 2:
-        return layers, tuple(sorted(stretching)), min(1.0, induced / whole)
     order = energy.argsort(descending=True, stable=True)
     needed = int((energy[order].cumsum(0) < energy.sum() / 2).sum()) + 1
-    return layers, tuple(sorted(order[:needed].tolist())) if float(energy.sum()) > 0 else (), None
+    return tuple(sorted(order[:needed].tolist())) if float(energy.sum()) > 0 else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,18 @@ from torch import Tensor
 from rope_patch.evaluation.compare import named
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
-from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
-from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
+from rope_patch.kv_cache.formats import FULL_BITS
+from rope_patch.kv_cache.plans import LayerPlan, plan_layers
+from rope_patch.kv_cache.schemes import Scheme, Side, effective_bits
+from rope_patch.kv_evaluation.attribution import Attribution, longest_keys, worst_layers, worst_pairs
 from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
-from rope_patch.kv_evaluation.setting import ERRORS, MethodInPlace, Setting
+from rope_patch.kv_evaluation.setting import COMPARED, ERRORS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
-from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
+from rope_patch.modeling.scoring import CacheFactory, Reader
+from rope_patch.modeling.sources import split_pairs
+from rope_patch.modeling.statistics import Capture
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import finite, key
 from rope_patch.runtime.progress import Progress
 
 SLICE = 256
@@ -38,190 +39,134 @@ def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Sche
         patched: the method.
         schemes: by name.
     """
-    quantizing = {name: scheme for name, scheme in schemes.items() if scheme != Scheme()}
-    with progress.stage(f"{patched.method}, attention errors"):
-        errors = _errors(setting, patched, quantizing)
-    full_states: list[Tensor] = []  # of the compared windows in full precision: read once, if at all
+    with progress.stage(f"{patched.method}, none"):
+        patched.states = _states(setting, None)
     rows = []
     for name, scheme in schemes.items():
         with named(name), progress.stage(f"{patched.method}, {name}"):
-            rows.append(_measure(setting, patched, name, scheme, errors.get(name, ()), full_states))
-    if quantizing and not full_states:  # every comparison was finished before
-        with progress.stage(f"{patched.method}, none"):
-            progress.advance(setting.compared.numel())
+            rows.append(_measure(setting, patched, name, scheme))
     return rows
 
 
-def _measure(
-    setting: Setting,
-    patched: MethodInPlace,
-    name: str,
-    scheme: Scheme,
-    layer_errors: tuple[LayerErrors, ...],
-    full_states: list[Tensor],
-) -> CheckRow:
-    """Measure one scheme under a method that is in place; ``full_states`` as for :func:`_divergence`."""
+def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme) -> CheckRow:
+    """Measure one scheme under a method that is in place."""
     quantizing = scheme != Scheme()
-    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
+    with quantized(setting.model, scheme) as factory:
         cache = factory if quantizing else None
         scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
-    key_bits, value_bits, cache_bits = _bits(setting, patched, scheme)
+    key_bits, value_bits, cache_bits = _bits(setting, patched.capture, scheme)
     return CheckRow(
         method=patched.method,
         scheme=name,
         scheme_text=str(scheme),
         scores=scores,
         tables=patched.tables,
-        divergence=_divergence(setting, patched, scheme, full_states) if quantizing else None,
+        divergence=_divergence(setting, patched, scheme) if quantizing else None,
         key_bits=key_bits,
         value_bits=value_bits,
         cache_bits=cache_bits,
-        errors=layer_errors,
+        errors=_errors(setting, scheme) if quantizing else (),
     )
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def means_of(setting: Setting, calibration_rows: Tensor) -> dict[int, Tensor]:
-    """Return the mean key of each head before rotation, by layer."""
-    mark = (
-        key(kind="means", model=fingerprint(setting.model), ids=_sha(calibration_rows))
-        if setting.result_cache is not None
-        else ""
-    )
-    means = (setting.result_cache or {}).get(mark)
-    if means is not None:
-        progress.advance(calibration_rows.numel())
-    else:
-        captured = capture(setting.model, calibration_rows)
-        means = [[layer.index, layer.key.mean.tolist()] for layer in captured.layers]
-        if setting.result_cache is not None:
-            setting.result_cache[mark] = means
-    return {index: torch.tensor(mean, dtype=torch.float64) for index, mean in means}
-
-
-def _errors(
-    setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]
-) -> dict[str, tuple[LayerErrors, ...]]:
-    """Measure attention errors in one pass, of the schemes whose errors are not in the result cache."""
-    ids = setting.suite.windows[0].ids[:ERRORS]
-    options = patched.plan_options(setting) | {"outliers": patched.long_pairs}
-    if setting.result_cache is None:
-        return attention_errors(setting.model, ids, schemes, **options) if schemes else {}
-    long = {index: mask.tolist() for index, mask in patched.long_pairs.items()}
-    about = {"kind": "errors", "model": fingerprint(setting.model), "ids": _sha(ids), "long": long}
-    marks = {name: key(**about, cache=_identity(setting, patched, scheme)) for name, scheme in schemes.items()}
-    fresh = {name: scheme for name, scheme in schemes.items() if marks[name] not in setting.result_cache}
-    measured = attention_errors(setting.model, ids, fresh, **options) if fresh else {}
-    progress.advance(len(ids) * (len(schemes) - len(fresh)))
-    for name, layer_errors in measured.items():
-        setting.result_cache[marks[name]] = finite(
-            [[_plain(getattr(e, item.name)) for item in fields(e)] for e in layer_errors]
-        )
-    return {
-        name: tuple(LayerErrors(layer, *map(_tensor, rest)) for layer, *rest in setting.result_cache[mark])
-        for name, mark in marks.items()
-    }
-
-
-def _identity(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> str:
-    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
-        return factory.identity
 
 
 def _sha(ids: Tensor) -> str:
     return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+def _errors(setting: Setting, scheme: Scheme) -> tuple[LayerErrors, ...]:
+    """Measure the errors of attention at the beginning of the first window."""
+    ids = setting.suite.windows[0].ids[:ERRORS]
+
+    def measure() -> list[Any]:
+        errors = attention_errors(setting.model, ids, scheme)
+        return [[error.layer, error.logit.tolist(), error.pair.tolist()] for error in errors]
+
+    stored = setting.finished(len(ids), measure, kind="errors", scheme=str(scheme), ids=_sha(ids))
+    return tuple(
+        LayerErrors(layer, *(torch.tensor(part, dtype=torch.float64) for part in parts)) for layer, *parts in stored
+    )
 
 
-def _tensor(values: Any) -> Tensor:
-    """Return a stored list as a tensor; None stands for a number that is not finite."""
-    if values and isinstance(values[0], list):
-        return torch.stack([_tensor(row) for row in values])
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
-
-
-def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[float, float, dict[int, float]]:
+def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, float, dict[int, float]]:
     """Return effective bits of keys and values, mean over layers, and those of whole caches by length."""
-    plans, full = plan_layers(setting.model, scheme, **patched.plan_options(setting)), FORMATS["none"]
-    bits: tuple[list[float], list[float]] = ([], [])
+    bits: dict[str, list[float]] = {"keys": [], "values": []}
     stored, elements = dict.fromkeys(setting.lengths, 0.0), dict.fromkeys(setting.lengths, 0)
-    for layer in (layer for layer in patched.capture.layers if layer.keys_of == layer.index):
-        plan = plans[layer.index]
-        kept_pairs = 0 if plan.kept_features is None else int(plan.kept_features.sum()) // 2
-        sides = (("key", plan.key, layer.key), ("value", plan.value, layer.value))
-        for side_bits, (name, side, states) in zip(bits, sides, strict=True):
+    layers = {layer.index: layer for layer in capture.layers if layer.keys_of == layer.index}
+    for index, plan in plan_layers(setting.model, scheme).items():
+        if index not in layers:
+            continue
+        for name, states in (("keys", layers[index].key), ("values", layers[index].value)):
             heads, width = states.mean.shape
-            own = effective_bits(side, head_dim=width, kept_pairs=kept_pairs)
-            side_bits.append(own)
+            own = effective_bits(plan.sides[name], width)
+            bits[name].append(own)
             for length in setting.lengths:
-                held = min(length, plan.window or length)
-                end = plan.frozen(name, length + bool(plan.flush))  # what the next query reads is what is stored
-                rounded = max(0, end - max(plan.sinks, length - held)) if side.format != "none" else 0
-                stored[length] += heads * width * (own * rounded + full * (held - rounded))
+                held = min(length, plan.layer.window or length)
+                end = plan.frozen(name, length + bool(scheme.flush))  # what the next query reads is what is stored
+                rounded = max(0, end - max(scheme.sinks, length - held))
+                stored[length] += heads * width * (own * rounded + FULL_BITS * (held - rounded))
                 elements[length] += heads * width * held
-    whole = {length: stored[length] / elements[length] for length in setting.lengths}
-    return math.fsum(bits[0]) / len(bits[0]), math.fsum(bits[1]) / len(bits[1]), whole
+    key_bits, value_bits = (math.fsum(part) / len(part) for part in bits.values())
+    return key_bits, value_bits, {length: stored[length] / elements[length] for length in setting.lengths}
 
 
 def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:
-    """Measure what parts of a scheme cost on the first windows."""
-    model, scheme = setting.model, Scheme.parse(row.scheme_text)
-    windows = setting.suite.windows[: setting.attributed]
-    size = setting.lengths[-1]
-    reads = readings(len(patched.capture.layers))
-    mark = ""
-    if setting.result_cache is not None:
-        about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in windows]}
-        mark = key(
-            kind="attribution",
-            cache=_identity(setting, patched, scheme),
-            chunk=setting.chunk,
-            limit=setting.limits.tolerance,
-            **about,
-        )
-        if mark in setting.result_cache:
-            progress.advance(reads * len(windows) * size)
-            stored = setting.result_cache[mark]
-            return Attribution(**{**stored, "layers": {int(index): cost for index, cost in stored["layers"].items()}})
+    """Measure what parts of a scheme cost on the compared windows."""
+    windows, layers = setting.suite.windows[:COMPARED], patched.capture.layers
+    tokens = readings(len(layers)) * setting.compared.numel()
+    about = {"scheme": row.scheme_text, "ids": _sha(setting.compared), "chunk": setting.chunk}
+    stored = setting.finished(
+        tokens,
+        lambda: asdict(_attribution(setting, patched, row, windows)),
+        kind="attribution",
+        tolerance=setting.limits.tolerance,
+        **about,
+    )
+    costs = {int(index): cost for index, cost in stored["layers"].items()}
+    parts = {name: tuple(stored[name]) for name in ("worst", "pairs")}
+    return Attribution(**{**stored, "layers": costs, **parts})
 
-    def loss(change: Callable[[LayerPlan], LayerPlan] | None) -> float:
-        with quantized(model, scheme, **patched.plan_options(setting)) as factory:
-            if change is not None:
-                factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
-            chunk = None if setting.chunk is None else min(setting.chunk, size)
-            options: dict[str, Any] = {"chunk": chunk, "cache": factory}
-            return perplexity(model, windows, window=size, **options).nll
+
+def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, windows: Any) -> Attribution:
+    model, scheme, layers = setting.model, Scheme.parse(row.scheme_text), patched.capture.layers
+
+    def loss(change: Callable[[LayerPlan], LayerPlan]) -> float:
+        with quantized(model, scheme) as factory:
+            factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
+            longest = setting.suite.spec.longest
+            return perplexity(model, windows, window=longest, chunk=setting.chunk, cache=factory).nll
+
+    def in_full(plan: LayerPlan, *names: str) -> LayerPlan:
+        return replace(plan, sides=plan.sides | dict.fromkeys(names, Side()))
 
     def only(layer: int) -> Callable[[LayerPlan], LayerPlan]:
-        return lambda plan: plan if plan.keys_of == layer else replace(plan, key=Side(), value=Side())
+        return lambda plan: plan if plan.layer.keys_of == layer else in_full(plan, "keys", "values")
 
-    full = loss(lambda plan: replace(plan, key=Side(), value=Side()))
+    full = loss(lambda plan: in_full(plan, "keys", "values"))
+    costs = {layer.index: loss(only(layer.keys_of)) - full for layer in layers}
     attribution = Attribution(
-        whole=loss(None) - full,
-        keys=loss(lambda plan: replace(plan, value=Side())) - full,
-        values=loss(lambda plan: replace(plan, key=Side())) - full,
-        layers={layer.index: loss(only(layer.keys_of)) - full for layer in patched.capture.layers},
+        whole=loss(lambda plan: plan) - full,
+        keys=loss(lambda plan: in_full(plan, "values")) - full,
+        values=loss(lambda plan: in_full(plan, "keys")) - full,
+        layers=costs,
+        worst=worst_layers(costs, setting.limits.tolerance),
     )
-    named_layers, pairs, _ = attribute(row.errors, longest_keys(patched.capture), attribution, setting.limits.tolerance)
-    if pairs and not scheme.key.hadamard:
-        widths = {layer.index: layer.key.mean.shape[1] for layer in patched.capture.layers}
+    if attribution.values > attribution.keys:
+        return attribution
+    worst = attribution.worst
+    # Long keys stretch the scale that the features of a token share: the error that they cause lies in other pairs.
+    pairs = longest_keys(patched.capture, worst) if scheme.key.axis == "token" else ()
+    pairs = pairs or worst_pairs([error for error in row.errors if error.layer in worst])
+    if not pairs or scheme.key.hadamard:  # which leaves no pair to keep
+        return replace(attribution, pairs=pairs)
 
-        def without(plan: LayerPlan) -> LayerPlan:
-            mask = torch.isin(torch.arange(plan.pairs), torch.tensor(pairs))
-            exact = features_of(mask, widths[plan.index], plan.interleaved)
-            return replace(plan, exact=exact) if plan.index in named_layers else plan
+    def without(plan: LayerPlan) -> LayerPlan:
+        source = plan.layer
+        exact = torch.zeros(source.parts["key"].head_dim, dtype=torch.bool)
+        for half in split_pairs(exact, source.table.pairs, source.interleaved):
+            half[[pair for pair in pairs if pair < source.table.pairs]] = True
+        return replace(plan, exact=exact) if source.index in worst else plan
 
-        attribution = replace(attribution, left=loss(without) - full)
-    else:
-        progress.advance(len(windows) * size)
-    if setting.result_cache is not None:
-        setting.result_cache[mark] = finite(asdict(attribution))
-    return attribution
+    return replace(attribution, pairs=pairs, left=loss(without) - full)
 
 
 def readings(layers: int) -> int:
@@ -229,49 +174,34 @@ def readings(layers: int) -> int:
     return 5 + layers
 
 
-@torch.no_grad()
-def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: list[Tensor]) -> Divergence:
-    """Compare the next token's distribution with and without a scheme, a slice of positions at a time.
-
-    ``full`` is filled with the states in full precision when they are first needed.
-    """
-    model, chunk, result_cache = setting.model, setting.chunk, setting.result_cache
-    ids = setting.compared
-    about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if result_cache is not None else {}
-    mark = key(kind="divergence", cache=_identity(setting, patched, scheme), **about)
-    if result_cache is not None and mark in result_cache:
-        progress.advance(ids.numel())
-        return Divergence(**result_cache[mark])
-
-    def states(cache: CacheFactory | None) -> list[Tensor]:
-        reader, progress = (
-            Reader(model),
-            Progress(
-                ids.numel(),
-            ),
-        )
-        windows = []
+def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
+    """Read the compared windows, and return their last hidden states."""
+    ids, reader = setting.compared, Reader(setting.model)
+    windows, read = [], Progress(ids.numel())
+    with torch.no_grad(), in_eval_mode(setting.model):
         for row in ids:
-            past = cache() if cache is not None else reader.new_cache(len(row)) if chunk else None
-            windows.append(torch.cat([part[0] for _, part in reader.read(row[None], past, chunk, progress)]))
-        progress.finish()
-        return windows
+            past = cache() if cache is not None else reader.new_cache(len(row)) if setting.chunk else None
+            windows.append(torch.cat([part[0] for _, part in reader.read(row[None], past, setting.chunk, read)]))
+    read.finish()
+    return windows
 
-    total, same, count = 0.0, 0, 0
-    with in_eval_mode(model):
-        if not full:
-            with progress.stage(f"{patched.method}, none"):
-                full[:] = states(None)
-        with quantized(model, scheme, **patched.plan_options(setting)) as factory:
-            rough = states(factory)
-        reader = Reader(model)
-        for one, other in zip(full, rough, strict=True):
+
+def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> Divergence:
+    """Compare the next token's distribution with and without a scheme, a slice of positions at a time."""
+
+    @torch.no_grad()
+    def measure() -> dict[str, Any]:
+        total, same, count, reader = 0.0, 0, 0, Reader(setting.model)
+        with quantized(setting.model, scheme) as factory:
+            rough = _states(setting, factory)
+        for one, other in zip(patched.states, rough, strict=True):
             for low in range(0, len(one), SLICE):
                 p, q = (reader.logits(part[low : low + SLICE]).log_softmax(-1) for part in (one, other))
                 total += float((p.exp() * (p - q)).sum())
                 same += int((p.argmax(-1) == q.argmax(-1)).sum())
                 count += len(p)
-    divergence = Divergence(total / count, same / count, count)
-    if result_cache is not None:
-        result_cache[mark] = asdict(divergence)
-    return divergence
+        return {"kl": total / count, "top1": same / count, "tokens": count}
+
+    ids = setting.compared
+    about = {"scheme": str(scheme), "ids": _sha(ids), "chunk": setting.chunk}
+    return Divergence(**setting.finished(ids.numel(), measure, kind="divergence", **about))

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
-
-from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, spans_at
+from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, Span, spans_at
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
-from rope_patch.kv_cache.schemes import FORMATS
-from rope_patch.kv_evaluation.attribution import longest_keys
 from rope_patch.kv_evaluation.captions import counted
-from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, change, find_verdict
+from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, find_verdict
 from rope_patch.modeling.statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
@@ -35,12 +31,9 @@ class KVCheck:
         windows: of text, each as long as the longest length; they do not overlap.
         text: name.
         digest: SHA-256 of the text.
-        calibration: tokens that mean keys were taken over [tokens]; 0 without centring.
-        compared: windows whose distributions, radii and outliers were taken.
-        attributed: windows on which each layer of unsafe schemes was measured alone; 0 where that was left out.
         trained_length: of the model, as :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
         limits: what a safe scheme may cost.
-        captures: statistics under each method, on which radii and outliers rest.
+        captures: statistics of queries and keys under each method.
         environment: versions, device, data type.
         loaded: the patch that the model came with, as a method string: what ``default`` means; None without one.
     """
@@ -51,15 +44,11 @@ class KVCheck:
     windows: int
     text: str
     digest: str
-    calibration: int
-    compared: int
-    attributed: int
     trained_length: int
     limits: Limits
     captures: Mapping[str, Capture]
     environment: Mapping[str, str]
     loaded: str | None = None
-    schema: int = SCHEMA
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -74,9 +63,9 @@ class KVCheck:
     @property
     def tables(self) -> dict[str, dict[str, str]]:
         """Fingerprints of the tables under each method, by layer type (``"all"`` on unmixed models)."""
-        tables = {method: self.of(method)[0].tables for method in self.methods}
         return {
-            method: {key_of(table.layer_type): table.fingerprint for table in own} for method, own in tables.items()
+            method: {key_of(table.layer_type): table.fingerprint for table in self.of(method)[0].tables}
+            for method in self.methods
         }
 
     @property
@@ -101,72 +90,54 @@ class KVCheck:
         """Return the scores of every row, each with its method and its scheme as text."""
         return [
             (f"{row.method}: {'full precision' if row.divergence is None else row.scheme}", row.scores)
-            for method in self.methods
-            for row in self.of(method)
+            for row in self.rows
         ]
 
-    def change(self, row: CheckRow, length: int, metric: str = "perplexity") -> PairedDifference:
-        """Return what a scheme changes, with its interval: nats/token, or a share of prompts.
-
-        Args:
-            row: of this check.
-            length: positions below it, or prompts of it [tokens].
-            metric: key of :data:`~rope_patch.evaluation.metrics.METRICS`.
-        """
-        return change(row, self.of(row.method)[0], length, metric, self.limits.confidence)
-
-    def detectable_loss(self, length: int, task: str | None = None) -> float:
-        """Return the share of prompts of a length that a scheme may lose before its interval says so.
-
-        It is what the interval of no difference reaches: with few prompts, safe and undecided rest on perplexity.
-
-        Args:
-            length: of the prompts [tokens].
-            task: by default the first one of the spec.
-        """
-        base = self.rows[0]
-        return change(base, base, length, "retrieval", self.limits.confidence, task).high
+    def change(self, row: CheckRow, metric: Metric, span: Span) -> PairedDifference:
+        """Return what a scheme changes in a metric beside full precision, with its interval."""
+        return metric.difference(row.scores, self.of(row.method)[0].scores, span, self.limits.confidence)
 
     def prompts(self, length: int) -> list[str]:
-        """Return for each task how many prompts of a length there are, and which loss they could not show."""
-        base, several = self.rows[0].scores, len(self.spec.tasks) > 1
-        return [
-            f"{counted(len(base.retrieval[task].samples(length)), 'prompt')} of {length} tokens in "
-            f"{counted(len(base.retrieval[task].haystacks(length)), 'haystack')}"
-            f"{f' ({task})' if several else ''}: a loss below {self.detectable_loss(length, task):.0%} could not be "
-            "told apart from chance"
-            for task in self.spec.tasks
-        ]
+        """Return for each task how many prompts of a length there are, and which loss they could not show.
+
+        That loss is what the interval of no difference reaches: with few prompts, verdicts rest on perplexity.
+        """
+        metric, sentences = METRICS["retrieval"], []
+        for span in metric.at(self.spec, length):
+            result = self.rows[0].scores.retrieval[str(span.task)]
+            task = f" ({span.task})" if len(self.spec.tasks) > 1 else ""
+            sentences.append(
+                f"{counted(len(result.samples(length)), 'prompt')} of {length} tokens in "
+                f"{counted(len(result.haystacks(length)), 'haystack')}{task}: a loss below "
+                f"{self.change(self.rows[0], metric, span).high:.0%} could not be told apart from chance"
+            )
+        return sentences
 
     def verdict(self, row: CheckRow, length: int) -> Verdict:
-        """Return whether a scheme is safe at a length, and where its cost comes from if not."""
-        capture = self.captures.get(row.method)
-        base = self.of(row.method)[0]
-        return find_verdict(row, base, length, self.limits, longest_keys(capture) if capture else {})
-
-    def idle(self, row: CheckRow, length: int) -> bool:
-        """Return whether a scheme rounds nothing of a cache of a length, such as one that its residual window holds."""
-        return row.divergence is not None and row.cache_bits[length] == FORMATS["none"]
+        """Return whether a scheme is safe at a length."""
+        return find_verdict(row, self.of(row.method)[0], length, self.limits)
 
     def summary(self) -> list[str]:
         """Return what to do: what is safe everywhere, then a sentence per method and length."""
         sentences = self._everywhere()
         for method in self.methods:
             for length in self.lengths:
-                verdicts = [(row, self.verdict(row, length)) for row in self.of(method)[1:]]
-                parts = [self._unsafe(row, verdict) for row, verdict in verdicts if verdict.kind == "unsafe"]
-                idle = [
-                    row.scheme for row, verdict in verdicts if verdict.kind == "undecided" and self.idle(row, length)
+                base, *rows = self.of(method)
+                verdicts = [(row, self.verdict(row, length)) for row in rows]
+                parts = [
+                    f"{row.scheme} is unsafe ({self._harm(row, length)}; {row.attribution})"
+                    for row, verdict in verdicts
+                    if verdict.kind == "unsafe"
                 ]
-                for kind in ("safe", "undecided"):
-                    names = [row.scheme for row, verdict in verdicts if verdict.kind == kind and row.scheme not in idle]
+                for kind, idle, one, many in (
+                    ("safe", False, "is safe", "are safe"),
+                    ("undecided", False, "is undecided", "are undecided"),
+                    ("undecided", True, f"rounds nothing at {length} tokens", f"round nothing at {length} tokens"),
+                ):
+                    names = [row.scheme for row, verdict in verdicts if (verdict.kind, verdict.idle) == (kind, idle)]
                     if names:
-                        parts.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {kind}")
-                if idle:
-                    parts.append(
-                        f"{', '.join(idle)} {'rounds' if len(idle) == 1 else 'round'} nothing at {length} tokens"
-                    )
-                if not any(answered(self.of(method)[0], length)):
+                        parts.append(f"{', '.join(names)} {one if len(names) == 1 else many}")
+                if not any(answered(base, length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
                 sentences.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
         return sentences
@@ -178,38 +149,25 @@ class KVCheck:
         kinds: dict[str, set[str]] = {}
         for row in self.rows:
             if row.divergence is not None:
-                verdicts = kinds.setdefault(row.scheme, set())
-                verdicts |= {self.verdict(row, length).kind for length in self.lengths}
+                kinds.setdefault(row.scheme, set()).update(self.verdict(row, length).kind for length in self.lengths)
         names = [name for name, verdicts in kinds.items() if verdicts == {"safe"}]
         words = (("under every method", self.methods), ("at every length", self.lengths))
         every = " ".join(word for word, many in words if len(many) > 1)
         return [f"Safe {every}: {', '.join(names) or 'none of the schemes asked for'}."]
 
-    def _unsafe(self, row: CheckRow, verdict: Verdict) -> str:
-        """Say where the cost of an unsafe scheme comes from."""
-        return f"{row.scheme} is unsafe ({self._harm(row, verdict.length)}; {verdict.explanation})"
-
     def _harm(self, row: CheckRow, length: int) -> str:
         """Say what was measured: perplexity, and every metric that says that the scheme is unsafe."""
-        base, parts = self.of(row.method)[0], []
+        parts = []
         for metric, span in spans_at(self.spec, length):
-            moved = metric.difference(row.scores, base.scores, span, self.limits.confidence)
+            moved = self.change(row, metric, span)
             if metric.name == "perplexity" or metric.verdict(moved, self.limits.tolerance) == "unsafe":
                 parts.append(f"{metric.label(self.spec, span)} {metric.estimate_text(moved)}")
         return ", ".join(parts)
 
-    def _metrics(self, length: int) -> list[tuple[str, Metric, Span]]:
-        """Every metric at a length by the name of its columns, which holds the task where there are several."""
-        several = len(self.spec.tasks) > 1
-        return [
-            (f"{metric.name}_{span.task}" if several and span.task else metric.name, metric, span)
-            for metric, span in spans_at(self.spec, length)
-        ]
-
     def to_json(self) -> str:
         """Return everything as JSON, but the captures; errors of pairs are rms over heads."""
-        names = ("schema", "model", "windows", "text", "digest", "calibration", "compared", "attributed")
-        out = {name: getattr(self, name) for name in (*names, "trained_length")} | asdict(self.limits)
+        names = ("model", "windows", "text", "digest", "trained_length")
+        out = {"schema": SCHEMA} | {name: getattr(self, name) for name in names} | asdict(self.limits)
         out["chat_sha256"] = next(iter(self.rows[0].scores.retrieval.values())).chat_sha256
         out |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "simulated": True, "stride": None}
         out |= {"summary": self.summary(), "environment": dict(self.environment)}
@@ -217,41 +175,39 @@ class KVCheck:
             method: {"patch": self.loaded if method == "default" else method, "tables": tables}
             for method, tables in self.tables.items()
         }
-        out["rows"] = [self._row(row) for method in self.methods for row in self.of(method)]
+        out["rows"] = [self._row(row) for row in self.rows]
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
-        document: dict[str, Any] = {name: getattr(row, name) for name in ("method", "scheme", "scheme_text")}
-        document |= {name: getattr(row, name) for name in ("key_bits", "value_bits", "bits")}
-        document["divergence"] = asdict(row.divergence) if row.divergence else None
-        document["lengths"] = {}
-        base = self.of(row.method)[0]
-        for length in self.lengths:
-            entry: dict[str, Any] = {
-                "cache_bits": row.cache_bits[length],
-                "prompts": sum(1 for _ in answered(row, length)),
-            }
-            for name, metric, span in self._metrics(length):
-                entry[name] = metric.value(row.scores, span)
-                if row.divergence is not None:
-                    change = metric.difference(row.scores, base.scores, span, self.limits.confidence)
-                    entry[f"{metric.difference_name or name}_change"] = change
-            if row.divergence is not None:
-                entry["verdict"] = asdict(self.verdict(row, length))
-            document["lengths"][str(length)] = entry
+        names = ("method", "scheme", "scheme_text", "key_bits", "value_bits", "bits")
+        document: dict[str, Any] = {name: getattr(row, name) for name in names}
+        for name in ("divergence", "attribution"):
+            part = getattr(row, name)
+            document[name] = None if part is None else asdict(part)
+        document["lengths"] = {str(length): self._entry(row, length) for length in self.lengths}
         document["errors"] = [
-            {item.name: _numbers(item.name, getattr(error, item.name)) for item in fields(error)}
+            {
+                "layer": error.layer,
+                "logit": error.logit.tolist(),
+                "pair": error.pair.square().mean(0).sqrt().tolist(),
+            }
             for error in row.errors
         ]
         return document
+
+    def _entry(self, row: CheckRow, length: int) -> dict[str, Any]:
+        """Return what was measured of a row at a length; metrics of several tasks have a name for each."""
+        entry: dict[str, Any] = {"cache_bits": row.cache_bits[length], "prompts": len(answered(row, length))}
+        for metric, span in spans_at(self.spec, length):
+            task = f"_{span.task}" if len(self.spec.tasks) > 1 and span.task else ""
+            entry[f"{metric.name}{task}"] = metric.value(row.scores, span)
+            if row.divergence is not None:
+                entry[f"{metric.difference_name or metric.name}{task}_change"] = self.change(row, metric, span)
+        if row.divergence is not None:
+            entry["verdict"] = asdict(self.verdict(row, length))
+        return entry
 
 
 def answered(row: CheckRow, length: int) -> list[bool]:
     """Return which prompts of a length were answered, of all tasks."""
     return [sample.correct for result in row.scores.retrieval.values() for sample in result.samples(length)]
-
-
-def _numbers(name: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return (value.square().mean(0).sqrt() if name == "pair" else value).tolist()

@@ -7,27 +7,26 @@ and pair by pair, what rounding does to attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import environment, named, under
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.attribution import long_keys
-from rope_patch.kv_evaluation.measuring import means_of, measure, measure_attribution, readings
+from rope_patch.kv_evaluation.measuring import measure, measure_attribution
+from rope_patch.kv_evaluation.reading import tokens_to_attribute
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.setting import COMPARED, MethodInPlace, Setting
+from rope_patch.kv_evaluation.setting import MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, find_verdict
-from rope_patch.methods import Method, MethodLike
+from rope_patch.methods import MethodLike
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import name_of
-from rope_patch.modeling.statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.install import for_target
@@ -35,6 +34,7 @@ from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.finished import open_cache
+from rope_patch.tables import RotaryTable
 
 
 def check_spec(spec: EvalSpec) -> None:
@@ -45,10 +45,6 @@ def check_spec(spec: EvalSpec) -> None:
     """
     if spec.windows == 0:
         raise ValueError("a check of caches needs windows of text: give windows >= 1, got 0")
-
-
-_Patches = dict[str, tuple[nn.Module, Method, bool, dict[str, Any]]]
-"""What :func:`~rope_patch.evaluation.compare.under` takes for each method, by its method string."""
 
 
 def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
@@ -83,7 +79,6 @@ def kv_check(
     *,
     methods: Sequence[MethodLike] = ("default",),
     limits: Limits | None = None,
-    attributed: int = COMPARED,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
@@ -97,12 +92,10 @@ def kv_check(
         spec: what is measured, or a suite of it with texts in memory.
         methods: as method strings.
         limits: what a safe scheme may cost; by default 2 % of perplexity.
-        attributed: windows on which each layer of an unsafe scheme is measured alone, 0 to 2; with 0 layers are named
-            by the errors of their attention's outputs.
         layer_types: which tables are patched, on mixed models.
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
-        resume: file (or mapping) of finished work: the same call continues from there, and reads again only the windows
-            that the statistics of keys are computed on.
+        resume: file (or mapping) of finished work: the same call continues from there, and reads again only the
+            two windows that statistics of keys and states in full precision are taken on.
 
     Raises:
         ValueError: a bad scheme, method, task, length or limit, two schemes or methods that are one, or too little
@@ -125,19 +118,29 @@ def kv_check(
     }
     if len(resolved) < len(methods):
         raise ValueError(f"methods must differ from each other, got {', '.join(map(str, methods))}")
-    if not 0 <= attributed <= COMPARED:
-        raise ValueError(f"attributed must be in [0, {COMPARED}] windows, got {attributed}")
     record = locate(model).record
-    centred = any(scheme.key.centre for scheme in asked.values())
-    calibration_rows = calibration(tokenizer, model) if centred else None
     result_cache = open_cache(resume)
-    setting = Setting(model, suite, limits, result_cache, min(attributed, len(suite.windows)))
-    patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
+    setting = Setting(model, suite, limits, result_cache)
     if suite.spec.longppl and suite.key_tokens is None:
         with progress.unreported():
             suite.choose_key_tokens(model, resume=result_cache, **options)
-    means = _check_all(setting, patches, asked, calibration_rows)
-    rows, captures = _measure_all(setting, patches, asked, means)
+
+    @contextlib.contextmanager
+    def in_place(label: str) -> Iterator[tuple[RotaryTable, ...]]:
+        with under(model, resolved[label], record is not None, options) as tables, named(label):
+            yield tables
+
+    for label in resolved:  # what does not fit raises before anything is measured
+        with in_place(label):
+            for name, scheme in asked.items():
+                with named(name):
+                    plan_layers(model, scheme)
+    rows, captures = [], {}
+    for label in resolved:
+        with in_place(label) as tables:
+            with progress.stage(f"{label}, statistics of keys"):
+                captures[label] = capture(model, setting.compared)
+            rows += _measure(setting, MethodInPlace(label, tables, captures[label]), asked)
     return KVCheck(
         model=name_of(model) or type(model).__name__,
         rows=tuple(rows),
@@ -145,9 +148,6 @@ def kv_check(
         windows=len(suite.windows),
         text=suite.text_name,
         digest=suite.text_sha256,
-        calibration=0 if calibration_rows is None else calibration_rows.numel(),
-        compared=len(suite.windows[:COMPARED]),
-        attributed=setting.attributed,
         trained_length=trained_length(model),
         limits=limits,
         captures=captures,
@@ -156,51 +156,17 @@ def kv_check(
     )
 
 
-def _measure_all(
-    setting: Setting,
-    patches: _Patches,
-    schemes: Mapping[str, Scheme],
-    means: Mapping[str, Mapping[int, Tensor] | None],
-) -> tuple[list[CheckRow], dict[str, Capture]]:
-    """Measure every scheme under every method; return the rows, and the statistics of keys by method."""
-    rows: list[CheckRow] = []
-    captures: dict[str, Capture] = {}
-    for label, patch in patches.items():
-        with under(*patch) as tables, named(label):
-            with progress.stage(f"{label}, statistics of keys"):
-                captures[label] = capture(setting.model, setting.compared)
-            patched = MethodInPlace(label, tables, means[label], captures[label], long_keys(captures[label]))
-            measured = measure(setting, patched, schemes)
-            unsafe = [row for row in measured[1:] if _unsafe(setting, row, measured[0])]
-            if setting.attributed:
-                reads = readings(len(captures[label].layers)) * setting.attributed
-                progress.more(len(unsafe) * reads * setting.suite.spec.longest)
-                attributions = {}
-                for row in unsafe:
-                    with progress.stage(f"{label}, {row.scheme}: attribution"):
-                        attributions[row.scheme] = measure_attribution(setting, patched, row)
-                measured = [replace(row, attribution=attributions.get(row.scheme)) for row in measured]
-            rows += measured
-    return rows, captures
-
-
-def _check_all(
-    setting: Setting,
-    patches: _Patches,
-    schemes: Mapping[str, Scheme],
-    calibration_rows: Tensor | None,
-) -> dict[str, Mapping[int, Tensor] | None]:
-    """Raise where a scheme does not fit a method, before anything is measured; return the mean keys by method."""
-    means: dict[str, Mapping[int, Tensor] | None] = dict.fromkeys(patches)
-    for label, patch in patches.items():
-        with under(*patch), named(label):
-            if calibration_rows is not None:
-                with progress.stage(f"{label}, mean keys"):
-                    means[label] = means_of(setting, calibration_rows)
-            for name, scheme in schemes.items():
-                with named(name):
-                    plan_layers(setting.model, scheme, means=means[label], context=setting.limits.context)
-    return means
+def _measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
+    """Measure every scheme under a method, then where the cost of those comes from that are unsafe at some length."""
+    base, *rows = measure(setting, patched, schemes)
+    layers, spec = len(patched.capture.layers), replace(setting.suite.spec, windows=len(setting.suite.windows))
+    unsafe = [row for row in rows if _unsafe(setting, row, base)]
+    progress.more(len(unsafe) * tokens_to_attribute(spec, layers))
+    attributions = {}
+    for row in unsafe:
+        with progress.stage(f"{patched.method}, {row.scheme}: attribution"):
+            attributions[row.scheme] = measure_attribution(setting, patched, row)
+    return [base, *(replace(row, attribution=attributions.get(row.scheme)) for row in rows)]
 
 
 def _unsafe(setting: Setting, row: CheckRow, base: CheckRow) -> bool:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.modeling.scoring import fingerprint
 from rope_patch.modeling.statistics import Capture
-from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
+from rope_patch.runtime import progress
+from rope_patch.runtime.finished import finite, key
 from rope_patch.tables import RotaryTable
 
 COMPARED = 2
-"""Windows whose distributions are compared, and whose statistics tell radii and outliers."""
+"""Windows whose distributions are compared, and whose statistics tell how long keys are."""
 ERRORS = 2048
 """Tokens of the text at which attention errors are taken, at most [tokens]."""
 
@@ -30,19 +32,12 @@ class Setting:
         suite: windows and prompts.
         limits: what a scheme may cost.
         result_cache: finished work; None where none is kept.
-        attributed: windows that the cost of an unsafe scheme is attributed on; 0 for none.
     """
 
     model: nn.Module
     suite: EvalSuite
     limits: Limits
     result_cache: MutableMapping[str, Any] | None
-    attributed: int = COMPARED
-
-    @property
-    def spec(self) -> EvalSpec:
-        """What is measured, with the number of windows that there are."""
-        return replace(self.suite.spec, windows=len(self.suite.windows))
 
     @property
     def compared(self) -> Tensor:
@@ -60,25 +55,35 @@ class Setting:
         spec = self.suite.spec
         return None if spec.chunk is None else min(spec.chunk, spec.longest)
 
+    def finished(self, tokens: int, measure: Callable[[], Any], **about: Any) -> Any:
+        """Return a result from the result cache, or measure it and keep it there.
 
-@dataclass(frozen=True, eq=False)
+        Args:
+            tokens: how many the measurement reads, for the progress.
+            measure: returns the result as JSON values.
+            **about: what tells the result from others of the same model.
+        """
+        with progress.all_of(tokens):
+            if self.result_cache is None:
+                return measure()
+            mark = key(model=fingerprint(self.model), **about)
+            if mark not in self.result_cache:
+                self.result_cache[mark] = finite(measure())
+            return self.result_cache[mark]
+
+
+@dataclass(eq=False)
 class MethodInPlace:
-    """A method that is in place, and what is known of the model's keys under it.
+    """A method that is in place, and what is known of the model under it.
 
     Attributes:
         method: as a method string.
         tables: its rotary tables, by layer type.
-        means: mean key of each head before rotation, by layer; None where no scheme centres keys.
         capture: statistics of queries and keys.
-        long_pairs: pairs of long mean keys, by layer.
+        states: last hidden states of the compared windows in full precision: (tokens, features) each.
     """
 
     method: str
     tables: tuple[RotaryTable, ...]
-    means: Mapping[int, Tensor] | None
     capture: Capture
-    long_pairs: Mapping[int, Tensor]
-
-    def plan_options(self, setting: Setting) -> dict[str, Any]:
-        """Return what :func:`~rope_patch.kv_cache.plans.plan_layers` needs besides the scheme."""
-        return {"means": self.means, "context": setting.limits.context}
+    states: list[Tensor] = field(default_factory=list)

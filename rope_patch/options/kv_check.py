@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import OptionSet, contained, flag, number, tokens, word
+from rope_patch.options.fields import OptionSet, contained, flag, number, word
 from rope_patch.options.shared import Machine, Patching
 
 
@@ -19,11 +19,6 @@ class Limits(OptionSet):
         "The relative increase in perplexity up to which a format counts as safe.", 0.02, metavar="SHARE", least=0
     )
     confidence: float = number("The confidence of the intervals.", 0.95, above=0, below=1)
-    context: int | None = tokens(
-        "The context length used to decide which frequencies are low enough to carry outliers. By default that of each "
-        "layer.",
-        None,
-    )
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,7 @@ class KvCheckOptions(OptionSet, command="kv-check"):
     exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
     continue: finished work is saved in the output folder.
 
-    Presets: none, kivi-2, kivi-4, kivi-2-window, kivi-4-window, kvquant-4, int8-token, int4-token, fp8, nf4.
+    Presets: kivi-2, kivi-4, kivi-2-window, kivi-4-window, kvquant-4, int8-token, int4-token; also fp8 and nf4.
 
     Example: ``rope-patch kv-check ./llama --schemes "kivi-2 int4-token fp8" --methods "default yarn:factor=4" --lengths
     "4k 16k" -o ./kv``

@@ -64,7 +64,6 @@ def _table(check: KVCheck, length: int) -> DataTable:
     columns = ("Scheme", "Verdict", "Bits", *heads, "KL [nats/token]", "Top choice kept")
     rows: list[Cells] = []
     for method in check.methods:
-        base = check.of(method)[0]
         for row in check.of(method):
             values = [_value(metric, row.scores, span) for metric, span in metrics]
             if row.divergence is None:
@@ -73,7 +72,7 @@ def _table(check: KVCheck, length: int) -> DataTable:
                 continue
             cells = [_verdict(check, row, length), _bits(row, length)]
             for value, (metric, span) in zip(values, metrics, strict=True):
-                cells += [value, _change(check, metric, row.scores, base.scores, span)]
+                cells += [value, _change(check, row, metric, span)]
             divergence = f"{number_text(row.divergence.kl, 4)}", f"{number_text(100 * row.divergence.top1, 1)} %"
             rows.append([row.scheme, *cells, *divergence])
     limits = check.limits
@@ -94,17 +93,16 @@ def _value(metric: Metric, scores: EvalResult, span: Span) -> Cell:
     return Cell(value, f"first choice {metric.format_long(share)}")
 
 
-def _change(check: KVCheck, metric: Metric, scores: EvalResult, base: EvalResult, span: Span) -> Cell:
+def _change(check: KVCheck, row: CheckRow, metric: Metric, span: Span) -> Cell:
     """A change from full precision, and below it its interval where there is one."""
-    change = metric.difference(scores, base, span, check.limits.confidence)
+    change = check.change(row, metric, span)
     estimate, low, high = map(metric.format_change, change)
     return Cell(estimate, f"{low} to {high}" if math.isfinite(change.high - change.low) else "")
 
 
 def _verdict(check: KVCheck, row: CheckRow, length: int) -> Cell:
-    kind = check.verdict(row, length).kind
-    idle = kind == "undecided" and check.idle(row, length)
-    return Cell(kind, "rounds nothing" if idle else "", kind)
+    verdict = check.verdict(row, length)
+    return Cell(verdict.kind, "rounds nothing" if verdict.idle else "", verdict.kind)
 
 
 def _bits(row: CheckRow, length: int) -> Cell:
@@ -122,8 +120,7 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
         base, *rows = check.of(method)
         costs = [plots.Cost("full precision", base.cache_bits[span.stop], 0.0, 0.0, 0.0, "")]
         for row in rows:
-            change = metric.difference(row.scores, base.scores, span, check.limits.confidence)
-            value, low, high = (scale * metric.relative_change(value) for value in change)
+            value, low, high = (scale * metric.relative_change(end) for end in check.change(row, metric, span))
             verdict = check.verdict(row, span.stop).kind
             costs.append(plots.Cost(names[row.scheme], row.cache_bits[span.stop], value, low, high, verdict))
         panels[name] = costs
@@ -171,8 +168,8 @@ def _attribution(check: KVCheck) -> Section:
         answer = "No scheme is unsafe: there is nothing to attribute."
         return Section("Where the cost comes from", [answer], [_by_wavelength(check)])
     caption = (
-        "Layers that cost most when they alone are quantized, or whose attention outputs are most wrong, and pairs "
-        "that carry half of the error of their logits."
+        "Layers that cost most when they alone are quantized, and pairs of their keys: long ones, which stretch the "
+        "scale of a token, else those that carry half of the error of the logits."
     )
     columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why")
     table = DataTable("Unsafe schemes", columns, rows, caption)
@@ -181,24 +178,14 @@ def _attribution(check: KVCheck) -> Section:
 
 
 def _attribution_row(check: KVCheck, row: CheckRow) -> Cells | None:
-    unsafe = [verdict for length in check.lengths if (verdict := check.verdict(row, length)).kind == "unsafe"]
-    if not unsafe:
+    lengths = [str(length) for length in check.lengths if check.verdict(row, length).kind == "unsafe"]
+    if not lengths or row.attribution is None:
         return None
-    last = unsafe[-1]
-    percent = METRICS["perplexity"].format_change
-    left = last.attribution.left if last.attribution is not None else None
-    rest = "" if left is None else f"; with these in full precision the scheme costs {percent(left)}"
-    if last.attribution is not None and last.attribution.by_values:
-        keys, values = (percent(part) for part in (last.attribution.keys, last.attribution.values))
-        why = f"values alone cost {values}, keys alone {keys}"
-    elif last.induced is not None:
-        why = f"long keys there cost other pairs {100 * last.induced:.0f} % of the logit error"
-    elif last.pairs:
-        why = "they carry half of the logit error"
-    else:
-        why = "no key is rounded: it comes from the values"
-    lengths = ", ".join(str(verdict.length) for verdict in unsafe)
-    texts = (row.method, lengths, spans(last.layers), spans(last.pairs) or "–", why + rest)
+    found, percent = row.attribution, METRICS["perplexity"].format_change
+    why = f"keys alone cost {percent(found.keys)}, values alone {percent(found.values)}"
+    if found.left is not None:
+        why += f"; with these pairs in full precision the scheme costs {percent(found.left)}"
+    texts = (row.method, ", ".join(lengths), spans(found.worst), spans(found.pairs) or "–", why)
     return [row.scheme, *(Cell(text, style="text") for text in texts)]
 
 
@@ -212,9 +199,7 @@ def _by_wavelength(check: KVCheck) -> Figure | Note:
         for kind in kinds(check.captures[method]):
             errors = {names[row.scheme]: _pair_errors(row, kind) for row in rows}
             label = f"{name}: {kind.name}" if kind.name else name
-            panels[label] = plots.Waves(
-                wavelength(kind.inv_freq.double()), errors, check.limits.context or kind.context
-            )
+            panels[label] = plots.Waves(wavelength(kind.inv_freq.double()), errors, kind.context)
             worst += [
                 f"{label}, {scheme}: pair {int(e.argmax())}" for scheme, e in errors.items() if float(e.max()) > 0
             ]

@@ -238,7 +238,7 @@ def test_every_form_of_a_method_passes_through_lm_evals_own_parser(words, method
         ({"chunk": 0}, "chunk"),
         ({"truncation": True}, "truncation"),
         ({"softmax_dtype": "bfloat16"}, "float32"),
-        ({"kv_cache": "k=int4.tokn"}, "Did you mean 'token'"),
+        ({"kv_cache": "k=int4.tokn"}, "unknown word 'tokn'"),
     ],
 )
 @pytest.mark.parametrize("in_memory", [True, False])

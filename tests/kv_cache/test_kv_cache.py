@@ -16,7 +16,7 @@ import torch
 from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
 from support.scored import bold_model, spy_ids
-from support.states import INTERLEAVED, model_of, refused
+from support.states import model_of, refused
 from support.subsets import covering
 from support.tiny import MIXED, SIZE, ids, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,8 +37,8 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.kv_cache import attention, plans
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.plans import key_means, plan_layers
-from rope_patch.kv_cache.schemes import Scheme, Side
+from rope_patch.kv_cache.plans import plan_layers
+from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.errors import attention_errors
 from rope_patch.modeling.attention_probe import attending_with
 from rope_patch.modeling.capture import capture
@@ -47,14 +47,13 @@ TOKENS = 24
 NARROW = {**MIXED, "sliding_window": 8}
 GENERATE = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
-# All that a scheme can say, on keys at least, in five of them.
+# All that a scheme can say, on keys at least.
 SCHEMES = [
     "k=int2.channel4.pre;v=int4.channel4;residual=3;sinks=2",
-    "k=int4.token4.keep8;v=int2.token8.sym;sinks=1",
+    "k=int4.token4;v=int2.token8;sinks=1",
     "k=int4.token.hadamard;v=nf4.token.hadamard;residual=5;skip=1",
-    "k=int3.token.pre.centreall;v=none",
-    "k=int4.channel3.centre;v=fp8.token;residual=2",
-    "k=int4.token.centreall;v=none;residual=2;sinks=1",
+    "k=int3.token.pre;v=none",
+    "k=int4.channel3;v=fp8-scaled;residual=2",
     "k=int2.channel4.pre;v=int2.token;residual=3;flush=8;sinks=1",
 ]
 # Family, and the method it is patched with.
@@ -69,12 +68,12 @@ MODELS = [
 
 @functools.cache
 def model_for(name, method=None):
-    """A model of float64 whose attention is far from uniform, and its mean keys over another text. Left as it is."""
+    """A model of float64 whose attention is far from uniform. Left as it is."""
     changes = {"sliding_window": 8} if name in ("mistral", "gemma2", "gemma3", "gemma4") else {}
     model = model_of(name, **changes).double()
     if method:
         rope_patch.apply(model, method)
-    return model, key_means(model, ids(40, 1, seed=7)[0])
+    return model
 
 
 def loss_of(logits, rows):
@@ -146,14 +145,14 @@ class FromScratch(DynamicLayer):
     [
         ("llama-yarn", "k=int2.channel4.pre;v=int4.channel4;residual=3;sinks=2"),
         ("llama-yarn", "k=int3.token8.pre;v=int2.channel3"),
-        ("qwen3", "k=int4.token;v=int2.token8.sym;residual=6"),
-        ("gemma2", "k=int2.channel5;v=fp8.token4;sinks=4"),
-        ("gemma3", "k=int2.channel3.sym;v=int3.channel2;residual=1;sinks=1"),
+        ("qwen3", "k=int4.token;v=int2.token8;residual=6"),
+        ("gemma2", "k=int2.channel5;v=fp8-scaled.token4;sinks=4"),
+        ("gemma3", "k=int2.channel3;v=int3.channel2;residual=1;sinks=1"),
         ("gemma4", "k=int3.channel4;v=nf4.token8;residual=4"),
     ],
 )
 def test_both_engines_equal_a_cache_made_from_scratch(name, text):
-    model, _ = model_for(name)
+    model = model_for(name)
     scheme, rows = Scheme.parse(text), ids(TOKENS, 2)
     rotary = model.model.rotary_emb
     table = (rotary.inv_freq, rotary.attention_scaling) if scheme.key.pre else ()
@@ -195,7 +194,7 @@ class AsKIVI(DynamicLayer):
 @pytest.mark.parametrize("text", ["k=int2.channel4;v=int2.token8;residual=8;flush=8",
                                   "k=int3.token;v=int4.token;residual=5;flush=6"])  # fmt: skip
 def test_a_flush_is_kivis_schedule(text):
-    model, scheme, rows = model_for("llama")[0], Scheme.parse(text), ids(TOKENS + 1, 2)
+    model, scheme, rows = model_for("llama"), Scheme.parse(text), ids(TOKENS + 1, 2)
     expected = losses(model, rows, Cache(layers=[AsKIVI(scheme) for _ in range(2)]), chunk=1)
     with quantized(model, text, exact=False) as factory:
         close(losses(model, rows, factory(), chunk=1), expected)
@@ -208,23 +207,19 @@ def test_a_flush_is_kivis_schedule(text):
 
 def test_kivi_stores_up_to_127_keys_in_full_precision():
     """By hand: of 256 tokens all keys are rounded when the next one reads, of 255 only 128, and 128 values are not."""
-    plan = next(iter(plan_layers(model_for("llama")[0], Scheme.parse("kivi-2")).values()))
-    assert [plan.frozen("key", n) for n in (1, 128, 129, 255, 256, 257)] == [0, 0, 128, 128, 128, 256]
-    assert [plan.frozen("value", n) for n in (1, 129, 130, 257)] == [0, 0, 1, 128]
+    plan = next(iter(plan_layers(model_for("llama"), Scheme.parse("kivi-2")).values()))
+    assert [plan.frozen("keys", n) for n in (1, 128, 129, 255, 256, 257)] == [0, 0, 128, 128, 128, 256]
+    assert [plan.frozen("values", n) for n in (1, 129, 130, 257)] == [0, 0, 1, 128]
 
 
 @covering(2, patched_model=MODELS, text=SCHEMES)
 def test_streaming_and_one_pass_agree(patched_model, text):
     name, method = patched_model
-    model, means = model_for(name, method)
+    model = model_for(name, method)
     rows = ids(TOKENS, 4)
-    if name == "gemma2" and ".centre" in text and ".pre" not in text:
-        with pytest.raises(ValueError, match="layer 0"), quantized(model, text, means=means):
-            pass
-        text = text.replace(".centre", ".pre.centre")  # the mean is added again: allowed
-    with quantized(model, text, means=means, exact=False) as factory:
+    with quantized(model, text, exact=False) as factory:
         expected = losses(model, rows, factory(), chunk=1)
-    with quantized(model, text, means=means) as factory:
+    with quantized(model, text) as factory:
         whole = losses(model, rows)
         close(whole, expected)
         for chunk in (32, 7):
@@ -237,7 +232,7 @@ def test_streaming_and_one_pass_agree(patched_model, text):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4-shared", "glm"])
 def test_no_scheme_is_the_model_bit_for_bit(name):
-    model, rows = model_for(name)[0], ids(TOKENS, 2)
+    model, rows = model_for(name), ids(TOKENS, 2)
     options = {"attention_mask": torch.ones_like(rows), **GENERATE}
     with torch.no_grad():
         expected, generated = model(rows, use_cache=False).logits, model.generate(rows, **options)
@@ -250,7 +245,7 @@ def test_no_scheme_is_the_model_bit_for_bit(name):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_a_layer_returned_is_not_written_to_later(exact):
-    model, rows, returned = model_for("gemma3")[0], ids(TOKENS, 2), []
+    model, rows, returned = model_for("gemma3"), ids(TOKENS, 2), []
     with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
         past = factory()
         for at in range(0, TOKENS, 5):
@@ -261,7 +256,7 @@ def test_what_a_layer_returned_is_not_written_to_later(exact):
 
 
 def test_fresh_and_reset_caches_begin_anew():
-    model, rows = model_for("llama")[0], ids(TOKENS, 2)
+    model, rows = model_for("llama"), ids(TOKENS, 2)
     with quantized(model, SCHEMES[0]) as factory:
         past = factory()
         expected = losses(model, rows, past, chunk=9)
@@ -305,18 +300,16 @@ def padded_logits(model, padded_ids, mask, positions, cache, chunk):
 @pytest.mark.parametrize("text", [SCHEMES[0], SCHEMES[1], SCHEMES[4]])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "phi"])
 def test_padded_rows_read_as_they_do_alone(name, text):
-    model, means = model_for(name)
-    if name == "gemma2":
-        text = text.replace(".centre;", ".pre.centre;")
+    model = model_for(name)
     rows = ids(TOKENS, 3)
     padded_ids, mask, positions = padded(rows)
     alone = []
-    with quantized(model, text, means=means):
+    with quantized(model, text):
         alone = [losses(model, rows[i : i + 1, : TOKENS - pad])[0] for i, pad in enumerate(PADS)]
     # Gemma 2's own attention makes NaN of padding in float64: with it the streaming cache has nothing to show.
     for exact, chunks in ((True, (TOKENS, 7)), (False, (1,))):
         for chunk in chunks if exact or name != "gemma2" else ():
-            with quantized(model, text, means=means, exact=exact) as factory:
+            with quantized(model, text, exact=exact) as factory:
                 cache = factory(padding=torch.tensor(PADS))
                 logits = padded_logits(model, padded_ids, mask, positions, cache, chunk)
             for row, pad in enumerate(PADS):
@@ -325,7 +318,7 @@ def test_padded_rows_read_as_they_do_alone(name, text):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_padding_that_a_cache_does_not_know_is_refused(exact):
-    model, rows = model_for("llama")[0], ids(TOKENS, 3)
+    model, rows = model_for("llama"), ids(TOKENS, 3)
     padded_ids, mask, positions = padded(rows)
     with quantized(model, SCHEMES[0], exact=exact) as factory:
         for known in (None, [0, 11, 5]):
@@ -340,7 +333,7 @@ def test_padding_that_a_cache_does_not_know_is_refused(exact):
 
 
 def test_padding_on_the_right_changes_nothing_before_it():
-    model, rows = model_for("gemma3")[0], ids(TOKENS, 2)
+    model, rows = model_for("gemma3"), ids(TOKENS, 2)
     mask = torch.ones_like(rows)
     mask[1, 17:] = 0
     with quantized(model, SCHEMES[0]) as factory, torch.no_grad():
@@ -388,7 +381,7 @@ def test_generation_of_padded_rows_equals_decoding_each_by_hand(name, exact):
     ids=["repeated", "picked", "reordered"],
 )
 def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
-    model, new = model_for("llama")[0], ids(8, len(came), seed=5)
+    model, new = model_for("llama"), ids(8, len(came), seed=5)
     padded_ids, mask, positions = padded(ids(TOKENS, 3))
     with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
         past = factory(padding=torch.tensor(PADS))
@@ -406,7 +399,7 @@ def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
 @pytest.mark.parametrize("copied", [copy.deepcopy, fork])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_copy_of_a_cache_is_its_own(copied, exact):
-    model, rows = model_for("gemma3")[0], ids(TOKENS, 2)
+    model, rows = model_for("gemma3"), ids(TOKENS, 2)
     first, second = ids(9, 2, seed=1), ids(9, 2, seed=2)
     with quantized(model, SCHEMES[0], exact=exact) as factory:
 
@@ -426,7 +419,7 @@ def test_a_copy_of_a_cache_is_its_own(copied, exact):
 
 
 def test_a_cache_that_is_dropped_is_gone():
-    model = model_for("llama")[0]
+    model = model_for("llama")
     with quantized(model, SCHEMES[0]) as factory:
         past = factory()
         losses(model, ids(TOKENS, 1), past, 7)
@@ -447,7 +440,7 @@ def test_an_adapter():
 
 
 def test_cropping_is_refused():
-    model = model_for("llama")[0]
+    model = model_for("llama")
     with quantized(model, "kivi-2") as factory:
         past = factory()
         losses(model, ids(8, 1), past)
@@ -456,15 +449,7 @@ def test_cropping_is_refused():
             past.crop(-2)
 
 
-# --- before and after rotation, centring
-
-
-def stored_keys(model, rows, text, means=None):
-    """Keys of the first layer, whose inputs no scheme changes: as they are read, and raw."""
-    with quantized(model, text, means=means) as factory, torch.no_grad():
-        past = factory()
-        model(rows, past_key_values=past)
-        return past.layers[0].keys, past.layers[0].raw_keys
+# --- before and after rotation
 
 
 def test_half_precision_agrees_but_for_rounding():
@@ -478,7 +463,7 @@ def test_half_precision_agrees_but_for_rounding():
 @pytest.mark.parametrize("name", ["phi", "phi3-partial", "glm", "cohere", "llama-yarn", "gemma4"])
 def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
     """What is rounded under ``pre`` has the mean that the capture saw before rotation; turned back it is as it was."""
-    model, row, rounded = model_for(name)[0], ids(TOKENS, 1), []
+    model, row, rounded = model_for(name), ids(TOKENS, 1), []
     monkeypatch.setattr(plans, "fake_quantize", lambda x, side: (rounded.append(x.clone()), x)[1])
     with quantized(model, "k=int2.channel24.pre;v=none"):
         got = losses(model, row)
@@ -487,102 +472,11 @@ def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
         torch.testing.assert_close(keys[0].mean(1), layer.key.mean.double(), rtol=1e-5, atol=1e-5)
 
 
-def by_layer(rounded, layers=2):
-    """What was rounded, all blocks of a layer together: the first token's when it comes, the others behind it."""
-    size = len(rounded) // layers
-    return [torch.cat(rounded[low : low + size]) for low in range(0, len(rounded), size)]
-
-
-UNROTATED = "k=int8.token.centre;v=none"
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "text", "features"),
-    [
-        ("llama", "yarn:factor=4+p_rope:p=0.5", UNROTATED, [4, 5, 6, 7, 12, 13, 14, 15]),  # scaled by more than 1.1
-        ("phi", None, "k=int8.token.pre.centre;v=none", list(range(8, 16))),  # half a head does not rotate
-        ("glm", "p_rope:p=0.5", UNROTATED, [4, 5, 6, 7, *range(8, 16)]),  # of 4 interleaved pairs two are unrotated
-        ("gemma2", None, "k=int8.token.pre.centreall;v=none", list(range(16))),  # its logits are capped
-    ],
-)
-def test_what_is_centred_has_mean_zero(name, method, text, features, monkeypatch):
-    model, _ = model_for(name, method)
-    row = ids(TOKENS, 1)
-    means, full = key_means(model, row[0]), losses(model, row)
-    rounded = []
-    monkeypatch.setattr(plans, "fake_quantize", lambda x, side: (rounded.append(x.clone()), x)[1])
-    with quantized(model, text, means=means):
-        close(losses(model, row), full, 1e-6)
-    for got in by_layer(rounded):
-        zero = got.mean(0)[:, 0].abs() < 1e-6  # blocks of one token
-        assert [zero[head].nonzero().flatten().tolist() for head in (0, 1)] == [features, features]
-
-
-@pytest.mark.parametrize(
-    ("name", "method"), [("llama", None), ("llama", "yarn:factor=4+p_rope:p=0.5"), ("phi", None), ("glm", None)]
-)
-def test_centring_what_is_stored(name, method, monkeypatch):
-    """Softmax drops the mean of rotated keys, which is that of a constant key over the model's own cos and sin."""
-    model, means = model_for(name, method)
-    row = ids(TOKENS, 1)
-    full = losses(model, row)
-    plan = plan_layers(model, Scheme.parse("k=int8.token.centreall;v=none"), means=means, context=40)[0]
-    cos, sin = model.model.rotary_emb(torch.zeros(1, 1, dtype=torch.float64), torch.arange(40)[None])
-    pairs, expected = plan.pairs, means[0].clone()
-    one, other = (slice(i, 2 * pairs, 2) if name == "glm" else slice(i * pairs, (i + 1) * pairs) for i in (0, 1))
-    cos, sin = cos[0, :, None, :pairs], sin[0, :, None, :pairs]  # (tokens, 1, pairs)
-    expected[:, one] = (means[0][:, one] * cos - means[0][:, other] * sin).mean(0)
-    expected[:, other] = (means[0][:, other] * cos + means[0][:, one] * sin).mean(0)
-    torch.testing.assert_close(plan.mean, expected, rtol=1e-6, atol=1e-7)
-    assert float((expected - means[0])[:, : 2 * pairs].abs().max()) > 0.01  # fast pairs have turned
-    rounded = []
-    monkeypatch.setattr(plans, "fake_quantize", lambda x, side: (rounded.append(x.clone()), x)[1])
-    with quantized(model, "k=int8.token.centreall;v=none", means=means, context=40):
-        close(losses(model, row), full, 1e-6)
-    assert rounded and all(float(x.abs().max()) > 0.1 for x in rounded)
-
-
 # --- plans
 
 
-def test_pairs_kept_apart_lie_under_the_bound():
-    model, scheme = tiny_model("gemma3", **NARROW), Scheme.parse("k=int4.token.keep8;v=none")
-    base = model.config.rope_parameters["full_attention"]["rope_theta"]
-    # the sliding layer sees 8 tokens and turns with base 1e4; the other sees 64, or the context that is given
-    for layer, theta, context, options in ((0, 1e4, 8, {}), (1, base, 64, {}), (1, base, 1e5, {"context": 100000})):
-        slow = [pair for pair in range(8) if theta ** (-pair / 8) < 2 * 3.14159265 / context]
-        plan = plan_layers(model, scheme, **options)[layer]
-        assert plan.kept_features.nonzero().flatten().tolist() == [*slow, *(8 + pair for pair in slow)]
-        assert plan.window == (8 if layer == 0 else None)
-    with pytest.raises(ValueError, match="context"):
-        plan_layers(model, scheme, context=0)
-
-
-def test_pairs_kept_apart_of_half_a_head_and_interleaved():
-    plan = plan_layers(model_for("phi")[0], Scheme.parse("k=int4.token.keep8;v=none"))[0]
-    assert plan.kept_features.tolist() == [
-        i in (2, 3, 6, 7) for i in range(16)
-    ]  # pairs (i, i + 4) of 1, 0.1, 0.01, 0.001
-    model = model_for("glm")[0]
-    pairs = model.model.rotary_emb.inv_freq < 2 * 3.14159265 / 64
-    plan = plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"))[0]
-    assert INTERLEAVED and plan.kept_features[: 2 * len(pairs)].tolist() == pairs.repeat_interleave(2).tolist()
-    assert not plan.kept_features[2 * len(pairs) :].any()
-
-
-def test_kept_pairs_are_read_in_eight_bits():
-    model, rows = model_for("llama")[0], ids(TOKENS, 1)
-    keys, raw = stored_keys(model, rows, "k=int2.token8.keep8;v=none")
-    kept_features = plan_layers(model, Scheme.parse("k=int2.keep8;v=none"))[0].kept_features
-    assert 0 < int(kept_features.sum()) < 16
-    expected = raw.clone()
-    expected[0][..., ~kept_features] = naive(raw[0][..., ~kept_features], Side("int2", "token", 8))
-    expected[0][..., kept_features] = naive(raw[0][..., kept_features], Side("int8", symmetric=True))
-    close(keys, expected, 1e-12)
-
-
 def test_skipped_layers_are_left():
-    model, rows = model_for("llama")[0], ids(TOKENS, 1)
+    model, rows = model_for("llama"), ids(TOKENS, 1)
     with quantized(model, "int2.token;skip=1") as factory:
         past = factory()
         losses(model, rows, past)
@@ -593,20 +487,13 @@ def test_skipped_layers_are_left():
 
 
 def test_layers_that_share_keys_are_skipped_with_their_owner():
-    model, rows = model_for("gemma4-shared")[0], ids(TOKENS, 2)
+    model, rows = model_for("gemma4-shared"), ids(TOKENS, 2)
     layer_plans = plan_layers(model, Scheme.parse("int4;skip=0"))
-    assert [layer_plans[i].key.format for i in range(4)] == ["none", "int4", "none", "int4"]
+    assert [layer_plans[i].sides["keys"].format for i in range(4)] == ["none", "int4", "none", "int4"]
     with quantized(model, "int4.token;skip=0") as factory:
         close(losses(model, rows, factory(), 7), losses(model, rows), 1e-9)
     with pytest.raises(ValueError, match="layer 0"):
         plan_layers(model, Scheme.parse("int4;skip=2"))
-
-
-def test_centring_needs_means():
-    model = model_for("llama")[0]
-    for means in (None, {0: torch.zeros(2, 16)}):
-        with pytest.raises(ValueError, match="mean"):
-            plan_layers(model, Scheme.parse("k=int4.centre;v=none"), means=means)
 
 
 # --- what is left behind
@@ -632,12 +519,12 @@ def test_the_model_is_left_as_it_was():
     with contextlib.suppress(KeyError), quantized(model, SCHEMES[0]):
         raise KeyError
     check()
-    attention_errors(model, rows[0], {"a": Scheme.parse(SCHEMES[0])})
+    attention_errors(model, rows[0], Scheme.parse(SCHEMES[0]))
     check()
 
 
 def test_full_precision_within_a_scheme_or_another_models_cache():
-    model, rows = model_for("llama")[0], ids(TOKENS, 1)
+    model, rows = model_for("llama"), ids(TOKENS, 1)
     with quantized(model, "k=int4.token.pre;v=none"):
         losses(model, rows, DynamicCache(config=model.config))  # one pass: nothing has been lost yet
         with pytest.raises(ValueError, match="another cache"):
@@ -649,7 +536,7 @@ def test_full_precision_within_a_scheme_or_another_models_cache():
 
 
 def test_packed_texts_are_refused():
-    model, rows = model_for("llama")[0], ids(TOKENS, 1)
+    model, rows = model_for("llama"), ids(TOKENS, 1)
     positions = torch.cat((torch.arange(10), torch.arange(14)))[None]
     with quantized(model, "int4.token"), pytest.raises(ValueError, match="row"):
         model(rows, position_ids=positions, use_cache=False)
@@ -686,7 +573,7 @@ def test_models_that_cannot_be_read(config, message):
     with pytest.raises(ValueError, match=message), quantized(model, "int4.token"):
         pass
     with pytest.raises(ValueError, match=message):
-        attention_errors(model, ids(8, 1)[0], {"a": Scheme.parse("int4.token")})
+        attention_errors(model, ids(8, 1)[0], Scheme.parse("int4.token"))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -734,14 +621,14 @@ def losses_of_states(model, row, cache=None):
 
 @contextlib.contextmanager
 def attended(model, monkeypatch):
-    """What stock attention is given, by layer: queries, keys and values (heads, tokens, features), and options."""
+    """What stock attention is given, by layer: queries and keys (heads, tokens, features), and options."""
     calls = []
     module = sys.modules[type(model.model.layers[0]).__module__]
     stock = {"sdpa": ALL_ATTENTION_FUNCTIONS["sdpa"], "eager": module.eager_attention_forward}
 
     def spy(kind):
         def attend(module, query, key, value, mask, **kwargs):
-            calls.append((query[0], key[0], value[0], kwargs))
+            calls.append((query[0], key[0], kwargs))
             return stock[kind](module, query, key, value, mask, **kwargs)
 
         return attend
@@ -770,26 +657,24 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
-    model, row, scheme = model_for(name)[0], ids(TOKENS, 1)[0], Scheme.parse(text)
-    (got,) = attention_errors(model, row, {"it": scheme}).values()
+    model, row, scheme = model_for(name), ids(TOKENS, 1)[0], Scheme.parse(text)
+    got = attention_errors(model, row, scheme)
     with attended(model, monkeypatch) as layers:
         losses(model, row[None])
     tables = [layer.inv_freq for layer in capture(model, row).layers]
     full = Scheme(scheme.key, scheme.value, sinks=scheme.sinks)  # a block is the same whoever reads it
-    for index, (queries, keys, values, options) in enumerate(layers):
-        scaling, cap = options["scaling"], options.get("softcap")
+    for index, (queries, keys, options) in enumerate(layers):
+        scaling = options["scaling"]
         window = options.get("sliding_window") or TOKENS
         turn = FromScratch(scheme, tables[index], getattr(model.model.rotary_emb, "attention_scaling", 1.0)).turn
         rounded = from_scratch(keys[None], scheme.key, full, turn)[0]
-        read = from_scratch(values[None], scheme.value, full)[0]
         i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
         visible = (j <= i) & (j > i - window)
-        key_rounded, value_rounded = (visible & read_rounded(side, scheme) for side in (scheme.key, scheme.value))
+        key_rounded = visible & read_rounded(scheme.key, scheme)
         asked = slice(TOKENS // 2, TOKENS)  # the queries that are compared
         at = key_rounded[asked]
         for head in range(4):
             kv, query = head // 2, queries[head]
-            logits = scaling * query @ keys[kv].T
             pairs = torch.stack(
                 [scaling * query[:, [p, p + 8]] @ (rounded - keys)[kv][:, [p, p + 8]].T for p in range(8)]
             )
@@ -797,96 +682,22 @@ def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
             energy = float(off[asked][at].square().sum())
             count = int(at.sum())
             assert float(got[index].logit[head]) == pytest.approx((energy / count) ** 0.5, rel=1e-6)
-            assert float(got[index].spread[head]) == pytest.approx(float(logits[asked][at].std(correction=0)), rel=1e-4)
             by_pair = (pairs[:, asked][:, at].square().sum(1) / count).sqrt()
             torch.testing.assert_close(got[index].pair[head], by_pair.double(), rtol=1e-6, atol=0)
-            weights = []
-            for one in (logits, logits + off * key_rounded):
-                capped = one if cap is None else cap * (one / cap).tanh()
-                weights.append(capped.masked_fill(~visible, -torch.inf).softmax(-1))
-            out = (weights[0] @ values[kv])[asked]
-            new = (weights[1] @ values[kv] + (weights[1] * value_rounded) @ (read - values)[kv])[asked]
-            moved = float((new - out).square().sum() / out.square().sum())
-            assert float(got[index].output[head]) == pytest.approx(moved**0.5, rel=1e-5)
-
-
-def planted(text, marked=True, **changes):
-    """A model of which one pair of key head 0 has a huge bias: shares of the error, by query head."""
-    model = tiny_model("qwen2", initializer_range=0.2, head_dim=64, num_attention_heads=2, **changes).double()
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data.view(2, 64)[0, [30, 62]] = torch.tensor([60.0, -45.0]).double()
-    row = ids(64, 1)[0]
-    marks = torch.zeros(2, 32, dtype=torch.bool)
-    marks[0, 30] = marked
-    options = {"outliers": {0: marks, 1: marks}, "means": key_means(model, row)}
-    return attention_errors(model, row, {"it": Scheme.parse(text)}, **options)["it"]
-
-
-def test_an_outlier_does_its_harm_in_other_pairs():
-    for layer in planted("k=int4.token;v=none"):
-        assert 0 <= float(layer.direct[0]) < 0.15 and float(layer.induced[0]) > 0.95  # MATH: 5 % against 98 %
-        assert layer.direct[1].isnan() and layer.induced[1].isnan()
-        assert float(layer.logit[0]) > 5 * float(layer.logit[1])
-    for layer in planted("k=int4.token.hadamard;v=none"):
-        assert not layer.direct[0].isnan() and layer.induced[0].isnan(), "no pair is left to keep"
-    for layer in planted("k=int8.channel1;v=none"):  # exact
-        assert float(layer.logit.max()) < 1e-9 and layer.direct[1].isnan()
-    for layer in planted("k=none;v=int4.token"):
-        assert float(layer.logit.max()) == 0 < float(layer.output.min()) and layer.direct.isnan().all()
-
-
-def test_what_goes_with_outliers_of_a_scheme_that_keeps_pairs():
-    # Pairs under the bound of 64 tokens are kept in 8 bits; the outlier swells the scale that all of them share.
-    kept, bare = (planted(f"k=int4.token{switch};v=none")[0] for switch in (".keep8", ""))
-    assert 0.02 < float(kept.induced[0]) < 1
-    assert float(kept.logit[0]) < float(bare.logit[0]) / 3
-
-
-def test_shares_under_centring():
-    """Stored keys are shifted already; what is kept in full precision must not be shifted once more."""
-    model, means = model_for("llama", "p_rope:p=0.5")
-    marks = torch.ones(2, 8, dtype=torch.bool)
-    for text in ("k=int4.token.centre;v=none", "k=int4.token.pre.centreall;v=none", "k=int4.channel4;v=none"):
-        got = attention_errors(
-            model, ids(TOKENS, 1)[0], {"it": Scheme.parse(text)}, means=means, outliers={0: marks, 1: marks}
-        )
-        for layer in got["it"]:  # all pairs are marked: all of the error is theirs, and goes with them
-            torch.testing.assert_close(layer.direct, torch.ones(4).double())
-            torch.testing.assert_close(layer.induced, torch.ones(4).double())
-
-
-def test_schemes_are_measured_together_as_each_alone():
-    model, row = model_for("gemma3")[0], ids(TOKENS, 1)[0]
-    schemes = {text: Scheme.parse(text) for text in SCHEMES[:3]}
-    together = attention_errors(model, row, schemes)
-    for text, scheme in schemes.items():
-        (alone,) = attention_errors(model, row, {"x": scheme}).values()
-        for one, other in zip(together[text], alone, strict=True):
-            for field in ("logit", "spread", "pair", "output"):
-                assert torch.equal(getattr(one, field), getattr(other, field))
-    skipped = together[SCHEMES[2]][1]
-    assert float(skipped.logit.max()) == float(skipped.output.max()) == 0
-
-
-def test_a_sample_of_queries():
-    model, row, scheme = model_for("llama")[0], ids(60, 1)[0], {"a": Scheme.parse("int4.token")}
-    every, sampled = (attention_errors(model, row, scheme, queries=n)["a"][0].logit for n in (1000, 15))
-    assert not torch.equal(every, sampled)
-    torch.testing.assert_close(every, sampled, rtol=0.2, atol=0)
 
 
 def test_errors_are_those_without_dropout():
     model = AutoModelForCausalLM.from_config(PhiConfig(**SIZE, embd_pdrop=0.5))
-    row, scheme = ids(TOKENS, 1)[0], {"a": Scheme.parse("int4.token")}
-    expected = attention_errors(model.eval(), row, scheme)["a"]
-    for one, other in zip(attention_errors(model.train(), row, scheme)["a"], expected, strict=True):
+    row, scheme = ids(TOKENS, 1)[0], Scheme.parse("int4.token")
+    expected = attention_errors(model.eval(), row, scheme)
+    for one, other in zip(attention_errors(model.train(), row, scheme), expected, strict=True):
         assert torch.equal(one.logit, other.logit)
     assert model.training
 
 
 def test_errors_are_of_one_text():
     with pytest.raises(ValueError, match="shape"):
-        attention_errors(tiny_model(), torch.zeros((2, 8), dtype=torch.long), {"a": Scheme.parse("int4")})
+        attention_errors(tiny_model(), torch.zeros((2, 8), dtype=torch.long), Scheme.parse("int4"))
 
 
 # --- the engines of the evaluation
@@ -894,11 +705,11 @@ def test_errors_are_of_one_text():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 def test_perplexity_through_a_factory_equals_a_naive_loop(name):
-    (model, means), rows = model_for(name), ids(TOKENS, 3)
+    model, rows = model_for(name), ids(TOKENS, 3)
     for text in (SCHEMES[0], SCHEMES[4]):
-        with quantized(model, text, means=means, exact=False) as factory:
+        with quantized(model, text, exact=False) as factory:
             expected = torch.cat([losses(model, rows[i : i + 1], factory(), chunk=1) for i in range(3)])
-        with quantized(model, text, means=means) as factory:
+        with quantized(model, text) as factory:
             for options in ({}, {"batch": 2, "chunk": 5}):
                 score = perplexity(model, rows, cache=factory, buckets=[0, 10, TOKENS], **options)
                 for bucket, part in zip(score.buckets, (expected[:, :9], expected[:, 9:]), strict=True):
@@ -925,16 +736,12 @@ def test_retrieval_through_a_factory_equals_each_prompt_alone(family, mode):
 
 
 def test_finished_work_is_never_that_of_another_cache(tmp_path):
-    model, means = model_for("llama", "p_rope:p=0.5")
-    rows, result_cache = ids(TOKENS, 1), tmp_path / "finished.jsonl"
-    text = "k=int3.token.centre;v=none"
+    model, rows, result_cache = model_for("llama"), ids(TOKENS, 1), tmp_path / "finished.jsonl"
+    text = "k=int3.token;v=none"
     variants = [
-        {"scheme": text, "means": means},
-        {"scheme": text, "means": {index: mean + 0.5 for index, mean in means.items()}},
-        {"scheme": text, "means": means, "exact": False},
-        {"scheme": f"{text};sinks=1", "means": means},
-        {"scheme": "k=int3.token.keep8;v=none"},
-        {"scheme": "k=int3.token.keep8;v=none", "context": 7},
+        {"scheme": text},
+        {"scheme": text, "exact": False},
+        {"scheme": f"{text};sinks=1"},
         {"scheme": "none"},
     ]
     results = []
@@ -984,7 +791,7 @@ def test_models_have_runs_of_their_own():
 
 
 def test_runs_of_one_model_may_end_in_any_order():
-    model, rows, texts = model_for("llama")[0], ids(TOKENS, 1), ("k=int2.token;v=none", "k=int8.token;v=int2.token")
+    model, rows, texts = model_for("llama"), ids(TOKENS, 1), ("k=int2.token;v=none", "k=int8.token;v=int2.token")
     plain, alone = losses(model, rows), []
     for text in texts:
         with quantized(model, text):

@@ -12,43 +12,34 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.evaluated import check_cache, compared
-from support.kv_rows import BASE, by_hand, error, off
+from support.kv_rows import BASE, COST, by_hand, error, off
 from support.scored import watched
-from support.subsets import full
 from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch
-from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.documents import spread_windows
+from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
-from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
-from rope_patch.kv_evaluation.reading import CheckReading
+from rope_patch.kv_evaluation.attribution import longest_keys, worst_layers, worst_pairs
+from rope_patch.kv_evaluation.reading import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.run import find_schemes
+from rope_patch.kv_evaluation.verdicts import Verdict
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.progress import listen
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
-LENGTHS, CENTRED = (40, 56), "k=int3.token.pre.centreall;v=none;sinks=2"
+LENGTHS, BEFORE = (40, 56), "k=int3.pre;v=none;sinks=2"
 ASKED = {"lengths": LENGTHS, "windows": 3, "depths": (0.0, 1.0), "samples": 1, "text": TEXT, "haystack": "noise"}
-SCHEMES = ("int4-token", "k=int2.channel8;v=int4.token8;residual=8", CENTRED)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_calibration():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rope_patch.evaluation.calibration.TOKENS", 512)
-        yield
+SCHEMES = ("int4-token", "k=int2.channel8;v=int4.token8;residual=8", BEFORE)
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +61,11 @@ def checked(tokenizer):
 def test_rows_are_what_the_engines_measure(tokenizer, checked):
     model, check = checked
     texts, digest = spread_windows(tokenizer, TEXT, 56, 3)
-    assert check.digest == digest and check.windows == 3 and check.compared == 2
+    assert check.digest == digest and check.windows == 3 and check.text == "text of the user's own"
     assert check.methods == ("default", "p_rope:p=0.5") and len(check.rows) == 8
-    means = key_means(model, calibration(tokenizer, model))
-    assert check.calibration == calibration(tokenizer, model).numel() == 512 and check.text == "text of the user's own"
     for row, scheme in zip(check.of("default"), ("none", *SCHEMES), strict=True):
         assert (row.scheme, row.scheme_text) == (scheme, str(Scheme.parse(scheme)))
-        with quantized(model, scheme, means=means) as factory:
+        with quantized(model, scheme) as factory:
             cache = None if scheme == "none" else factory
             score = perplexity(model, texts, window=56, buckets=[0, 40, 56], cache=cache)
             result = retrieval(
@@ -113,14 +102,14 @@ def test_divergence_is_the_mean_kl_of_whole_distributions(tokenizer, checked):
 
 def test_bits_by_hand(checked, tokenizer):
     _, check = checked
-    none, token, channel, centred = check.of("default")
+    none, token, channel, before = check.of("default")
     assert none.bits == none.cache_bits[56] == 16
     assert token.bits == 4 + 32 / 16 == token.cache_bits[56]  # two numbers of 16 bits share 16 features
     # Keys: 8 tokens share two numbers. Values: 8 features do. Of 40 tokens 32 have left the residual window.
     assert (channel.key_bits, channel.value_bits) == (2 + 4, 4 + 4)
     assert channel.cache_bits == {40: 0.8 * 7 + 0.2 * 16, 56: (6 * 7 + 16) / 7}
-    assert (centred.key_bits, centred.value_bits) == (5, 16)
-    assert centred.cache_bits[40] == ((38 * 5 + 2 * 16) / 40 + 16) / 2
+    assert (before.key_bits, before.value_bits) == (5, 16)
+    assert before.cache_bits[40] == ((38 * 5 + 2 * 16) / 40 + 16) / 2
     # Of two layers one slides over 16 tokens, and holds no more: the residual window leaves it nothing.
     slides = check_cache(small("gemma3"), tokenizer, ["k=int4.token;v=int4.token;residual=16"], **ASKED).rows[1]
     assert slides.cache_bits[40] == pytest.approx((24 * 6 + 16 * 16 + 16 * 16) / (40 + 16))
@@ -128,9 +117,8 @@ def test_bits_by_hand(checked, tokenizer):
 
 def test_what_rounds_nothing_is_undecided(tokenizer):
     check = check_cache(small(), tokenizer, ["kivi-2"], **ASKED)
-    verdict = check.verdict(check.rows[1], 56)
-    assert verdict.kind == "undecided" and verdict.measured == "nothing is quantized at 56 tokens"
-    assert check.rows[1].cache_bits[56] == 16 and check.change(check.rows[1], 56)[0] == pytest.approx(0, abs=1e-6)
+    assert check.verdict(check.rows[1], 56) == Verdict("undecided", "nothing is quantized at 56 tokens", idle=True)
+    assert check.rows[1].cache_bits[56] == 16 and change(check, check.rows[1], 56)[0] == pytest.approx(0, abs=1e-6)
 
 
 def test_json_says_all_and_is_standard(checked):
@@ -145,18 +133,20 @@ def test_json_says_all_and_is_standard(checked):
     entry = data["rows"][6]
     assert (entry["scheme"], entry["scheme_text"]) == (SCHEMES[1], SCHEMES[1])
     assert entry["lengths"]["56"]["perplexity"] == row.scores.perplexity.between(0, 56)
-    assert entry["lengths"]["40"]["nll_change"] == list(check.change(row, 40))
+    assert entry["lengths"]["40"]["nll_change"] == list(change(check, row, 40))
     assert entry["lengths"]["40"]["verdict"]["kind"] == check.verdict(row, 40).kind
     assert entry["errors"][1]["pair"] == row.errors[1].pair.square().mean(0).sqrt().tolist()
-    assert entry["errors"][0]["direct"] == [None if math.isnan(x) else x for x in row.errors[0].direct.tolist()]
 
 
 # --- what is concluded
 
 
+def change(check, row, length, metric="perplexity"):
+    return check.change(row, METRICS[metric], METRICS[metric].at(check.spec, length)[0])
+
+
 def check_of(*rows, **changes):
-    given = {"model": "tiny", "windows": 4, "text": "a text", "digest": "ab" * 32, "calibration": 0}
-    given |= {"compared": 2, "attributed": 2, "trained_length": 8, "captures": {}}
+    given = {"model": "tiny", "windows": 4, "text": "a text", "digest": "ab" * 32, "trained_length": 8, "captures": {}}
     given["limits"] = Limits(changes.pop("tolerance", 0.02))
     spec = rows[0].scores.spec
     given["spec"] = replace(spec, lengths=changes.pop("lengths", spec.lengths))
@@ -180,10 +170,10 @@ def test_verdicts(losses, hits, kind):
     check = check_of(by_hand("none", BASE), by_hand("s", losses, hits))
     assert check.verdict(check.rows[1], 8).kind == kind
     assert check.verdict(check.rows[0], 8).kind == "safe"
-    estimate, low, high = check.change(check.rows[1], 8)
+    estimate, low, high = change(check, check.rows[1], 8)
     assert estimate == pytest.approx(sum(losses) / 4 - sum(BASE) / 4) and low <= estimate <= high
     lost = 0 if hits is None else sum(6 - count for count in hits.values()) / 18
-    assert check.change(check.rows[1], 8, "retrieval")[0] == pytest.approx(-lost)
+    assert change(check, check.rows[1], 8, "retrieval")[0] == pytest.approx(-lost)
 
 
 def test_one_window_decides_nothing():
@@ -194,55 +184,28 @@ def test_one_window_decides_nothing():
 
 def test_the_summary_says_what_to_do():
     broken = off(0.5, 0.51, 0.49, 0.5)
-    errors = [error(0, 0.9, pair=[[3.0, 1.0, 0.0]] * 2), error(1, 0.1)]
-    rows = [by_hand("none", BASE), by_hand("a", broken, errors=errors), by_hand("b", BASE, bits=8.0)]
+    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, bits=8.0)]
     assert check_of(*rows).summary() == [
         "Safe at every length: b.",
-        *(f"m at {length} tokens: a is unsafe (perplexity +64.9%; layer 0, pair 0); b is safe." for length in (4, 8)),
+        *(f"m at {length} tokens: a is unsafe (perplexity +64.9%; {COST}); b is safe." for length in (4, 8)),
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
-    (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost, errors), lengths=(8,)).summary()
-    assert sentence == "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0)."
+    (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost), lengths=(8,)).summary()
+    assert sentence == f"m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; {COST})."
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
     assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
 
 
 def test_attribution_by_hand():
-    assert attribute([]) == ((), (), None)
-    # Layer 2 is worst, layer 0 has two thirds of its harm, layer 1 less.
-    layer_errors = [
-        error(0, 0.6, pair=[[0, 2, 1], [0, 2, 1.0]]),
-        error(1, 0.5, pair=[[9, 0, 0], [9, 0, 0.0]]),
-        error(2, 0.9),
-    ]
-    assert attribute(layer_errors) == ((0, 2), (1,), None)  # squares 2, 10 and 4: pair 1 carries over half
-    assert attribute([error(3, 0.0, logit=(0, 0), pair=[[0, 0, 0], [0, 0, 0.0]])]) == ((3,), (), None)
-    marked = {0: torch.tensor([[True, False, False]]), 2: torch.tensor([[False, False, True]])}
-    spoilt = [error(0, 0.9, (1, 1), direct=0.1, induced=0.9), error(2, 0.9, (0.1, 0.1), direct=0.0, induced=0.1)]
-    layers, pairs, share = attribute(spoilt, marked)
-    assert (layers, pairs) == ((0, 2), (0,)) and share == pytest.approx((2 * 0.8 + 0.02 * 0.1) / 2.02)
-    own = [error(0, 0.9, pair=[[5, 1, 1], [5, 1, 1.0]], direct=0.9, induced=0.95)]  # the error is their own
-    assert attribute(own, marked) == ((0,), (0,), None)
-
-
-def test_attribution_by_what_was_measured():
-    layer_errors = [
-        error(0, 0.9, pair=[[0, 2, 1], [0, 2, 1.0]]),
-        error(1, 0.1, pair=[[9, 0, 0], [9, 0, 0.0]]),
-        error(2, 0.9),
-    ]
-    attribution = Attribution(whole=0.5, keys=0.4, values=0.1, layers={0: 0.1, 1: 0.3, 2: 0.2})
-    assert attribute(layer_errors, None, attribution) == ((1, 2), (0,), None)  # not by the largest error of outputs
-    assert attribute(layer_errors, None, attribution, 0.02)[0] == (0, 1, 2)  # each alone costs more than is tolerated
-    assert attribute(layer_errors, None, replace(attribution, values=0.5)) == ((1, 2), (), None)
-    rows = [by_hand("none", BASE), by_hand("a", off(0.5, 0.51, 0.49, 0.5), errors=layer_errors)]
-    explanations = []
-    for changed in (attribution, replace(attribution, left=0.02), replace(attribution, values=0.5)):
-        check = check_of(rows[0], replace(rows[1], attribution=changed), lengths=(8,), tolerance=0.25)
-        explanations.append(check.verdict(check.rows[1], 8).explanation)
-    assert explanations == [
-        "layers 1-2, pair 0",
+    costs = {0: 0.1, 1: 0.3, 2: 0.2}
+    assert worst_layers(costs, math.inf) == (1, 2), "layer 2 has two thirds of the cost of layer 1"
+    assert worst_layers(costs, 0.02) == (0, 1, 2), "each alone costs more than is tolerated"
+    errors = [error(0, [[0, 2, 1], [0, 2, 1.0]]), error(2, [[1, 1, 1], [1, 1, 1.0]])]
+    assert worst_pairs(errors) == (1,)  # squares 2, 10 and 4: pair 1 carries over half
+    assert worst_pairs([error(3, [[0, 0, 0], [0, 0, 0.0]])]) == ()
+    assert [str(one) for one in (COST, replace(COST, left=None), replace(COST, pairs=(), values=0.5))] == [
         "layers 1-2, pair 0 (+2.0% with these in full precision)",
+        "layers 1-2, pair 0",
         "values of layers 1-2",
     ]
 
@@ -269,10 +232,7 @@ def test_attribution_is_what_happens_without(tokenizer):
         expected = cost(f"k=int2.token;v=int3.token;skip={other}")
         assert row.attribution.layers[layer] == pytest.approx(expected, abs=1e-6)
     assert 0 < row.attribution.left < row.attribution.whole and base.attribution is None
-    assert (
-        check.rows[0].attribution is None
-        and json.loads(check.to_json())["rows"][1]["lengths"]["56"]["verdict"]["attribution"]
-    )
+    assert json.loads(check.to_json())["rows"][1]["attribution"]["keys"] == row.attribution.keys
 
 
 def test_longest_keys_are_those_that_set_the_range():
@@ -282,9 +242,9 @@ def test_longest_keys_are_those_that_set_the_range():
     captured = SimpleNamespace(
         layers=[layer(0, [1, 1, 20, 41.0], [1, 1, 1, 6]), layer(1, [1, 1, 1, 4.9], [1, 30, 15, 1])]
     )
-    marks = longest_keys(captured)  # the median is 1: long is over 5
-    assert marks[0].int().tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
-    assert marks[1].int().tolist() == [[0, 0, 0, 0], [0, 1, 1, 0]]
+    # The median is 1: long is over 5, and at least half as long as the longest of the head.
+    assert longest_keys(captured, [0]) == (3,) and longest_keys(captured, [1]) == (1, 2)
+    assert longest_keys(captured, [0, 1]) == (1, 2, 3)
 
 
 def test_what_rounds_nothing_is_said():
@@ -292,8 +252,7 @@ def test_what_rounds_nothing_is_said():
     rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, **idle)]
     rows += [by_hand("c", off(0.1, -0.1, 0.1, -0.1)), by_hand("d", BASE, **idle)]
     check = check_of(*rows, lengths=(8,))
-    assert check.verdict(check.rows[2], 8).measured == "nothing is quantized at 8 tokens"
-    assert [check.idle(row, 8) for row in check.rows] == [False, False, True, False, True]
+    assert [check.verdict(row, 8).idle for row in check.rows] == [False, False, True, False, True]
     (sentence,) = check.summary()
     assert sentence.endswith("; c is undecided; b, d round nothing at 8 tokens.")
     (sentence,) = check_of(rows[0], rows[2], lengths=(8,)).summary()
@@ -352,37 +311,27 @@ def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(che
 # --- finished work, and errors
 
 
-@pytest.mark.parametrize("attributed", [full(2), 1, full(0)])
 def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_and_work_is_resumed(
-    tokenizer, monkeypatch, attributed
+    tokenizer, monkeypatch
 ):
     monkeypatch.setattr(engine, "_unsafe", lambda setting, row, base: row.scheme == "int2.token")
     model, spec, kept = small(), EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1), {}
-    schemes = find_schemes(["int2.token", "int8-token"])
-    reading = CheckReading(schemes, methods=2, layers=2)
+    announced = tokens_to_check(spec, schemes=2, methods=2)
     # By hand: 3 schemes of 3 windows of 56 and 2 prompts of each length; full precision, 2 schemes and the statistics
     # on 2 windows, and errors of 2 schemes on one.
-    assert reading.tokens(spec) == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56)
+    assert announced == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56)
     # Under each method one scheme is unsafe: the whole, keys, values, full precision, named pairs and two layers.
-    expected = 2 * 7 * attributed * 56
+    expected = 2 * tokens_to_attribute(spec, layers=2)
+    assert expected == 2 * 7 * 2 * 56
     results = []
     for progress, more in (([], []), ([], [])):
-        options = {"methods": ("default", "nope"), "attributed": attributed, "resume": kept, **ASKED}
+        options = {"methods": ("default", "nope"), "resume": kept, **ASKED}
         with listen(lambda stage, tokens, progress=progress: progress.append(tokens), on_more=more.append):
             check = check_cache(model, tokenizer, ["int2.token", "int8-token"], **options)
-        assert sum(more) == expected and sum(progress) == reading.tokens(spec) + expected and min(progress) >= 0
+        assert sum(more) == expected and sum(progress) == announced + expected and min(progress) >= 0
         results.append(check.to_json())
     assert results[0] == results[1]
-    rows = [row for row in check.rows if row.scheme == "int2.token"]
-    assert [row.attribution is not None for row in rows] == [attributed > 0] * 2
-    assert json.loads(results[0])["attributed"] == attributed
-
-
-def test_what_unsafe_schemes_may_add_is_an_upper_bound_by_the_size_of_the_model():
-    spec = EvalSpec([56], windows=3, depths=(0.0, 1.0), samples=1)
-    reading = CheckReading(find_schemes(["int4-token", "fp8"]), methods=2, layers=30)
-    assert reading.attribution(spec, 2) == 2 * 2 * (5 + 30) * 2 * 56
-    assert reading.attribution(spec, 0) == 0
+    assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
 
 
 def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
@@ -392,10 +341,10 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(model.lm_head, "forward", lambda states: heads.append(1) or head(states))
 
     def stop(stage, tokens):
-        if stage == f"default, {CENTRED}":
+        if stage == f"default, {BEFORE}":
             raise KeyboardInterrupt
 
-    names = ["int4-token", CENTRED]
+    names = ["int4-token", BEFORE]
     with listen(stop), pytest.raises(KeyboardInterrupt):
         check_cache(model, tokenizer, names, resume=path, **ASKED)
     assert rope_patch.inspect(model).record is None and path.exists()
@@ -405,8 +354,8 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         check = check_cache(model, tokenizer, names, resume=path, **ASKED)
     whole, again = len(heads) - first, len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
-    parts = {f"default, {part}" for part in ("mean keys", "statistics of keys", "attention errors")}
-    assert whole < first and stages == parts | {f"default, {name}" for name in ("none", *names)}
+    assert whole < first
+    assert stages == {f"default, {name}" for name in ("statistics of keys", "none", *names)}
     calls = []
     original = kv_measuring.attention_errors
     monkeypatch.setattr(kv_measuring, "attention_errors", lambda *a, **k: calls.append(a) or original(*a, **k))
@@ -414,7 +363,8 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
     with watched(model.model, lambda **kwargs: read.append(kwargs["input_ids"].numel())):
         resumed = check_cache(model, tokenizer, names, resume=path, **ASKED)
     assert len(heads) == again and not calls
-    assert sum(size for size in read if size > 8) == 2 * 56  # the windows that radii come from; 8 tokens are a probe
+    # The windows of statistics, and of states in full precision; 8 tokens are a probe.
+    assert sum(size for size in read if size > 8) == 4 * 56
     assert resumed.to_json() == check.to_json() == check_cache(model, tokenizer, names, **ASKED).to_json()
     check_cache(small(seed=1), tokenizer, names, resume=path, **{**ASKED, "windows": 2})
     assert calls  # another model is measured anew
@@ -424,15 +374,11 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
     ("family", "changes", "message"),
     [
         ("llama", {"schemes": ["int4-tokn"]}, "Did you mean 'int4-token'"),
-        ("llama", {"schemes": ["k=int4.token;v=int4.tokn"]}, r"\n  k=int4.token;v=int4.tokn\n +\^{4,}"),
-        ("gemma2", {"schemes": ["k=int4.token.centreall;v=none"]}, "token.centreall;v=none: layer 0 caps its logits"),
-        ("llama", {"schemes": ["k=int4.channel;v=none"]}, "channel32"),
+        ("llama", {"schemes": ["k=int4.token;v=int4.tokn"]}, "k=int4.token;v=int4.tokn: unknown word 'tokn'"),
+        ("llama", {"schemes": ["k=int4.channel;v=none"]}, "channelN"),
         ("llama", {"schemes": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the model has"),
-        ("gemma2", {"schemes": ["k=int4.token.centre;v=none"]}, "default: k=int4.token.centre;v=none: layer 0 caps"),
         ("llama", {"schemes": ["none"]}, "at least one scheme beside none"),
-        ("llama", {"schemes": ["fp8", "nf4", "fp8.tensor"]}, "'fp8' and 'fp8.tensor' both mean k=fp8.tensor;v=fp8"),
-        ("llama", {"context": 0}, "context"),
-        ("llama", {"context": -64}, "context"),
+        ("llama", {"schemes": ["fp8", "nf4", "fp8.token"]}, "'fp8' and 'fp8.token' both mean k=fp8;v=fp8"),
         ("llama", {"methods": ["prope"]}, "Did you mean 'p_rope'"),
         ("llama", {"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
         ("llama", {"lengths": [1]}, "lengths"),
@@ -480,17 +426,11 @@ def test_a_planted_fault_is_named(tokenizer):
     options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": TEXT}
     without = check_cache(planted((0, 2), (14, 15), 0.0), tokenizer, ["int4-token"], **options)
     assert without.verdict(without.rows[1], 96).kind == "safe"
-    check = check_cache(
-        planted((0, 2), (14, 15), 300.0),
-        tokenizer,
-        ["int4-token", "k=int4.token.pre.centreall;v=int4.token"],
-        **options,
-    )
-    plain, broken = check.rows[:2]
+    check = check_cache(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], **options)
+    plain, broken = check.rows
     assert plain.scores.perplexity.nll == pytest.approx(without.rows[0].scores.perplexity.nll, abs=1e-3)
-    verdict = check.verdict(broken, 96)
-    assert (verdict.kind, verdict.layers, verdict.pairs) == ("unsafe", (0, 2), (14, 15))
-    assert verdict.induced > 0.9 and check.change(broken, 96)[0] > 0.1
+    assert check.verdict(broken, 96).kind == "unsafe" and change(check, broken, 96)[0] > 0.1
+    assert (broken.attribution.worst, broken.attribution.pairs) == ((0, 2), (14, 15))
+    assert broken.attribution.left < broken.attribution.whole / 2, "without these pairs the others do no harm"
     (sentence,) = check.summary()
-    assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\), whose long", sentence)
-    assert check.verdict(check.rows[2], 96).kind == "safe", "centred, the long constant keys do no harm"
+    assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\)", sentence)

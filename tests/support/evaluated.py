@@ -14,8 +14,8 @@ from rope_patch.kv_evaluation.run import kv_check
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 
-RUN = {"layer_types", "freeze_at", "resume", "methods", "attributed"}
-LIMITS = {"tolerance", "confidence", "context"}
+RUN = {"layer_types", "freeze_at", "resume", "methods"}
+LIMITS = {"tolerance", "confidence"}
 
 
 def suite_of(tokenizer, *, text=None, haystack="builtin", **asked):

@@ -7,8 +7,7 @@ import itertools
 
 import torch
 
-from rope_patch.kv_cache.quantizers import NF4
-from rope_patch.kv_cache.schemes import FORMATS
+from rope_patch.kv_cache.formats import NF4
 
 
 def e4m3():
@@ -34,21 +33,18 @@ def eight_bits(value):
     return min(near, key=lambda number: (abs(value - number), E4M3[number]))
 
 
-def rounded(values, side):
+def rounded(values, form):
     """Numbers that share a scale, one by one."""
-    bits = FORMATS[side.format]
     largest = max(abs(value) for value in values)
-    if side.format.startswith("int") and not side.symmetric:
-        low, scale = min(values), (max(values) - min(values)) / (2**bits - 1)
+    if form.startswith("int"):
+        low, scale = min(values), (max(values) - min(values)) / (2 ** int(form[3:]) - 1)
         return [low + scale * round((value - low) / scale) if scale else value for value in values]
-    if side.format.startswith("int"):
-        scale = largest / (2 ** (bits - 1) - 1)
-        return [scale * round(value / scale) if scale else 0.0 for value in values]
-    if side.format == "nf4":
+    if form == "nf4":
         return [
-            largest * min(NF4, key=lambda level: abs(value / largest - level)) if largest else 0.0 for value in values
+            largest * min(NF4.levels, key=lambda level: abs(value / largest - level)) if largest else 0.0
+            for value in values
         ]
-    if side.axis == "tensor" and not side.group:
+    if form == "fp8":
         return [eight_bits(value) for value in values]
     return [eight_bits(value / (largest / 448)) * (largest / 448) if largest else 0.0 for value in values]
 
@@ -57,16 +53,14 @@ def naive(x, side):
     """One block of one row (heads, tokens, features), quantized in plain Python."""
     heads, tokens, features = (range(size) for size in x.shape)
     if side.axis == "token":
-        size = side.group or max(1, len(features))
+        size = side.group or (64 if side.format == "nf4" else max(1, len(features)))
         shares = [
             [(h, t, f) for f in features[low : low + size]] for h in heads for t in tokens for low in features[::size]
         ]
-    elif side.axis == "channel":
-        shares = [[(h, t, f) for t in tokens] for h in heads for f in features]
     else:
-        shares = [list(itertools.product(heads, tokens, features))]
+        shares = [[(h, t, f) for t in tokens] for h in heads for f in features]
     out = torch.zeros_like(x, dtype=torch.float64)
     for share in shares:
-        for place, value in zip(share, rounded([float(x[place]) for place in share], side), strict=True):
+        for place, value in zip(share, rounded([float(x[place]) for place in share], side.format), strict=True):
             out[place] = value
     return out

@@ -1,0 +1,136 @@
+"""The formats of numbers that a cache may hold, one class each.
+
+A format that does not belong here works from a user's own module, which ``--import`` or an entry point of the group
+``rope_patch.formats`` names::
+
+    class Ternary(Format, name="ternary"):
+        \"\"\"-1, 0 or 1 times a scale.\"\"\"
+
+        bits = math.log2(3)
+
+        def round(self, x: Tensor, dim: int) -> Tensor:
+            scale = x.abs().amax(dim, keepdim=True)
+            return (x / nonzero(scale)).round() * scale
+
+Nothing is packed: a value comes back as the number that the format can hold. Scales and zero points are float32, also
+under states in half precision (float64 under float64), where packed caches store 16 bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from rope_patch.registry import Registry
+
+FULL_BITS = 16
+"""Bits of an element in full precision."""
+
+FORMATS: Registry[Format] = Registry("cache format", "rope_patch.formats")
+"""Every format by name. A subclass of :class:`Format` with a name enters itself."""
+
+
+class Format(ABC):
+    """What becomes of numbers that share a scale.
+
+    Attributes:
+        bits: bits of each element.
+        scales: how many numbers of 16 bits are stored for each group: 1 for a scale, 2 with a zero point.
+        group: how many features share a scale where a scheme gives no number, such as the blocks of a file format; 0
+            for the whole head.
+    """
+
+    bits: float
+    scales: int = 1
+    group: int = 0
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        """Enter a format that has a name."""
+        super().__init_subclass__()
+        if name:
+            FORMATS.add(name, cls())
+
+    @abstractmethod
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Return numbers as the format can hold them; those along ``dim`` share a scale."""
+
+
+class FullPrecision(Format, name="none"):
+    """The numbers as they are."""
+
+    bits, scales = FULL_BITS, 0
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Return the numbers."""
+        return x
+
+
+class Integer(Format):
+    """Whole steps from the smallest number of a group to the largest."""
+
+    scales = 2
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Round to the nearest step."""
+        low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+        most = 2**self.bits - 1
+        scale = (high - low) / most
+        steps: Tensor = ((x - low) / nonzero(scale)).round_().clamp_(0, most)
+        return steps.mul_(scale).add_(low)
+
+
+for _bits in (8, 4, 3, 2):
+    FORMATS.add(f"int{_bits}", Integer(_bits))
+
+
+class NF4(Format, name="nf4"):
+    """Dettmers et al., QLoRA, arXiv:2305.14314: 4-bit normal floats in blocks of 64."""
+
+    bits, group = 4, 64
+    levels = (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    )
+    """Of appendix E."""
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Round to the nearest level between the largest number and its negative."""
+        largest = x.abs().amax(dim, keepdim=True)
+        levels = torch.tensor(self.levels, dtype=x.dtype, device=x.device)
+        between = (levels[1:] + levels[:-1]) / 2
+        return levels[torch.bucketize((x / nonzero(largest)).contiguous(), between)] * largest
+
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+class FP8(Format, name="fp8"):
+    """Float8 e4m3 with a scale of 1, as serving engines store it unless a scale was calibrated: 448 is the largest."""
+
+    bits, scales = 8, 0
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Cast there and back."""
+        return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+class ScaledFP8(Format, name="fp8-scaled"):
+    """Float8 e4m3 with the scale that takes the largest number of each group to 448."""
+
+    bits = 8
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Cast what is scaled."""
+        scale = x.abs().amax(dim, keepdim=True) / FP8_MAX
+        return (x / nonzero(scale)).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def nonzero(scale: Tensor) -> Tensor:
+    """Return scales to divide by: 1 in place of 0, which is that of a group of equal numbers."""
+    return scale.masked_fill(scale == 0, 1.0)

@@ -1,0 +1,43 @@
+"""Formats of a user's own module: one class in one file, which commands know by ``--import``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.fresh import run_module
+from support.tiny import small
+from transformers import AutoTokenizer
+
+import rope_patch
+
+MODULE = """
+import math
+from rope_patch.kv_cache.formats import Format, nonzero
+
+class Ternary(Format, name="ternary"):
+    '''-1, 0 or 1 times a scale that 8 features share.'''
+    bits, group = math.log2(3), 8
+
+    def round(self, x, dim):
+        scale = x.abs().amax(dim, keepdim=True)
+        return (x / nonzero(scale)).round() * scale
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "my_formats.py").write_text(MODULE)
+    small().save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama").save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def test_a_format_of_a_users_module_is_checked(folder):
+    asked = ("--schemes", "ternary", "--lengths", 40, "--windows", 2, "--samples", 1, "--depths", 0, "--no-report")
+    done = run_module("rope_patch.cli.app", "kv-check", "model", *asked, "--import", "my_formats", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    full, ternary = json.loads(done.stdout)["rows"]
+    assert ternary["scheme_text"] == "k=ternary;v=ternary"
+    assert ternary["bits"] == pytest.approx(1.58496 + 16 / 8)  # a scale of 16 bits for each 8 features
+    assert ternary["lengths"]["40"]["perplexity"] != full["lengths"]["40"]["perplexity"]
