@@ -138,12 +138,6 @@ CHECKPOINTS = (
         "<= 0.2 * before[key] + 1e-8",
     ),
     Mutation(
-        "adapter_of_another_precision_is_loaded",
-        "rope_patch/checkpoints/save_load.py",
-        "if own.precision != record.precision or not same_tables",
-        "if not same_tables",
-    ),
-    Mutation(
         "table_that_the_loader_built_is_not_verified",
         "rope_patch/checkpoints/save_load.py",
         "        verify_model(model)  # what transformers' loader built, before ours takes its place\n",

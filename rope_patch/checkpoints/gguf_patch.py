@@ -52,7 +52,6 @@ def patch_gguf(
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     replace: bool = False,
-    keep_edits: bool = False,
 ) -> TableChange:
     """Write a copy of a GGUF file with another rotary table, which an unmodified llama.cpp runs.
 
@@ -70,7 +69,6 @@ def patch_gguf(
         layer_types: refused: the files that are patched have one table.
         freeze_at: refused: a file whose table changes with the length is not patched.
         replace: replace the patch that the file has, starting from the table before it.
-        keep_edits: refused: a file holds no config.
 
     Returns:
         The table before and after, and the record.
@@ -81,7 +79,7 @@ def patch_gguf(
         OSError: no such file, an unwritable ``out``, a full disk; ``out`` is then as it was.
     """
     chosen = as_method(method)
-    for option, given in (("layer_type", layer_types), ("freeze_at", freeze_at), ("keep_edits", keep_edits or None)):
+    for option, given in (("layer_type", layer_types), ("freeze_at", freeze_at)):
         if given is not None:
             flag = f"--{option.replace('_', '-')}"
             raise ValueError(f"a GGUF file is patched as the one table it holds, without options such as {flag}")
@@ -148,7 +146,6 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     if record is None:
         reason = found.warnings[0] if found.warnings else "it is not patched, or the patch was lost"
         raise PatchError(f"{source} carries no patch record: {reason}")
-    record.warn_of_missing()
     problems = list(found.warnings)
     recorded, base = table_of(record.tables), base_in(record, table)
     if record.freeze_at is None and not record.edited and recorded is not None:

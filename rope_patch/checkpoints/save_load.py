@@ -100,7 +100,6 @@ def save(
     refuse_bare_adapter_layers(model)
     check_adapters(model, record, trusted, save_options.get("selected_adapters"))
     forget_quantization(locate(model).model)
-    _warn_of_precision(record)
     if processes()[0] > 0 or not save_options.get("is_main_process", True):
         with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
             inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
@@ -121,15 +120,6 @@ def save(
     return Path(out)
 
 
-def _warn_of_precision(record: PatchRecord) -> None:
-    if record.precision != "float32":
-        warnings.warn(
-            f"the angles of this model are computed in {record.precision}; no config of transformers can say so, and "
-            "plain transformers will compute them in float32. rope_patch.load keeps it",
-            stacklevel=3,
-        )
-
-
 def load(
     source: str | Path,
     method: MethodLike | None = None,
@@ -137,8 +127,6 @@ def load(
     layer_types: Sequence[str] | None = None,
     target_length: int | None = None,
     replace: bool = False,
-    keep_edits: bool = False,
-    precision: str = "float32",
     freeze_at: int | None = None,
     **from_pretrained: Any,
 ) -> PreTrainedModel | Any:
@@ -149,11 +137,9 @@ def load(
             whose table is read too (transformers' ``gguf_file=`` reads its base alone).
         method: a patch to apply to a model that has none, in any form that :func:`rope_patch.apply` takes. Its
             parameters go into the method: ``"yarn:factor=4"``.
-        layer_types: for :func:`rope_patch.apply` of ``method``, as are the next five.
+        layer_types: for :func:`rope_patch.apply` of ``method``, as are the next three.
         target_length: the context to reach and to state in the config [tokens].
         replace: replace the patch that the model has.
-        keep_edits: with ``replace``, start from what the config says now.
-        precision: of the angles, ``"float32"`` or ``"float64"``.
         freeze_at: length at which to freeze a table that changes with the context [tokens].
         **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``; remote code is off unless asked for. For an
             adapter also ``adapter_name`` and ``is_trainable``; of one on the hub ``revision`` and ``subfolder`` are its
@@ -173,8 +159,6 @@ def load(
         "layer_types": layer_types,
         "target_length": target_length,
         "replace": replace,
-        "keep_edits": keep_edits,
-        "precision": precision,
         "freeze_at": freeze_at,
     }
     _refuse_parameters(method, options, from_pretrained)
@@ -371,8 +355,8 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
                 f"the adapter {adapter} was trained under {record.to_method()}, and the model is not patched: "
                 f"apply that first, or let rope_patch.load({str(adapter)!r}) do both"
             )
-        if own.precision != record.precision or not same_tables(own.tables, record.tables):
-            theirs, ours = (f"{r.to_method()} ({hashes(r.tables)}, {r.precision})" for r in (record, own))
+        if not same_tables(own.tables, record.tables):
+            theirs, ours = (f"{r.to_method()} ({hashes(r.tables)})" for r in (record, own))
             raise PatchError(
                 f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
                 "and apply the adapter's"

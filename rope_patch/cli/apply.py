@@ -23,7 +23,7 @@ def apply(words: Sequence[str]) -> None:
 
     model, output = options.model, options.output
     method = as_method(options.method, **options.params())
-    how: dict[str, Any] = {"replace": options.replace, "keep_edits": options.keep_edits, "overwrite": options.force}
+    how: dict[str, Any] = {"replace": options.replace, "overwrite": options.force}
     how |= options.patching.arguments()
     if is_gguf(model):
         with bytes_copied(output, hidden=options.as_json) as on_bytes:

@@ -38,10 +38,6 @@ def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
     location = locate(model)
     if location.record is not None:
         verify_model(model)
-        if location.record.precision != "float32":
-            raise ValueError(
-                f"angles in {location.record.precision} cannot be exported: every engine computes in float32"
-            )
     tables = with_context(inspect_model(model).tables, int(location.config.max_position_embeddings))
     for table in tables:
         if table.is_dynamic:

@@ -94,11 +94,8 @@ def _one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
         PatchError: a patched model does not use what its record says.
         ValueError: a table that changes with the length, or several that llama.cpp cannot express.
     """
-    record = locate(model).record
-    if record is not None:
+    if locate(model).record is not None:
         verify_model(model)
-        if record.precision != "float32":
-            warnings.warn(f"llama.cpp computes angles in float32, this patch in {record.precision}", stacklevel=3)
     tables = {table.layer_type: table for table in inspect_model(model).tables}
     for table in tables.values():
         if table.is_dynamic:

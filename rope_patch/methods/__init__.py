@@ -15,7 +15,7 @@ from rope_patch.methods.longrope import LongRope, longrope_parameters  # isort: 
 from rope_patch.methods.clipping import CoPE, Truncated  # isort: skip
 from rope_patch.methods.table import Table  # isort: skip
 from rope_patch.methods.two_tables import TwoTables  # isort: skip
-from rope_patch.methods.strings import MethodLike, as_method, create, from_dict, method_string, missing_methods, parse  # isort: skip
+from rope_patch.methods.strings import MethodLike, as_method, create, from_dict, parse  # isort: skip
 
 __all__ = [
     "ABF",
@@ -45,8 +45,6 @@ __all__ = [
     "field_help",
     "from_dict",
     "longrope_parameters",
-    "method_string",
-    "missing_methods",
     "number",
     "parse",
 ]

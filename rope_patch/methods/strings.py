@@ -13,8 +13,7 @@ from typing import Any
 
 from rope_patch.methods.base import METHODS, Chain, Method
 from rope_patch.methods.p_rope import Default
-from rope_patch.methods.parameters import written
-from rope_patch.methods.two_tables import TwoTables, joined
+from rope_patch.methods.two_tables import TwoTables
 from rope_patch.runtime.text import did_you_mean, parse_length
 
 MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
@@ -118,42 +117,3 @@ def as_method(method: MethodLike, **params: Any) -> Method:
         steps = tuple(as_method(item) for item in method)
         return steps[0] if len(steps) == 1 else Chain(steps)
     raise TypeError(f"expected a method's name, object, dict, or a non-empty sequence of them, got {method!r}")
-
-
-def missing_methods(data: Mapping[str, Any]) -> list[str]:
-    """Return the names in a method's ``to_dict`` whose classes are not defined here.
-
-    >>> missing_methods({"method": "chain", "steps": [{"method": "pi", "factor": 2}, {"method": "of_a_script"}]})
-    ['of_a_script']
-    """
-    return [str(step["method"]) for step in _steps(data) if step["method"] not in METHODS]
-
-
-def method_string(data: Mapping[str, Any]) -> str:
-    """Return the method string of a method's ``to_dict``, also where its class is not defined here.
-
-    >>> method_string({"method": "of_a_script", "factor": 2.0, "other": None})
-    'of_a_script:factor=2'
-    """
-    if data.get("method") == TwoTables.name:
-        return joined(method_string(data["long"]), data["switch_at"], method_string(data["short"]))
-    strings = []
-    for step in _steps(data):
-        if step["method"] in METHODS:
-            strings.append(str(from_dict(step)))
-            continue
-        params = {key: value for key, value in step.items() if key != "method" and value is not None}
-        given = (tuple(value) if isinstance(value, list) else value for value in params.values())
-        strings.append(":".join([step["method"], *(f"{k}={written(v)}" for k, v in zip(params, given, strict=True))]))
-    return "+".join(strings)
-
-
-def _steps(data: Any) -> list[Mapping[str, Any]]:
-    """Return the steps of a method's ``to_dict``: those of a chain, or of two tables, one after the other."""
-    if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
-        raise ValueError(f"expected a 'method' key with a name, got {data!r}")
-    if data["method"] == TwoTables.name:
-        return [*_steps(data.get("long")), *_steps(data.get("short", {"method": Default.name}))]
-    if data["method"] != Chain.name:
-        return [data]
-    return [inner for step in data.get("steps", ()) for inner in _steps(step)]

@@ -56,7 +56,6 @@ class ApplyOptions(OptionSet, command="apply"):
     )
     patching: Patching = contained(Patching)
     replace: bool = flag("If the model is patched already, replace that patch; without this, it is an error.")
-    keep_edits: bool = flag("With --replace: keep what was changed in the config since the earlier patch.")
     force: bool = shared.force()
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()

@@ -40,24 +40,18 @@ class PatchRequest:
     layer_types: Sequence[str] | None = None
     target_length: int | None = None
     replace: bool = False
-    keep_edits: bool = False
-    precision: str = "float32"
     freeze_at: int | None = None
 
     def __post_init__(self) -> None:
-        if self.precision not in ("float32", "float64"):
-            raise ValueError(f"precision must be 'float32' or 'float64', got {self.precision!r}")
         length = self.target_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise ValueError(f"target_length must be a whole number of tokens >= 1, got {length!r}")
-        if self.keep_edits and not self.replace:
-            raise ValueError("keep_edits goes with replace=True: it says what an earlier patch is replaced on")
 
     @classmethod
     def of(cls, record: PatchRecord) -> PatchRequest:
         """Return the options by which a patch is made again."""
         kinds = None if record.layer_types == (None,) else [str(kind) for kind in record.layer_types]
-        return cls(kinds, record.target_length, True, False, record.precision, record.freeze_at)
+        return cls(kinds, record.target_length, True, record.freeze_at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +192,6 @@ def encode(location: Location, tables: NewTables, options: PatchRequest) -> Patc
         short_tables=records_of(tables.short),
         base_config=base_settings,
         target_length=options.target_length,
-        precision=options.precision,
         freeze_at=options.freeze_at,
         edited=tuple(key_of(kind) for kind, table in before.items() if table.rope_parameters is None),
     )
@@ -207,11 +200,8 @@ def encode(location: Location, tables: NewTables, options: PatchRequest) -> Patc
 
 def repeat(location: Location, record: PatchRecord) -> PatchPlan:
     """Return the plan of a patch that a record describes, made from the base tables again."""
-    encodings = {}
-    if record.missing is not None and location.record is not None and location.record.tables == record.tables:
-        encodings = {key_of(kind): encoding_of(location.config, kind) for kind in record.layer_types}
     options = PatchRequest.of(record)
-    return encode(location, new_tables(location, record.to_method(encodings), options, recorded=True), options)
+    return encode(location, new_tables(location, record.to_method(), options, recorded=True), options)
 
 
 def _encode_table(

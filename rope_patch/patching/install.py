@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
@@ -90,8 +89,6 @@ def apply(
     layer_types: Sequence[str] | None = None,
     target_length: int | None = None,
     replace: bool = False,
-    keep_edits: bool = False,
-    precision: str = "float32",
     freeze_at: int | None = None,
     **params: Any,
 ) -> Patch:
@@ -110,8 +107,6 @@ def apply(
             is taken from it, one that does not reach it is refused.
         replace: replace an earlier patch, starting again from the base table. What was changed in the config since
             then is dropped, with a warning.
-        keep_edits: with ``replace``, start from what the config says now, such changes included.
-        precision: ``"float64"`` computes angles in double; no config of transformers can say so.
         freeze_at: length at which to freeze a ``dynamic`` or two-table ``longrope`` checkpoint [tokens].
         **params: the method's parameters.
 
@@ -123,7 +118,7 @@ def apply(
             patched, or whose layers use none.
         PatchError: the model is patched already.
     """
-    options = PatchRequest(layer_types, target_length, replace, keep_edits, precision, freeze_at)
+    options = PatchRequest(layer_types, target_length, replace, freeze_at)
     patch = _apply(model, as_method(method, **params), options, logger.warning)
     if target_length is None and (unstated := patch.unstated) is not None:
         logger.warning(unstated)
@@ -145,8 +140,8 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
 
 def install(location: Location, plan: PatchPlan) -> Patch:
     """Put a plan into a model: the only step that changes it. On any error the model is as it was."""
-    source, precision = plan.source, plan.record.precision
-    options: Any = {"precision": precision, "keep_float32": source.keeps_float32, "layout": source.layout}
+    source = plan.source
+    options: Any = {"keep_float32": source.keeps_float32, "layout": source.layout}
     if isinstance(plan.method, TwoTables):
         options |= {"short": plan.short, "switch_at": plan.method.switch_at}
     module = (TwoTableRotary if plan.short else PatchedRotary)(plan.after, source.original, **options)
@@ -212,13 +207,11 @@ def _source(location: Location, options: PatchRequest) -> tuple[Location, list[s
         _refuse_a_second_patch(location)
     if location.record is None:
         return location, []
-    if options.keep_edits:
-        module = build_rotary(location.rotary_class, location.config)
-        return dataclasses.replace(location, module=module, record_data=None), []
     if not (edits := edits_since(location)):
         return location, []
-    dropped = f"replacing {location.record.to_method()} drops what was changed in the config since: {'; '.join(edits)}"
-    return location, [f"{dropped}. keep_edits=True (--keep-edits) starts from the config as it is"]
+    return location, [
+        f"replacing {location.record.to_method()} drops what was changed in the config since: {'; '.join(edits)}"
+    ]
 
 
 def _refuse_a_second_patch(location: Location) -> None:
@@ -228,12 +221,6 @@ def _refuse_a_second_patch(location: Location) -> None:
             raise PatchError(f"{name} is patched, but its config has lost the record: load the model again")
         return
     patched_already = f"{name} is already patched with {record.to_method()}"
-    if edits := edits_since(location):
-        raise PatchError(
-            f"{patched_already}, and its config was changed since ({'; '.join(edits)}). replace=True (--replace) drops "
-            "that and starts from the table before the patch; with keep_edits=True (--keep-edits), from the config as "
-            "it is"
-        )
     measurable = location.patched is None and not location.without_numbers
     if measurable and measure(location, location.module, record.tables, device_of(location.model)):
         raise PatchError(
@@ -265,7 +252,6 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
     Raises:
         PatchError: the model's base tables are not those the record was made on.
     """
-    record.warn_of_missing()
     with lock_of(model):
         location = locate(model)
         location.check_base()

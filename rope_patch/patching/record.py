@@ -10,22 +10,19 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.utils import logging as hf_logging
 
 from rope_patch import __version__
+from rope_patch.errors import in_one_line
 from rope_patch.frequencies import fingerprint, table_of
-from rope_patch.methods import Method, TwoTables, from_dict, method_string, missing_methods
-from rope_patch.patching.record_rules import check_layout
+from rope_patch.methods import Method, TwoTables, from_dict
 from rope_patch.tables import RotaryTable, Tables
 
 SCHEMA = 1
-
-logger = hf_logging.get_logger("rope_patch")
 
 
 @dataclass(frozen=True)
@@ -53,43 +50,6 @@ class TableRecord:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class RecordedMethod(Method):
-    """What stands for a method whose class is not defined here: it gives the tables that the record holds.
-
-    Attributes:
-        data: the method's :meth:`~rope_patch.Method.to_dict`, as recorded.
-        tables: by layer type, as recorded.
-        encodings: by layer type, the ``rope_parameters`` by which the config encodes the tables, where it does.
-    """
-
-    data: Mapping[str, Any] = field(default_factory=dict)
-    tables: Mapping[str, TableRecord] = field(default_factory=dict)
-    encodings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    name: ClassVar[str] = "recorded table"
-    extends: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Leave the fields as they are: they are no parameters."""
-
-    def __call__(self, table: RotaryTable) -> RotaryTable:
-        """Return the table that was recorded for this layer type."""
-        recorded = self.tables[key_of(table.layer_type)]
-        inv_freq = table_of(recorded.inv_freq)
-        if torch.equal(inv_freq, table.inv_freq) and recorded.attention_scaling == table.attention_scaling:
-            return table
-        encoding = self.encodings.get(key_of(table.layer_type))
-        return table.becomes(inv_freq, rope_parameters=encoding, attention_scaling=recorded.attention_scaling)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what was recorded."""
-        return copy.deepcopy(dict(self.data))
-
-    def __str__(self) -> str:
-        """Return the method string; every recorded parameter is in it, also one at its default."""
-        return method_string(self.data)
-
-
 @dataclass(frozen=True)
 class PatchRecord:
     """What was done to a model's rotary tables, and what they were before.
@@ -101,7 +61,6 @@ class PatchRecord:
         base_tables: every table before it.
         base_config: the config's rotary settings before it (``rope_parameters``, ``max_position_embeddings``).
         target_length: the context the patch set, where asked [tokens].
-        precision: of the angles, ``float32`` or ``float64``.
         freeze_at: the length a dynamic base table was frozen at [tokens].
         short_tables: the tables of sequences up to ``switch_at`` of the method, by layer type; empty where there is one
             table for all lengths.
@@ -116,7 +75,6 @@ class PatchRecord:
     base_tables: Mapping[str, TableRecord]
     base_config: Mapping[str, Any]
     target_length: int | None = None
-    precision: str = "float32"
     freeze_at: int | None = None
     short_tables: Mapping[str, TableRecord] = field(default_factory=dict)
     edited: tuple[str, ...] = ()
@@ -134,42 +92,9 @@ class PatchRecord:
         tables = (*self.tables.items(), *self.short_tables.items())
         return any(table.hash != self.base_tables[key].hash for key, table in tables)
 
-    @property
-    def missing(self) -> str | None:
-        """Say so where the class of the method, or of a step of it, is not defined here; None where it is."""
-        names = ", ".join(map(repr, missing_methods(self.method)))
-        if not names:
-            return None
-        return (
-            f"the class of the method {names} is not defined here, so its tables are taken from the patch record. To "
-            "have them computed anew, import the module that defines it: rope_patch.registry.import_modules in Python, "
-            "--import MODULE on the command line"
-        )
-
-    def warn_of_missing(self) -> None:
-        """Warn, once, where the class of the method is not defined here."""
-        if self.missing is not None:
-            logger.warning_once(self.missing)
-
-    def to_method(self, encodings: Mapping[str, Any] | None = None) -> Method:
-        """Return the method object; a :class:`RecordedMethod` where its class is not defined here.
-
-        Args:
-            encodings: as of ``RecordedMethod``.
-        """
-        data, encodings = self.method, encodings or {}
-        if data.get("method") == TwoTables.name and missing_methods(data):
-            long = self._recorded(data["long"], self.tables, encodings)
-            return TwoTables(long, self._recorded(data["short"], self.short_tables, {}), switch_at=data["switch_at"])
-        return self._recorded(data, self.tables, encodings)
-
-    def _recorded(
-        self, data: Mapping[str, Any], tables: Mapping[str, TableRecord], encodings: Mapping[str, Any]
-    ) -> Method:
-        """Return a method by its tables where its class is not defined here."""
-        if not missing_methods(data):
-            return from_dict(data)
-        return RecordedMethod(data, {key_of(kind): tables[key_of(kind)] for kind in self.layer_types}, encodings)
+    def to_method(self) -> Method:
+        """Return the method object."""
+        return from_dict(self.method)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
@@ -187,27 +112,28 @@ class PatchRecord:
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"the rope_patch record must be a JSON object, got {type(data).__name__}")
-        if isinstance(data.get("schema"), int) and data["schema"] > SCHEMA:
+        if (schema := data.get("schema", SCHEMA)) != SCHEMA:
             raise ValueError(
-                f"this patch record was written by rope_patch {data.get('package_version')} (schema {data['schema']}), "
-                f"newer than this one ({__version__}, schema {SCHEMA}): upgrade with "
-                "pip install -U rope_patch"
+                f"this patch record was written by rope_patch {data.get('package_version')} (schema {schema}), and "
+                f"{__version__} reads schema {SCHEMA}: upgrade with pip install -U rope_patch"
             )
         data = dict(data)
         changed = data.pop("changed", None)
+        if data.pop("precision", "float32") != "float32":  # which older versions knew
+            raise ValueError("the rope_patch record asks for another precision of angles than float32")
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"the rope_patch record has unknown keys {sorted(unknown)}")
-        check_layout(data)
-        for group in ("tables", "base_tables", "short_tables"):
-            data[group] = {key: _read_table(key, table) for key, table in data.get(group, {}).items()}
-        record = cls(**data | {"layer_types": tuple(data["layer_types"]), "edited": tuple(data.get("edited", ()))})
-        try:
-            record.to_method()
-        except (TypeError, ValueError) as error:
+        if lacking := {"method", "layer_types", "tables", "base_tables", "base_config"} - data.keys():
+            raise ValueError(f"the rope_patch record lacks {min(lacking)!r}: restore the file from its source")
+        record = cls(**{key: _read(key, value) for key, value in data.items()})
+        keys, kinds = set(record.tables), {key_of(kind) for kind in record.layer_types}
+        short = kinds if record.method["method"] == TwoTables.name else set()
+        fitting = keys == set(record.base_tables) and keys >= kinds | set(record.edited)
+        if not kinds or not fitting or set(record.short_tables) != short:
             raise ValueError(
-                f"the method of the rope_patch record cannot be read: {' '.join(str(error).split())}"
-            ) from error
+                "the rope_patch record was altered: its layer_types, tables, base_tables and edited do not fit"
+            )
         if changed not in (None, record.changed):
             raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
         return record
@@ -245,14 +171,46 @@ def key_of(layer_type: str | None) -> str:
     return layer_type or "all"
 
 
-def _read_table(key: str, data: Mapping[str, Any]) -> TableRecord:
-    table = TableRecord(tuple(map(float, data["inv_freq"])), float(data["attention_scaling"]), str(data["hash"]))
+def _read(key: str, value: Any) -> Any:
+    """Return what a record says under a key, which somebody may have edited.
+
+    Raises:
+        ValueError: another kind of value, a method that is not known here, or a hash that does not fit its table.
+    """
+    try:
+        match key:
+            case "method":
+                from_dict(value)
+            case "layer_types" | "edited":
+                return tuple(value)
+            case "tables" | "base_tables" | "short_tables":
+                return {kind: _read_table(kind, table) for kind, table in value.items()}
+            case "base_config":
+                dict(value["rope_parameters"])
+                _check_length(value["max_position_embeddings"])
+            case "target_length" | "freeze_at" if value is not None:
+                _check_length(value)
+        return value
+    except Exception as error:
+        own = ""
+        if key == "method":
+            own = ". A method of your own needs its module: rope_patch.registry.import_modules, or --import MODULE"
+        raise ValueError(
+            f"the rope_patch record cannot be read, its {key!r} is wrong ({in_one_line(error)}): restore the file from "
+            f"its source{own}"
+        ) from error
+
+
+def _check_length(value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no number of tokens")
+
+
+def _read_table(kind: str, data: Mapping[str, Any]) -> TableRecord:
+    table = TableRecord(tuple(map(float, data["inv_freq"])), float(data["attention_scaling"]), data["hash"])
     actual = fingerprint(table_of(table.inv_freq), table.attention_scaling)
     if actual != table.hash:
-        raise ValueError(
-            f"the rope_patch record was altered: its table for {key!r} hashes to {actual}, the record says "
-            f"{table.hash}. Restore the file from its source, or patch the base checkpoint again"
-        )
+        raise ValueError(f"it was altered: the table for {kind!r} hashes to {actual}, and {table.hash} is stated")
     return table
 
 

@@ -191,33 +191,27 @@ class PatchedRotary(nn.Module):
     Args:
         tables: one table per layer type of the module; a single one with ``layer_type`` None on unmixed models.
         original: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
-        precision: ``"float64"`` multiplies positions and frequencies in double, for positions beyond about 1e5.
         keep_float32: return float32 whatever the model computes in, as the original module does (OLMo, ERNIE 4.5).
         layout: how the original lays out cos and sin; by default that is found out.
 
     Attributes:
         layout: how cos and sin are laid out.
         by_original: the forward pass of the original, which is run in its own layout; None in that of Llama.
-
-    Raises:
-        ValueError: ``"float64"`` where the original's forward pass is run.
     """
 
     def __init__(
         self,
         tables: Mapping[str | None, RotaryTable],
         original: nn.Module,
-        precision: str = "float32",
         *,
         keep_float32: bool = False,
         layout: RotaryLayout | None = None,
     ) -> None:
         super().__init__()
         self.tables = dict(tables)
-        self.precision, self.keep_float32 = precision, keep_float32
+        self.keep_float32 = keep_float32
         self.config = original.config
         self.max_seq_len_cached = self.original_max_seq_len = next(iter(tables.values())).max_position_embeddings
-        self._angle_dtype = torch.float64 if precision == "float64" else torch.float32
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
         self._scaling = {kind: float(table.attention_scaling) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
@@ -225,11 +219,6 @@ class PatchedRotary(nn.Module):
         kind, table = next(iter(tables.items()))
         self.layout = layout or layout_of(original, kind, table.pairs)
         self.by_original = None if self.layout == RotaryLayout() else OriginalForward(original)
-        if self.by_original is not None and precision == "float64":
-            raise ValueError(
-                f"precision='float64' is for the layout of Llama: {type(original).__name__} computes its angles in "
-                "float32 itself. Leave precision out"
-            )
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)
@@ -242,15 +231,13 @@ class PatchedRotary(nn.Module):
         return self._original[0]
 
     def table(self, layer_type: str | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Return inv_freq: (pairs,) [rad/token] on ``device``, in the dtype the angles are computed in."""
+        """Return inv_freq: (pairs,) float32 [rad/token] on ``device``."""
         device = torch.device(device)
         key = (layer_type, device)
         cached = self._cached.get(key)
         if cached is None:
             with torch.inference_mode(False):
-                cached = torch.tensor(self._numbers[layer_type], dtype=torch.float32, device=device).to(
-                    self._angle_dtype
-                )
+                cached = torch.tensor(self._numbers[layer_type], dtype=torch.float32, device=device)
             if type(cached) is Tensor:  # never keep a fake tensor of a tracer
                 self._cached[key] = cached
         return cached
@@ -261,7 +248,7 @@ class PatchedRotary(nn.Module):
             kind = name.removesuffix("inv_freq").removesuffix("original_").removesuffix("_") or None
             if kind in self._numbers:
                 device = next((device for _, device in self._cached), torch.device("cpu"))
-                return self.table(kind, device).float()
+                return self.table(kind, device)
         if not name.startswith("_") and "_original" in self.__dict__ and name in self.original.__dict__:
             return self.original.__dict__[name]  # what a model looks up on its own module, LFM3 its layer_types
         return super().__getattr__(name)
@@ -280,7 +267,7 @@ class PatchedRotary(nn.Module):
         if self.by_original is not None:
             table = self.table(layer_type, x.device)
             return self.by_original(x, position_ids, layer_type, table, self._scaling[layer_type])
-        angles = position_ids[..., None].to(self._angle_dtype) * self.table(layer_type, x.device)
+        angles = position_ids[..., None].float() * self.table(layer_type, x.device)
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin, scaling = angles.cos(), angles.sin(), self._scaling[layer_type]
         if scaling != 1.0:

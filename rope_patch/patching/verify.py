@@ -99,14 +99,13 @@ def inspect_model(model: nn.Module) -> Inspection:
     """
     location = locate(model)
     record = location.record
-    warnings = [record.missing] if record is not None and record.missing is not None else []
     if location.patched is not None:
         in_use = tuple(location.patched.tables.values())
         lost = ["patched, but its config has lost the record"] if record is None else []
-        return Inspection(location.name, in_use, record, (*warnings, *_scaling_warnings(in_use), *lost))
+        return Inspection(location.name, in_use, record, (*_scaling_warnings(in_use), *lost))
     as_stated = replace(location, record_data=None)  # what the config in force describes, patched or not
     in_use = tuple(as_stated.tables.values())
-    warnings += as_stated.warnings
+    warnings = [*as_stated.warnings]
     warnings += [
         f"{table.name} changes with the length during generation: pass freeze_at to patch it"
         for table in in_use
@@ -180,7 +179,6 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
     expected = record or own
     if expected is None:
         raise PatchError(f"{location.name} carries no patch record: it is not patched, or the patch was lost")
-    expected.warn_of_missing()
     problems = []
     if holds_adapters_twice(model):
         problems.append("a PeftModel lies inside another, and the names in an adapter's file match nothing there")

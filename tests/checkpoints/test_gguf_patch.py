@@ -126,7 +126,7 @@ def test_phi3_has_its_factors_in_two_tensors(tmp_path):
     assert rope_patch.verify(tmp_path / "out.gguf").method == "pi:factor=4"
 
 
-@pytest.mark.parametrize("option", [{"layer_types": ["full_attention"]}, {"freeze_at": 64}, {"keep_edits": True}])
+@pytest.mark.parametrize("option", [{"layer_types": ["full_attention"]}, {"freeze_at": 64}])
 def test_options_that_a_file_has_no_use_for(base, tmp_path, option):
     with pytest.raises(ValueError, match="patched"):
         patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", **option)

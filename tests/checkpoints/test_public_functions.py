@@ -61,9 +61,9 @@ def test_what_is_no_adapter_is_refused_as_one(tmp_path, saved, name):
 
 
 def test_load_takes_the_options_of_apply_by_name(saved):
-    model = rope_patch.load(saved / "patched", "pi", target_length=128, precision="float64", replace=True)
+    model = rope_patch.load(saved / "patched", "pi", target_length=128, replace=True)
     record = rope_patch.verify(model).record
-    assert (str(record.to_method()), record.target_length, record.precision) == ("pi:factor=2", 128, "float64")
+    assert (str(record.to_method()), record.target_length) == ("pi:factor=2", 128)
 
 
 @pytest.mark.parametrize(

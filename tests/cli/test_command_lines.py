@@ -136,7 +136,6 @@ RECORDS = {
     "precision": ([None, "float16", 32]),
     "freeze_at": (["x", -1]),
     "edited": ([None, 3, "all", [None]]),
-    "package_version": ([None, 1]),
     "schema": ([None, "one", 99]),
 }
 

@@ -230,18 +230,6 @@ def test_a_lost_record_is_noticed():
             attempt(model)
 
 
-def test_double_precision():
-    far = torch.tensor([[1_000_003]])
-    model = tiny_model()
-    exact = (far[..., None].double() * locate(model).module.inv_freq.double()).cos()
-    single = cos_sin(model, far)[0][..., :8]
-    with rope_patch.patched(model, "default", precision="float64"):
-        double = cos_sin(model, far)[0][..., :8]
-    assert (double - exact).abs().max() < 1e-7 < 1e-4 < (single - exact).abs().max()
-    with pytest.raises(ValueError, match="float32"):
-        rope_patch.apply(model, "default", precision="bf16")
-
-
 @pytest.mark.parametrize("name", ["p_rope", "partial", "truncated", "longrope", "table"])
 def test_ambient_dtype_and_device_play_no_part(name):
     expected = rope_patch.apply(tiny_model(), name).record

@@ -276,13 +276,6 @@ def test_a_table_that_is_fitted_is_laid_out_alike(family):
     assert all(float(p.grad.abs().sum()) > 0 for p in table.parameters())
 
 
-def test_angles_in_double_are_refused():
-    model = model_of("cohere")
-    with pytest.raises(ValueError, match="CohereRotaryEmbedding"):
-        rope_patch.apply(model, "pi:factor=2", precision="float64")
-    assert type(module_of(model)).__name__ == "CohereRotaryEmbedding"
-
-
 # --- several position axes --------------------------------------------------------------------------------------------
 
 
