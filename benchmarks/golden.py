@@ -365,11 +365,6 @@ def _analyzed(report: Mapping[str, Any]) -> Numbers:
             }
             for states, rows in report["outliers"].items()
         },
-        "recall": {
-            f"{one['states']} {one['quantile']} {one['threshold']}": _pick(one, "features outliers frequency angle")
-            for one in report["recall"]
-        },
-        "sinks": {f"{one['layer']}.{one['head']}": [one["position"], one["score"]] for one in report["sinks"]},
         "p": {str(one["p"]): _pick(one, of_p) for one in report["p_sweep"]},
         "advised": report["advice"]["p"],
     }

@@ -4,8 +4,8 @@ This is a forward pass of its own, since no fused kernel returns its weights. Th
 this module, which computes weights a block of queries at a time, reduces them, and goes on with the same weights: the
 pass costs one forward with unfused attention, and memory for one block, never ``(heads, tokens, tokens)``.
 
-*Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5 and tables 3-5, for diagonal, previous-token and
-"apostrophe" heads and for the Cauchy-Schwarz bound; Gu et al., arXiv:2410.10781, for sinks; Olsson et al.,
+*Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5 and tables 3-5, for diagonal and previous-token heads
+and for the Cauchy-Schwarz bound; Gu et al., arXiv:2410.10781, for sinks; Olsson et al.,
 arXiv:2209.11895, for induction (their prefix matching).
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_patch.analysis.attention_sums import AttentionSums, TextRead
+from rope_patch.analysis.attention_sums import AttentionSums, Block, TextRead
 from rope_patch.analysis.heads import Heads
 from rope_patch.modeling.attention_probe import attending_with, window_alone, window_of
 from rope_patch.modeling.modes import in_eval_mode
@@ -197,13 +197,12 @@ def _attend(
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
     window = window_of(attention_mask) or tokens
-    chosen = current.block if current else None
-    block = chosen or max(16, min(512, BLOCK_BYTES // (4 * heads * tokens)))
+    size = (current.block if current else None) or max(16, min(512, BLOCK_BYTES // (4 * heads * tokens)))
     out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     queries, keys, values = query[0].float(), key[0].float(), value[0].float()
     places = torch.arange(tokens, device=query.device)
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
+    for start in range(0, tokens, size):
+        stop = min(start + size, tokens)
         low = max(0, start - window + 1)
         block_queries = queries[:, start:stop]
         grouped = block_queries.reshape(
@@ -215,7 +214,7 @@ def _attend(
         capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
         if sums is not None:
-            sums.add(block_queries, keys[:, low:stop], scaling, logits, weights, apart, hidden, start, low)
+            sums.add(Block(start, low, block_queries, keys[:, low:stop], scaling, logits, weights, apart, hidden))
         attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
         out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
     if sums is not None:

@@ -13,10 +13,8 @@ SETTLED = 8
 """Queries from this position on are counted: before it, every key is both near and among the first [tokens]."""
 SINK = 0.3
 """Mean weight above which a key is a sink (Gu et al., arXiv:2410.10781)."""
-OFTEN = 8
-"""Times that a token must occur before its attention mass as a trigger is reported."""
 TOP = 4
-"""Sinks and triggers that are kept per head."""
+"""Sinks that are kept per head."""
 
 
 @dataclass(eq=False)
@@ -27,19 +25,41 @@ class TextRead:
         rows: (rows, tokens) token ids.
         offsets: distances whose mass is kept one by one.
         first_query: position of the first query that is counted [tokens].
-        token_ids: (different,) the different token ids, sorted.
-        codes: (rows, tokens) index of each token in ``token_ids``.
     """
 
     rows: Tensor
     offsets: int
     first_query: int = field(init=False)
-    token_ids: Tensor = field(init=False)
-    codes: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.first_query = min(SETTLED, self.rows.shape[1] // 2)
-        self.token_ids, self.codes = torch.unique(self.rows, return_inverse=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some queries of a row, and their attention to the keys that they may see.
+
+    Attributes:
+        start: position of the first query [tokens].
+        low: position of the first key [tokens].
+        query: (heads, queries, head_dim), rotated.
+        key: (key heads, keys, head_dim), rotated.
+        scaling: factor on q·k.
+        logits: (heads, queries, keys) scaled, before soft-capping.
+        weights: (heads, queries, keys).
+        apart: (queries, keys) how far each key lies behind each query [tokens].
+        hidden: (queries, keys) whether a query does not see a key.
+    """
+
+    start: int
+    low: int
+    query: Tensor
+    key: Tensor
+    scaling: float
+    logits: Tensor
+    weights: Tensor
+    apart: Tensor
+    hidden: Tensor
 
 
 class AttentionSums:
@@ -60,8 +80,6 @@ class AttentionSums:
         self.induction, self.even, self.matched = self._zeros(heads), 0.0, 0
         self.near = self._zeros(3, heads, 2)  # logit, bound, ratio
         self.near_count = [0, 0]
-        self.after = self._zeros(heads, len(text.token_ids))
-        self.after_count = torch.zeros(len(text.token_ids), dtype=torch.float64)
         self.sink_sum = self._zeros(heads)
         self.sinks: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, position, row: (heads, top) of each row
 
@@ -77,19 +95,9 @@ class AttentionSums:
         self.far_count = torch.zeros(tokens, dtype=torch.float64)
         self.row_queries = 0
 
-    def add(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scaling: float,
-        logits: Tensor,
-        weights: Tensor,
-        apart: Tensor,
-        hidden: Tensor,
-        start: int,
-        low: int,
-    ) -> None:
-        """Add a block of queries: weights (heads, queries, keys) of keys from ``low`` on, queries from ``start`` on."""
+    def add(self, block: Block) -> None:
+        """Add a block of queries."""
+        start, low, logits, hidden = block.start, block.low, block.logits, block.hidden
         invalid = ~(torch.isfinite(logits) | hidden)
         if bool(invalid.any()):
             head, at = invalid.nonzero()[0, :2].tolist()
@@ -97,12 +105,12 @@ class AttentionSums:
                 f"layer {self.index}, query head {head} has logits that are no finite numbers at position "
                 f"{start + at}: statistics need finite states"
             )
-        ids = self.text.rows[self.row].to(weights.device)
-        self._add_bound(query, key, scaling, logits, start, low)
+        ids = self.text.rows[self.row].to(logits.device)
+        self._add_bound(block)
         skip = max(self.text.first_query - start, 0)
-        if skip >= weights.shape[1]:
+        if skip >= len(hidden):
             return
-        weights, logits, apart, hidden = weights[:, skip:], logits[:, skip:], apart[skip:], hidden[skip:]
+        weights, apart, hidden = block.weights[:, skip:], block.apart[skip:], hidden[skip:]
         start += skip
         stop = start + weights.shape[1]
         queries = stop - start
@@ -127,26 +135,22 @@ class AttentionSums:
         visible = (~hidden).sum(-1)
         self.even += float((match.sum(-1) / visible)[any_match].sum())
         self.matched += int(any_match.sum())
-        # The query right after each token.
-        if start - low - 1 > -queries:
-            previous = weights.diagonal(start - low - 1, 1, 2)
-            codes = self.text.codes[self.row][stop - 1 - previous.shape[1] : stop - 1]
-            self.after.index_add_(1, codes, previous.cpu().double())
-            self.after_count.index_add_(0, codes, torch.ones(len(codes), dtype=torch.float64))
         far = (apart >= FAR) & ~hidden
         self.far[:, low:stop] += torch.einsum("hqk,qk->hk", weights, far.to(weights.dtype)).cpu().double()
         self.far_count[low:stop] += far.sum(0).cpu().double()
         self.all[:, low:stop] += weights.sum(1).cpu().double()
 
-    def _add_bound(self, query: Tensor, key: Tensor, scaling: float, logits: Tensor, start: int, low: int) -> None:
+    def _add_bound(self, block: Block) -> None:
         """Add logits and their Cauchy-Schwarz bound for the query's own key and the previous one."""
+        key, logits, first = block.key, block.logits, block.start - block.low
         lengths = key.norm(dim=-1).repeat_interleave(self.heads // len(key), 0)
         for offset in (0, 1):
-            if start - low - offset <= -logits.shape[1]:
+            if first - offset <= -logits.shape[1]:
                 continue
-            line = logits.diagonal(start - low - offset, 1, 2)
-            stop = start + logits.shape[1] - low - offset  # of the keys
-            bound = query[:, -line.shape[1] :].norm(dim=-1) * lengths[:, stop - line.shape[1] : stop] * scaling
+            line = logits.diagonal(first - offset, 1, 2)
+            stop = first + logits.shape[1] - offset  # of the keys
+            bound = block.query[:, -line.shape[1] :].norm(dim=-1) * lengths[:, stop - line.shape[1] : stop]
+            bound = bound * block.scaling
             cosine = torch.where(bound > 0, line / bound.clamp_min(torch.finfo(bound.dtype).tiny), 0.0)
             self.near[:, :, offset] += torch.stack([_sum(part) for part in (line, bound, cosine)])
             self.near_count[offset] += line.shape[1]
@@ -169,10 +173,6 @@ class AttentionSums:
         ((weight, position, row),) = self.sinks
         drawn = weight > 0
         token = self.text.rows[row, position]
-        often = self.after_count >= OFTEN
-        mass = torch.where(often, self.after / self.after_count.clamp_min(1), 0.0)
-        trigger_mass, at = mass.topk(min(TOP, mass.shape[1]))
-        occurs = trigger_mass > 0
         counts = torch.tensor(self.offset_count, dtype=torch.float64)
         logit, bound, cosine = self.near / torch.tensor(self.near_count, dtype=torch.float64).clamp_min(1)
         unknown = torch.full((self.heads,), torch.nan, dtype=torch.float64)
@@ -188,9 +188,6 @@ class AttentionSums:
             induction_mass=self.induction / self.matched if self.matched else unknown,
             induction_chance=torch.tensor(self.even / max(self.matched, 1), dtype=torch.float64),
             repeated_mass=unknown,
-            trigger_token=self.text.token_ids[at].masked_fill(~occurs, -1),
-            trigger_mass=trigger_mass,
-            trigger_count=self.after_count[at].long().masked_fill(~occurs, 0),
             distance=self.distance / self.queries,
             entropy=self.entropy / self.queries,
             logit=logit,

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from rope_patch.modeling.statistics import read_arrays, write_arrays
 
-SCHEMA = "heads 1"
+SCHEMA = "heads 2"
 
 FAR = 8
 """A key counts as a sink by the weight it draws from this far and farther [tokens]."""
 MAJORITY = 0.5
 """A head is of a type when this share of its attention goes where the type says."""
-TRIGGERS = 3
-"""Tokens that must each draw the query after them before a head is of type "after a token"; hundreds are looked at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +40,6 @@ class LayerHeads:
         repeated_mass: (heads,) the same on random tokens twice in a row, where nothing but induction can know what
             follows; nan when the text is too short for it: a match at most ``OFFSETS`` back could be a matter of
             distance.
-        trigger_token: (heads, top) tokens that draw the query right after them most; -1 where there are no more.
-        trigger_mass: (heads, top) mean weight they draw from it.
-        trigger_count: (heads, top) how often they occur.
         distance: (heads,) mean distance of attention [tokens].
         entropy: (heads,) mean entropy of the weights [nats].
         logit: (heads, 2) mean logit with the query's own key and with the previous one, before soft-capping; over all
@@ -64,9 +59,6 @@ class LayerHeads:
     induction_mass: Tensor
     induction_chance: Tensor
     repeated_mass: Tensor
-    trigger_token: Tensor
-    trigger_mass: Tensor
-    trigger_count: Tensor
     distance: Tensor
     entropy: Tensor
     logit: Tensor
@@ -83,8 +75,7 @@ class LayerHeads:
 
         ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (sinks together, where the
         first token alone is not enough), ``"induction"`` (on the text, less what chance puts there, or on repeated
-        tokens), ``"after a token"`` (the previous token, but only after certain ones: Barbero et al.'s apostrophe
-        heads).
+        tokens).
 
         Args:
             head: query head.
@@ -101,12 +92,6 @@ class LayerHeads:
         on_text = self.induction_mass[head] - self.induction_chance
         if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= majority:
             types.append("induction")
-        rests = bool({"first token", "sink"} & set(types))
-        # One token is enough for a head that otherwise attends to a sink.
-        drawn = self.trigger_mass[head, : 1 if rests else TRIGGERS]
-        looks_there = "diagonal" in types or float(self.offset_mass[head, 1]) >= majority / 5
-        if not looks_there and bool((drawn >= majority).all()):
-            types.append("after a token")
         return tuple(types)
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.analysis.decomposition import mean_pairs, phi
 from rope_patch.modeling.statistics import Capture
 
 RATIO = 5.0
@@ -142,7 +141,7 @@ def scatter(capture: Capture, *, context: int | None = None, layers: Sequence[in
             "inv_freq": layer.inv_freq.double().expand(heads, pairs),
             "key_radius": key.radius,
             "query_radius": query.radius,
-            "phi": phi(*mean_pairs(layer)),
+            "phi": phi(query.mean_pairs, key.mean_pairs),
             "key_deviation": key.circular_deviation,
             "query_deviation": query.circular_deviation,
             "partial": limits.partial.expand(heads, pairs),
@@ -151,6 +150,23 @@ def scatter(capture: Capture, *, context: int | None = None, layers: Sequence[in
         for name, values in entries.items():
             columns.setdefault(name, []).append(values.reshape(-1))
     return Scatter(**{name: torch.cat(values) for name, values in columns.items()})
+
+
+def phi(query: Tensor, key: Tensor) -> Tensor:
+    """Return the angle from mean queries to mean keys, in (0, 2π] [rad].
+
+    Args:
+        query: (..., pairs, 2).
+        key: (..., pairs, 2).
+
+    >>> query, key = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, -1.0], [2.0, 0.0]])
+    >>> [round(x / math.pi, 4) for x in phi(query, key).tolist()]  # equal directions are a whole turn
+    [1.5, 2.0]
+    """
+    whole = 2 * math.pi
+    angle: Tensor = torch.atan2(key[..., 1], key[..., 0]) - torch.atan2(query[..., 1], query[..., 0])
+    angle = torch.remainder(angle, whole)
+    return torch.where(angle == 0, whole, angle)
 
 
 # --- the outliers themselves -----------------------------------------------------------------------------------------

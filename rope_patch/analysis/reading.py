@@ -18,14 +18,14 @@ TOKENS = 16384
 """Tokens that the statistics read at most where no number is given."""
 SHORTEST_ROW = 64
 """Length of the rows at least where a time decides [tokens]."""
-PASSES = 3
-"""Times that the rows are read: for the statistics, the heads and the sinks."""
+PASSES = 2
+"""Times that the rows are read: for the statistics and for the heads."""
 
 
 def split_tokens(total: int, p_values: Sequence[float], rows: int | None = None) -> tuple[int, int]:
     """Return how many tokens of a total the rows and each p of the sweep have.
 
-    Half goes to the rows, which are read three times, and the rest to the tables of the sweep.
+    Half goes to the rows, which are read twice, and the rest to the tables of the sweep.
 
     Args:
         total: of all passes [tokens].

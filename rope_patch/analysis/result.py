@@ -10,14 +10,12 @@ from typing import Any
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.outliers import OutlierPair, outlier_pairs
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
-from rope_patch.analysis.recall import recall
-from rope_patch.analysis.sinks import Sinks
 from rope_patch.analysis.views import HeadView
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture
 from rope_patch.runtime.finished import finite
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +30,6 @@ class Analysis:
         rows: the text.
         capture: statistics of queries, keys and values.
         heads: where its heads attend.
-        sinks: for each layer, the keys that the mean queries prefer.
         views: single heads in detail.
         p_sweep: p-RoPE at several p, the unchanged table first; empty when the sweep was left out.
         p_sweep_positions: edges of the spans of positions whose perplexity the sweep measures [tokens].
@@ -49,7 +46,6 @@ class Analysis:
     rows: TextRows
     capture: Capture
     heads: Heads
-    sinks: tuple[Sinks, ...]
     views: tuple[HeadView, ...]
     p_sweep: tuple[SweepPoint, ...]
     p_sweep_positions: tuple[int, ...]
@@ -68,8 +64,7 @@ class Analysis:
         return outlier_pairs(self.capture, states)
 
     def to_json(self) -> str:
-        """Return everything but the arrays: types of heads, outliers, recall, sinks, the p sweep and its advice."""
-        table = recall(self.capture, quantiles=(0.99,))
+        """Return everything but the arrays: types of heads, outliers, the p sweep and its advice."""
         out = {
             "schema": self.schema,
             "model": self.name,
@@ -89,19 +84,6 @@ class Analysis:
                 _head_facts(self, layer.index, head) for layer in self.heads.layers for head in range(layer.heads)
             ],
             "outliers": {states: [asdict(pair) for pair in self.outliers(states)] for states in ("key", "query")},
-            "recall": json.loads(table.to_json())["rows"],
-            "sinks": [
-                {
-                    "layer": layer.layer,
-                    "head": head,
-                    "token": self.token_text(int(layer.token[head, 0])),
-                    "position": int(layer.position[head, 0]),
-                    "score": float(layer.score[head, 0]),
-                    "cosine": float(layer.cosine[head, 0]),
-                }
-                for layer in self.sinks
-                for head in range(len(layer.token))
-            ],
             "p_sweep": [asdict(point) for point in self.p_sweep],
             "p_sweep_positions": list(self.p_sweep_positions),
             "p_sweep_text": self.p_sweep_text,
@@ -127,8 +109,6 @@ def findings(analysis: Analysis) -> list[str]:
          "do induction, on the text or on repeated random tokens"),
         ("first token", f"attends to the first token {most}", f"attend to the first token {most}"),
         ("sink", f"attends to several sinks {most}", f"attend to several sinks {most}"),
-        ("after a token", "attends to the previous token only after certain tokens",
-         "attend to the previous token only after certain tokens"),
     ):  # fmt: skip
         names = [f"{layer}.{head}" for layer, head, types in heads if head_type in types]
         if names:

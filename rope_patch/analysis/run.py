@@ -17,7 +17,6 @@ from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
 from rope_patch.analysis.reading import split_tokens
 from rope_patch.analysis.result import Analysis
-from rope_patch.analysis.sinks import Sinks, sinks
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
 from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
@@ -154,8 +153,6 @@ def analyze_rows(
         chunk=chunk,
     )
     measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
-    with progress.stage("sinks"):
-        preferred = sinks(model, rows.ids, statistics, chunk=chunk, layers=layers)
     with progress.unreported():
         views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], list(heads) or _clearest(measured))
     context = max(table.max_position_embeddings for table in inspection.tables)
@@ -174,13 +171,12 @@ def analyze_rows(
         rows=rows,
         capture=statistics,
         heads=measured,
-        sinks=preferred,
         views=views,
         p_sweep=points,
         p_sweep_positions=edges,
         p_sweep_text=text_name,
         advice=advise(points, tolerance, vocabulary=_vocabulary(model)),
-        token_texts=_token_texts(tokenizer, statistics, measured, preferred, views),
+        token_texts=_token_texts(tokenizer, statistics, measured, views),
         environment=environment(model),
     )
 
@@ -265,7 +261,6 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
                 "previous token": layer.offset_mass[head, 1],
                 "induction": torch.fmax(layer.induction_mass[head], layer.repeated_mass[head]).nan_to_num(),
                 "sink": torch.maximum(layer.first_mass[head], layer.sink_mass[head]),
-                "after a token": layer.trigger_mass[head, 0] - layer.offset_mass[head, 1],
             }
             for head_type, mass in score.items():
                 if float(mass) > best.get(head_type, (0.0, 0, 0))[0]:
@@ -273,12 +268,9 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
     return list(dict.fromkeys((layer, head) for _, layer, head in best.values()))
 
 
-def _token_texts(
-    tokenizer: Any, statistics: Capture, heads: Heads, preferred: Sequence[Sinks], views: Sequence[HeadView]
-) -> dict[int, str]:
+def _token_texts(tokenizer: Any, statistics: Capture, heads: Heads, views: Sequence[HeadView]) -> dict[int, str]:
     named = [part.top_token for layer in statistics.layers for part in (layer.query, layer.key, layer.value)]
-    named += [ids for layer in heads.layers for ids in (layer.sink_token, layer.trigger_token)]
-    named += [layer.token for layer in preferred] + [view.token_ids for view in views]
+    named += [layer.sink_token for layer in heads.layers] + [view.token_ids for view in views]
     different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist() if named else []
     return {token: tokenizer.decode([token]) for token in different if token >= 0}
 

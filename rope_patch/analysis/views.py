@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rope_patch.analysis.decomposition import turn
 from rope_patch.modeling.sources import LayerSource
 from rope_patch.modeling.statistics import pairs_of
 from rope_patch.modeling.streaming import stream, token_rows
@@ -119,9 +118,10 @@ class HeadView:
     @functools.cached_property
     def _rotated(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as attention sees them: (tokens, pairs, 2) each."""
-        places, table = torch.arange(len(self.query)), self.inv_freq.double()
+        angles = torch.arange(len(self.query))[:, None] * self.inv_freq.double()
+        turns = torch.polar(torch.ones_like(angles), angles) * self.attention_scaling
         query, key = (
-            turn(self._pairs(states).transpose(0, 1), table, places).transpose(0, 1) * self.attention_scaling
+            torch.view_as_real(torch.view_as_complex(self._pairs(states).contiguous()) * turns)
             for states in (self.query, self.key)
         )
         return query, key

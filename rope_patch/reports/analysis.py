@@ -18,7 +18,7 @@ def page(analysis: Analysis) -> Page:
     Args:
         analysis: of a checkpoint.
     """
-    parts = (_heads, _single, _usage, _outliers, _means, _sinks, _p_sweep)
+    parts = (_heads, _single, _usage, _outliers, _p_sweep)
     summary = Section("Summary", findings(analysis), [pages.facts(facts(analysis), analysis.environment)])
     title = f"How {analysis.name} uses its rotary table"
     return Page(title, [summary, *(part(analysis) for part in parts)])
@@ -29,7 +29,7 @@ def _heads(analysis: Analysis) -> Section:
         "A head is of a type when at least half of its attention goes where the type says; diagonal heads (own token) "
         "and previous-token heads need position (Barbero et al. 2024)."
     )
-    found = [tables.head_types(analysis), tables.bounds(analysis), tables.triggers(analysis), tables.sinks(analysis)]
+    found = [tables.head_types(analysis), tables.bounds(analysis), tables.sinks(analysis)]
     return Section("Which heads are positional", [answer], [*found, figures.attention_masses(analysis)])
 
 
@@ -62,25 +62,8 @@ def _outliers(analysis: Analysis) -> Section:
         "angles beyond a bound of their own."
     )
     listed = [tables.outlier_pairs(analysis, states) for states in ("key", "query")]
-    parts: list[DataTable | Figure | Note] = [tables.recalled(analysis), figures.outlier_scatter(analysis), *listed]
+    parts: list[DataTable | Figure | Note] = [figures.outlier_scatter(analysis), *listed]
     return Section("Outliers and their bounds", [answer], parts)
-
-
-def _means(analysis: Analysis) -> Section:
-    answer = (
-        "The logit of the mean query with the mean key is a sum of waves over distance, one for each pair: where the "
-        "sum alone peaks at the distance that a head attends to, the head works by position and not by content."
-    )
-    shown = [figures.mean_logit(analysis, layer, head) for layer, head in figures.clearest(analysis.heads)]
-    return Section("The mean logit over distance", [answer], shown)
-
-
-def _sinks(analysis: Analysis) -> Section:
-    answer = (
-        "A sink draws attention from every position; its key is aligned with the mean query (Jonasson 2025), and the "
-        "weight says how much attention it really draws."
-    )
-    return Section("Tokens that the mean query prefers", [answer], [tables.preferred(analysis)])
 
 
 def _p_sweep(analysis: Analysis) -> Section:

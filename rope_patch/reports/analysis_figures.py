@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rope_patch.analysis.decomposition import decompose
-from rope_patch.analysis.heads import Heads, LayerHeads
+from rope_patch.analysis.heads import LayerHeads
 from rope_patch.analysis.outliers import RATIO, scatter
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.views import HeadView
@@ -21,10 +20,6 @@ from rope_patch.reports.plots import outliers as plots_outliers
 from rope_patch.reports.plots.analysis import PAIRS, Map, head_view, heat_maps, pair_map, spread
 
 LINE = "The line 2π/L is the frequency bound of Jonasson (2025): slower pairs make no full turn within the context L."
-EVERY, SAMPLES = 512, 700
-"""Distances below ``EVERY`` are all computed; beyond it ``SAMPLES`` at even ratios."""
-DECOMPOSED, LONGEST, LEFT_OUT = 3, 5, 3
-"""Heads whose mean logits are shown; pairs of a head that are drawn; pairs that are left out of its sum."""
 
 
 def attention_masses(analysis: Analysis) -> Figure:
@@ -149,61 +144,6 @@ def outlier_scatter(analysis: Analysis) -> Figure:
     figure = plots_outliers.radius_angle(points, cuts, title="Length of every pair’s mean, and the two bounds")
     caption = f"Each point is a pair of one query head (Jonasson 2025, figures 8 and 11): {'; '.join(counted)}."
     return drawn(figure, f"{caption} Dotted: {RATIO:g} times the median length.")
-
-
-# --- mean logits -----------------------------------------------------------------------------------------------------
-
-
-def clearest(heads: Heads, most: int = DECOMPOSED) -> list[tuple[int, int]]:
-    """Return layer and head of the clearest positional heads: first one previous-token and one diagonal head.
-
-    If no head is positional, the head that is closest to being one.
-    """
-
-    def clear(at: tuple[int, int]) -> float:
-        return float(heads.layer(at[0]).offset_mass[at[1]].max())
-
-    positional = {(layer, head): types for layer, head, types in heads.positional()}
-    if not positional:
-        return [max(((layer.index, head) for layer in heads.layers for head in range(layer.heads)), key=clear)]
-    order = sorted(positional, key=clear, reverse=True)
-    first = [next((at for at in order if name in positional[at]), None) for name in ("previous token", "diagonal")]
-    return list(dict.fromkeys(at for at in [*first, *order] if at is not None))[:most]
-
-
-def distances_of(context: int) -> Tensor:
-    """Return distances below a context: every whole one up to ``EVERY``, then some at even ratios [tokens]."""
-    far = torch.logspace(math.log10(EVERY), math.log10(max(context, EVERY)), SAMPLES, dtype=torch.float64)
-    sparse = {distance for distance in far.round().long().tolist() if EVERY <= distance < context}
-    return torch.tensor([*range(min(context, EVERY)), *sorted(sparse)])
-
-
-def mean_logit(analysis: Analysis, index: int, head: int) -> Figure:
-    """Return a head's mean logit over distance."""
-    layer = analysis.capture.layer(index)
-    parts = decompose(layer, distances_of(layer.context))
-    logits = (parts.pairs[head] * parts.rotary_scaling) * parts.scaling
-    total = logits.sum(0) + parts.constant[head] * parts.scaling
-    product = layer.query.radius[head] * layer.key_by_query_head.radius[head]
-    longest = product.argsort(descending=True, stable=True)[:LONGEST].tolist()
-    swing = logits.amax(1) - logits.amin(1)
-    left_out = sorted(longest, key=lambda pair: -float(swing[pair]))[:LEFT_OUT]
-    title = _title(analysis, index, head)
-    terms = {pair: logits[pair] for pair in longest}
-    figure = plots_outliers.mean_logits(
-        parts.distances, total, terms, left_out, inv_freq=layer.inv_freq, title=f"{title}, mean logit"
-    )
-    query = min(128, layer.context) - 1
-    alone = parts.pattern(range(query + 1))[head, -1]
-    masses = analysis.heads.layer(index).offset_mass[head]
-    offset = min(int(masses.argmax()), query)
-    which = {0: "its own token", 1: "the previous token"}.get(offset, f"the token {offset} back")
-    caption = (
-        f"{title}. Mean query and mean key alone would put {number_text(float(alone[query - offset]))} of the "
-        f"attention of a query at position {query} on {which}; the head puts {number_text(float(masses[offset]))} "
-        "there."
-    )
-    return drawn(figure, caption)
 
 
 # --- p ---------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from rope_patch.analysis.attention_sums import SINK
 from rope_patch.analysis.heads import FAR, MAJORITY, LayerHeads
 from rope_patch.analysis.outliers import RATIO
-from rope_patch.analysis.recall import recall
 from rope_patch.analysis.result import Analysis
 from rope_patch.evaluation.numbers import four_digits, number_text, perplexity_text, relative
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Note
@@ -69,29 +68,6 @@ def bounds(analysis: Analysis) -> DataTable | Note:
     return DataTable("Logits of positional heads and their upper bound", columns, rows[:MOST_HEADS], caption)
 
 
-def triggers(analysis: Analysis) -> DataTable | Note:
-    """Return the heads that attend to the previous token after certain tokens only, and those tokens."""
-    rows: list[Cells] = []
-    for layer, head in _all_heads(analysis):
-        if "after a token" in layer.head_types(head):
-            parts = (layer.trigger_token, layer.trigger_mass, layer.trigger_count)
-            found = [
-                f"{token_text(analysis, token)} {number_text(mass)} ({count} times)"
-                for token, mass, count in zip(*(part[head].tolist() for part in parts), strict=True)
-                if token >= 0 and mass >= MAJORITY / 2
-            ]
-            mean = number_text(float(layer.offset_mass[head, 1]))
-            rows.append([f"{layer.index}.{head}", mean, Cell(";  ".join(found), style="text")])
-    if not rows:
-        return Note("No head attends to the previous token after certain tokens only (Barbero et al. 2024).")
-    caption = (
-        "The apostrophe heads of Barbero et al. (2024): mean weight on the previous token over all queries, and the "
-        "tokens that draw far more when they are the previous one, with the weight on each."
-    )
-    title = "Heads that attend to the previous token after certain tokens"
-    return DataTable(title, ("Head", "Mean", "After the tokens"), rows[:MOST_HEADS], caption)
-
-
 def sinks(analysis: Analysis) -> DataTable | Note:
     """Return the sinks, by the number of heads that attend to them."""
     found: dict[tuple[int, bool], list[tuple[float, str, int]]] = {}
@@ -118,44 +94,7 @@ def sinks(analysis: Analysis) -> DataTable | Note:
     return DataTable("Sinks", columns, rows, caption)
 
 
-def preferred(analysis: Analysis) -> DataTable:
-    """Return the tokens that the mean queries of each layer prefer most, and whether attention goes there."""
-    rows: list[Cells] = []
-    for layer in analysis.sinks:
-        head = int(layer.score[:, 0].argmax())
-        token, position, row = (int(part[head, 0]) for part in (layer.token, layer.position, layer.row))
-        drawn = analysis.heads.layer(layer.layer)
-        same = (drawn.sink_position[head] == position) & (drawn.sink_row[head] == row)
-        weight = number_text(float(drawn.sink_weight[head][same][0])) if bool(same.any()) else "not a sink of the head"
-        values = (layer.logit[head, 0], layer.score[head, 0], layer.cosine[head, 0])
-        numbers = (number_text(float(value), digits) for value, digits in zip(values, (2, 1, 2), strict=True))
-        name = Cell(token_text(analysis, token), style="token")
-        rows.append([f"{layer.layer}.{head}", name, str(position), str(row), *numbers, weight])
-    caption = (
-        "The head and token of each layer with the largest score: the key’s logit with the mean query, averaged over "
-        "all distances, in standard deviations above the mean of all keys."
-    )
-    columns = ("Head", "Token", "Position [tokens]", "Row", "Logit", "Score [σ]", "Cosine", "Weight")
-    return DataTable("The preferred token of each layer", columns, rows, caption)
-
-
 # --- outliers --------------------------------------------------------------------------------------------------------
-
-
-def recalled(analysis: Analysis) -> DataTable:
-    """Return Jonasson's table 2."""
-    rows: list[Cells] = []
-    for row in recall(analysis.capture, quantiles=(0.99,)).rows:
-        plain = row.quantile is None
-        cut = f"{row.threshold:g}" if plain else f"{number_text(row.threshold)} ({row.quantile:g} quantile)"
-        shares = (_percent(share) for share in (row.frequency, row.angle, row.relaxed))
-        rows.append([ROLES[row.states], cut, f"{row.outliers} of {row.features}", str(row.unrotated), *shares])
-    caption = (
-        "Shares of the pairs with a long mean that lie below the frequency bound, beyond the angle bound, and beyond "
-        "the angle bound less 0.1 rad (relaxed), as table 2 of Jonasson (2025)."
-    )
-    columns = ("States", "Length over", "Outliers", "Unrotated", "Frequency", "Angle", "Relaxed")
-    return DataTable("Outliers inside the bounds", columns, rows, caption)
 
 
 def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:

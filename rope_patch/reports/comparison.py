@@ -11,11 +11,9 @@ from rope_patch.evaluation.answers import few_answers
 from rope_patch.evaluation.compare import Column, Comparison
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS
-from rope_patch.evaluation.numbers import number_text
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.frequencies import unrotated, wavelength
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Figure, Note, Page, Section, drawn, short_names
 from rope_patch.reports.plots import base as plots
@@ -50,9 +48,7 @@ def _section(comparison: Comparison) -> Section:
         *_effective_lengths(comparison, names),
         *_wavelengths(comparison, names),
         *_differences(comparison, names, columns),
-        _every_cell(comparison, names),
         answers([(names[row.label], row.scores) for row in comparison.rows]),
-        _tables(comparison, names),
         *_long_names(names),
         pages.facts(_facts(comparison), comparison.environment),
     ]
@@ -177,31 +173,6 @@ def _effective_lengths(comparison: Comparison, names: Mapping[str, str]) -> list
     ]
 
 
-def _every_cell(comparison: Comparison, names: Mapping[str, str]) -> DataTable:
-    columns = ("Method", "Task", "Length [tokens]", "Depth", "Exact match", "First choice", "Digits",
-               "Log-probability [nats]")  # fmt: skip
-    rows: list[Cells] = [
-        [
-            names[row.label],
-            Cell(task, style="left"),
-            str(cell.length),
-            f"{100 * cell.depth:.3g} %",
-            f"{cell.correct} of {len(cell.samples)}",
-            f"{cell.first_choice} of {len(cell.samples)}",
-            number_text(cell.digits),
-            number_text(cell.logprob),
-        ]
-        for row in comparison.rows
-        for task, result in row.scores.retrieval.items()
-        for cell in sorted(result.cells, key=lambda cell: (cell.length, cell.depth))
-    ]
-    caption = (
-        "First choice is read in one forward pass over the answer, without generation; digits is the share of its "
-        "characters that are right."
-    )
-    return DataTable("All retrieval scores", columns, rows, caption, folded=True)
-
-
 def answers(scores: Sequence[tuple[str, EvalResult]]) -> DataTable:
     """Return a few answers as they were given.
 
@@ -215,22 +186,6 @@ def answers(scores: Sequence[tuple[str, EvalResult]]) -> DataTable:
         rows.append([name, Cell(one.task, style="left"), str(one.length), one.place or "–", *texts])
     caption = "The first wrong answer, where there is one, and the first right one to the shortest and longest prompts."
     return DataTable("A few answers", columns, rows, caption, folded=True)
-
-
-def _tables(comparison: Comparison, names: Mapping[str, str]) -> DataTable:
-    rows: list[Cells] = []
-    for row in comparison.rows:
-        for table in row.tables:
-            rests = unrotated(table.inv_freq)
-            turning = wavelength(table.inv_freq.double())[~rests]
-            edges = [float(turning.min()), float(turning.max())] if len(turning) else [math.nan, math.nan]
-            ends = [f"{edge:,.0f}" if edge >= 1000 else number_text(edge) for edge in edges]
-            layers = Cell(table.layer_type or "all", style="left")
-            zeroed = f"{int(rests.sum())} of {table.pairs}"
-            rows.append([names[row.label], layers, *ends, zeroed, f"{table.attention_scaling:.4g}", table.fingerprint])
-    columns = ("Method", "Layers", "Fastest [tokens]", "Slowest that turns [tokens]", "Unrotated pairs",
-               "Attention scaling", "Fingerprint")  # fmt: skip
-    return DataTable("Table of wavelengths", columns, rows, "The rotary tables that each method used.", folded=True)
 
 
 def _long_names(names: Mapping[str, str]) -> list[DataTable]:

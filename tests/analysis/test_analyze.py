@@ -184,7 +184,7 @@ def test_every_part_is_there(tokenizer, family):
     assert len(out["heads"]) == sum(layer.query.heads for layer in result.capture.layers)
     assert out["findings"] == findings(result) and findings(result)[-1] == result.advice.reason
     assert [point["p"] for point in out["p_sweep"]] == [1.0, 0.5]
-    assert {stage for stage, _ in progress} == {"capture", "heads", "sinks", "unchanged table", "p = 0.5"}
+    assert {stage for stage, _ in progress} == {"capture", "heads", "unchanged table", "p = 0.5"}
     assert sum(tokens for _, tokens in progress) == AnalysisReading(64, [0.5], 64).tokens(result.rows.ids.numel(), None)
     assert result.capture.groups == ("one", "two") and result.context == 64
     assert all(result.token_text(int(token)) for view in result.views for token in view.token_ids)

@@ -40,8 +40,8 @@ import rope_patch
 from rope_patch import theory
 from rope_patch.analysis import attention_mass, attention_sums
 from rope_patch.analysis.attention_mass import OFFSETS, _check_reproduced, measure_heads, repeated_tokens
-from rope_patch.analysis.attention_sums import OFTEN, SETTLED, TOP
-from rope_patch.analysis.heads import FAR, TRIGGERS, Heads
+from rope_patch.analysis.attention_sums import SETTLED, TOP
+from rope_patch.analysis.heads import FAR, Heads
 from rope_patch.analysis.views import view_heads
 from rope_patch.frequencies import geometric
 from rope_patch.modeling.capture import capture
@@ -115,7 +115,7 @@ def loops(rows, layers, window, offsets=OFFSETS):
     heads, tokens = layers[0].weights.shape[:2]
     start, window = min(SETTLED, tokens // 2), window or tokens
     collected = defaultdict(list)
-    after, far, all_of = defaultdict(list), defaultdict(list), defaultdict(list)
+    far, all_of = defaultdict(list), defaultdict(list)
     for r, row in enumerate(rows.tolist()):
         states = layers[r]
         for i in range(tokens):
@@ -140,7 +140,6 @@ def loops(rows, layers, window, offsets=OFFSETS):
             if same:
                 collected["induction"].append(w[:, same].sum(1))
                 collected["chance"].append(len(same) / len(sees))
-            after[row[i - 1]].append(w[:, i - 1])
             for j in sees:
                 all_of[r, j].append(w[:, j])
                 if i - j >= FAR:
@@ -150,9 +149,7 @@ def loops(rows, layers, window, offsets=OFFSETS):
     enough = {r: max(FAR, max((len(values) for at, values in far.items() if at[0] == r), default=0) / 4)
               for r in range(len(rows))}  # fmt: skip
     draws = {place: numpy.mean(values, 0) for place, values in far.items() if len(values) >= enough[place[0]]}
-    pulls = {token: numpy.mean(values, 0) for token, values in after.items() if len(values) >= OFTEN}
     places = [sorted(draws, key=lambda at, h=h: -draws[at][h])[:TOP] for h in range(heads)]
-    triggers = [sorted(pulls, key=lambda at, h=h: -pulls[at][h])[:TOP] for h in range(heads)]
     return {
         "offset_mass": numpy.stack([mean["offset", offset] for offset in range(offsets)], 1),
         "first_mass": mean["first"],
@@ -166,9 +163,6 @@ def loops(rows, layers, window, offsets=OFFSETS):
         "sink_weight": [[draws[at][h] for at in row] for h, row in enumerate(places)],
         "induction_mass": mean.get("induction", numpy.full(heads, numpy.nan)),
         "induction_chance": mean.get("chance", 0.0),
-        "trigger_token": triggers,
-        "trigger_mass": [[pulls[at][h] for at in row] for h, row in enumerate(triggers)],
-        "trigger_count": [[len(after[at]) for at in row] for row in triggers],
         "distance": mean["distance"],
         "entropy": mean["entropy"],
         **{name: numpy.stack([mean[name, 0], mean[name, 1]], 1) for name in ("logit", "bound", "cosine")},
@@ -181,9 +175,9 @@ def assert_looped(layer, expected, atol=2e-5):
         if not numpy.size(values):
             continue
         got, values = getattr(layer, name).numpy(), numpy.asarray(values)
-        if name.startswith(("sink_", "trigger_")) and got.ndim == 2:
+        if name.startswith("sink_") and got.ndim == 2:
             rest = got[:, values.shape[1] :]
-            assert (rest == (0 if name in ("sink_weight", "trigger_mass", "trigger_count") else -1)).all(), name
+            assert (rest == (0 if name == "sink_weight" else -1)).all(), name
             got = got[:, : values.shape[1]]
         if values.dtype == int:
             assert got.tolist() == values.tolist(), name
@@ -434,9 +428,6 @@ def test_a_head_that_looks_further_back(back):
     assert measure_heads(model, golden_rows()).positional() == ([] if back == 10 else [(1, 0, (f"{back} back",))])
 
 
-SEVERAL = {"trigger_mass": [0.5] * TRIGGERS}
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -452,11 +443,6 @@ SEVERAL = {"trigger_mass": [0.5] * TRIGGERS}
         ({"induction_mass": 0.9, "induction_chance": 0.5}, ()),
         ({"induction_mass": math.nan, "repeated_mass": 0.5}, ("induction",)),
         ({"induction_mass": math.nan, "repeated_mass": math.nan}, ()),
-        (SEVERAL, ("after a token",)),
-        ({"trigger_mass": [0.5]}, ()),  # one token of hundreds may do so by chance
-        ({"trigger_mass": [0.5], "first_mass": 0.6}, ("first token", "after a token")),
-        ({**SEVERAL, "offset_mass": [0, 0.1]}, ()),  # it looks there anyway
-        ({**SEVERAL, "offset_mass": [0.5], "repeated_mass": 0.9}, ("diagonal", "induction")),
     ],
 )
 def test_head_types_by_hand(values, expected):

@@ -14,14 +14,11 @@ from support import tiny
 from support.report_pages import Page, accessible, loads_nothing
 
 from rope_patch import frequencies
-from rope_patch.analysis.decomposition import decompose
 from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.outliers import scatter
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
-from rope_patch.analysis.recall import recall
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.run import analyze_rows
-from rope_patch.analysis.sinks import Sinks
 from rope_patch.analysis.views import HeadView
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
@@ -68,9 +65,6 @@ def random_heads(draw, index, heads):
     sink_weight[2, 0] = 0.64
     token = torch.arange(heads * 4).view(heads, 4) % len(WORDS)
     token[2, 0] = 0
-    trigger_mass = 0.2 * draw(heads, 4)
-    if index == 0:
-        trigger_mass[3] = torch.tensor([0.57, 0.53, 0.52, 0.0])
     return LayerHeads(
         index=index,
         offset_mass=offset,
@@ -83,9 +77,6 @@ def random_heads(draw, index, heads):
         induction_mass=0.3 * draw(heads),
         induction_chance=torch.tensor(0.01, dtype=torch.float64),
         repeated_mass=torch.full((heads,), math.nan, dtype=torch.float64),
-        trigger_token=torch.full((heads, 4), 4),
-        trigger_mass=trigger_mass,
-        trigger_count=torch.full((heads, 4), 9),
         distance=100 * draw(heads),
         entropy=5 * draw(heads),
         logit=10 * draw(heads, 2),
@@ -112,7 +103,7 @@ def random_analysis(
     def draw(*shape):
         return torch.rand(*shape, generator=source, dtype=torch.float64)
 
-    captured, attended, preferred = [], [], []
+    captured, attended = [], []
     for index, (kind, context, pairs) in zip(range(layers), itertools.cycle(tables), strict=False):
         size = heads, 2 * pairs, pairs, len(groups)
         captured.append(
@@ -131,22 +122,6 @@ def random_analysis(
             )
         )
         attended.append(random_heads(draw, index, heads))
-        places = torch.arange(3).expand(heads, 3).clone()
-        preferred.append(
-            Sinks(
-                layer=index,
-                position=places,
-                token=places + 2,
-                row=torch.zeros_like(places),
-                logit=draw(heads, 3),
-                score=1 + 4 * draw(heads, 3),
-                key=draw(heads, 3, 2 * pairs),
-                alignment=draw(heads, 3, pairs),
-                cosine=draw(heads, 3),
-                pairs=pairs,
-                interleaved=False,
-            )
-        )
     ids = torch.arange(tokens) % len(WORDS)
     first = captured[0]
     view = HeadView(
@@ -177,7 +152,6 @@ def random_analysis(
         rows=TextRows(ids.expand(2, tokens), groups, "a text", "ab" * 32, (0,)),
         capture=Capture("TinyForCausalLM", 2 * tokens, 2, "c" * 16, 0, groups, tuple(captured)),
         heads=Heads("TinyForCausalLM", 2 * tokens, 2, "c" * 16, tuple(attended)),
-        sinks=tuple(preferred),
         views=(view,),
         p_sweep=points,
         p_sweep_positions=(0, 256, 1024),
@@ -204,7 +178,7 @@ def test_the_page_is_whole_and_loads_nothing():
     loads_nothing(text)
     accessible(text)
     page = Page(text)
-    assert len(page.all("img")) == 9  # masses, view, norms by layer and by domain, scatter, 3 means, p
+    assert len(page.all("img")) == 6  # masses, view, norms by layer and by domain, scatter, p
     words = "".join(page.text)
     assert "Some <b> model" in words and "<b>" not in text
     facts = dict(page.table("What was measured")[1:])
@@ -226,7 +200,7 @@ def test_tokens_are_seen_and_do_no_harm(page):
 def test_numbers_of_heads_are_those_of_the_analysis(page):
     analysis = random_analysis()
     rows = {row[0]: row for row in page.table("Heads and their types")[1:]}
-    assert set(rows) == {"0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "1.2", "2.0", "2.1", "2.2"}
+    assert set(rows) == {"0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "2.0", "2.1", "2.2"}
     assert rows["0.2"][1] == "first token"
     layer = analysis.heads.layer(1)
     assert rows["1.1"][1] == "previous token"
@@ -236,12 +210,10 @@ def test_numbers_of_heads_are_those_of_the_analysis(page):
     bound = {row[0]: row for row in page.table("Logits of positional heads and their upper bound")[1:]}
     assert set(bound) == {"0.0", "0.1", "1.0", "1.1", "2.0", "2.1"}
     assert bound["1.1"][2:4] == [f"{float(part[1, 0]):.2f}" for part in (layer.logit, layer.bound)]
-    (trigger,) = page.table("Heads that attend to the previous token after certain tokens")[1:]
-    assert trigger[0] == "0.3" and trigger[2].startswith("<script> 0.57 (9 times); ")
     assert page.table("Sinks")[1:] == [["<s>", "first", "3", "2.2", "0.64"]]
 
 
-def test_numbers_of_outliers_sinks_and_p_are_those_of_the_analysis(page):
+def test_numbers_of_outliers_and_p_are_those_of_the_analysis(page):
     analysis = random_analysis()
     outliers = analysis.outliers("key")
     rows = page.table("Outlier pairs of the keys")[1:]
@@ -250,13 +222,6 @@ def test_numbers_of_outliers_sinks_and_p_are_those_of_the_analysis(page):
         assert row[:2] == [f"{pair.layer}.{pair.head}", "7"]
         assert row[4:8] == [f"{pair.radius:.2f}", f"{pair.ratio:.1f}", f"{pair.deviation:.2f}", f"{pair.phi:.2f}"]
         assert row[8] == f"{pair.angle:.2f}"
-    (_, _, found, *_), *_ = page.table("Outliers inside the bounds")[1:]
-    expected = recall(analysis.capture, quantiles=(0.99,)).rows[0]
-    assert found == f"{expected.outliers} of {expected.features}"
-    row, sink = page.table("The preferred token of each layer")[1], analysis.sinks[0]
-    head = int(sink.score[:, 0].argmax())
-    assert row[:4] == [f"0.{head}", r"\n", "0", "0"] and row[5] == f"{float(sink.score[head, 0]):.1f}"
-    assert row[7] == f"{float(analysis.heads.layer(0).sink_weight[head, 0]):.2f}"
     base, middle, most = page.table("The p sweep")[1:]
     assert base == ["1", "none", "0.0 %", "0.0 %", "0.0 %", "0.0 %", "8.00", "unchanged", "30.00", "unchanged"]
     assert middle[:6] == ["0.75", "2 of 8", "21 %", "22 %", "18 %", "1.1 %"]
@@ -264,18 +229,11 @@ def test_numbers_of_outliers_sinks_and_p_are_those_of_the_analysis(page):
     assert most[8:] == ["∞", "+∞ % (no interval from one window)"]
 
 
-def test_a_sink_that_is_not_measured_says_so():
-    analysis = random_analysis()
-    moved = tuple(replace(sink, row=torch.ones_like(sink.row)) for sink in analysis.sinks)
-    rows = analysis_tables.preferred(replace(analysis, sinks=moved)).rows
-    assert {row[-1] for row in rows} == {"not a sink of the head"}
-
-
 def test_nothing_found_is_said(figures):
-    """No head types, triggers, sinks, outliers, single heads or p sweep."""
+    """No head types, sinks, outliers, single heads or p sweep."""
     advice = Advice(None, "The p sweep was left out, so no p is advised.")
     analysis = random_analysis(groups=("all",), views=(), p_sweep=(), advice=advice)
-    none = ("offset_mass", "first_mass", "sink_mass", "trigger_mass", "sink_weight")
+    none = ("offset_mass", "first_mass", "sink_mass", "sink_weight")
     zeros = [{name: torch.zeros_like(getattr(layer, name)) for name in none} for layer in analysis.heads.layers]
     idle = [replace(layer, **values) for layer, values in zip(analysis.heads.layers, zeros, strict=True)]
 
@@ -289,14 +247,13 @@ def test_nothing_found_is_said(figures):
         *(
             "No head is of a known type.",
             "No head is positional",
-            "No head attends to the previous token after certain",
         ),
         *("No head has a sink", "No pair of a mean key is longer than 5 times", "No pair of a mean query"),
         *("No single head was analyzed.", "so no p is advised"),
     ):
         assert sentence in words
     assert not NO_NUMBER.search(words)
-    assert len(figures) == 4  # masses, norms, scatter, the head that is closest to being positional
+    assert len(figures) == 3  # masses, norms, scatter
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -365,41 +322,6 @@ def test_unrotated_pairs_stand_at_the_end_of_the_scale(figures):
     analysis_figures.outlier_scatter(analysis)
     full, rests, _ = (collection.get_offsets() for collection in figures[0].axes[0].collections)
     assert len(rests) == 3 * 4 * 3 and (rests[:, 0] < full[:, 0].min()).all()
-
-
-def test_mean_logits_are_those_of_the_decomposition(figures):
-    analysis = random_analysis()
-    analysis_figures.mean_logit(analysis, 1, 2)
-    layer = analysis.capture.layer(1)
-    whole = decompose(layer, torch.arange(256))
-    sums, without = ([line for line in axes.lines if line.get_linestyle() == "-"] for axes in figures[0].axes[:2])
-    assert sums[-1].get_color() == without[-1].get_color() == "black"
-    numpy.testing.assert_allclose(sums[-1].get_ydata(), (whole.total[2] * layer.scaling)[:32])
-    product = layer.query.radius[2] * layer.key_by_query_head.radius[2]
-    longest = product.argsort(descending=True)[:5].tolist()
-    for line, pair in zip(sums[:-1], longest, strict=True):
-        numpy.testing.assert_allclose(line.get_ydata(), (whole.pairs[2, pair] * layer.scaling)[:32])
-    expected = [((whole.total - whole.pairs[:, pair])[2] * layer.scaling)[:32].numpy() for pair in longest]
-    assert len(without) == 3 + 1
-    assert all(any(numpy.allclose(line.get_ydata(), one) for one in expected) for line in without[:-1])
-
-
-def test_a_long_context_is_sampled():
-    distances = analysis_figures.distances_of(131072)
-    assert distances[:512].tolist() == list(range(512))
-    assert len(distances) < 1300 and int(distances[-1]) < 131072
-    assert bool((distances[1:] > distances[:-1]).all())
-    assert analysis_figures.distances_of(16).tolist() == list(range(16))
-
-
-def test_clearest_heads_are_of_both_kinds():
-    analysis = random_analysis()
-    layers = list(analysis.heads.layers)
-    mass = layers[2].offset_mass.clone()
-    mass[3, 2] = 0.99
-    layers[2] = replace(layers[2], offset_mass=mass)
-    heads = replace(analysis.heads, layers=tuple(layers))
-    assert analysis_figures.clearest(heads) == [(0, 1), (0, 0), (2, 3)]
 
 
 def test_a_view_shows_its_head(figures):

@@ -1,6 +1,6 @@
-"""Figures of rotary outliers, mean logits and values of p: arrays in, matplotlib Figure out. Needs matplotlib.
+"""Figures of rotary outliers and values of p: arrays in, matplotlib Figure out. Needs matplotlib.
 
-*Source*: Jonasson, arXiv:2503.01832, figures 5 to 8 and 11; Barbero et al., arXiv:2410.06205, section 6.
+*Source*: Jonasson, arXiv:2503.01832, figures 8 and 11; Barbero et al., arXiv:2410.06205, section 6.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import matplotlib
 import numpy
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from rope_patch.analysis.outliers import Scatter
 from rope_patch.frequencies import unrotated, wavelength
@@ -22,8 +21,6 @@ from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, plain, signe
 
 MANY = 600
 """Points from here on are drawn as pixels."""
-NEAR = 32
-"""Distances whose logits are drawn one by one [tokens]."""
 DOTS = 160
 """Of what is drawn as pixels, per inch."""
 
@@ -84,66 +81,6 @@ def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> F
         bar.set_ticks(ticks, labels=[waved(tick) for tick in ticks])
     add_title(figure, title)
     return figure
-
-
-def mean_logits(
-    distances: Tensor,
-    total: Tensor,
-    terms: Mapping[int, Tensor],
-    left_out: Sequence[int],
-    *,
-    inv_freq: Tensor,
-    title: str,
-) -> Figure:
-    """Draw what the mean query and key of a head say about distance: their sum, and the sum without single pairs.
-
-    *Source*: Jonasson, figures 5 to 7.
-
-    Args:
-        distances: (distances,) [tokens].
-        total: (distances,) logit of the mean query with the mean key.
-        terms: the pairs that are drawn, to what each adds: (distances,).
-        left_out: pairs among them that are left out, one at a time.
-        inv_freq: (pairs,) [rad/token].
-        title: title of the figure.
-    """
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained", dpi=DOTS)
-    whole, without = figure.subplots(1, 2)
-    waves, x = wavelength(inv_freq.double()).tolist(), distances.numpy()
-    lines: dict[str, Any] = {}
-    sums = (whole, list(terms), "Sum, and its longest pairs"), (without, left_out, "Sum, one pair left out")
-    for axes, pairs, name in sums:
-        for pair, color in zip(terms, COLORS, strict=False):
-            if pair in pairs:
-                values = terms[pair] if axes is whole else total - terms[pair]
-                lines[f"pair {pair} ({waved(waves[pair])} tokens)"] = _wave(axes, x, values.numpy(), color)
-        lines["all pairs"] = _wave(axes, x, total.numpy(), "black")
-        axes.set_xscale("symlog", linthresh=1, linscale=0.4)
-        axes.set_title(name, loc="left", fontsize=9)
-        axes.set_xlabel("distance [tokens], log scale from 1 on", fontsize=9)
-        axes.set_xlim(0, float(x[-1]))
-        ticks = [0, 1, *(10**i for i in range(1, 1 + int(math.log10(max(float(x[-1]), 1)))))]
-        axes.set_xticks(ticks, [waved(tick) if tick >= 1000 else str(tick) for tick in ticks])
-        axes.minorticks_off()
-        plain(axes)
-        axes.tick_params(labelsize=8)
-    whole.set_ylabel("logit of the mean query and key", fontsize=9)
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    add_title(figure, title)
-    return figure
-
-
-def _wave(axes: Any, x: Any, y: Any, color: str) -> Any:
-    """Draw values over distance: one by one while they can be told apart, then their means."""
-    near = x < NEAR
-    line = axes.plot(x[near], y[near], color=color, linewidth=1.3)[0]
-    if not near.all():
-        edges = numpy.geomspace(NEAR, float(x[-1]) + 1, 13)
-        bins = numpy.digitize(x, edges)
-        chosen = [bins == i for i in range(1, len(edges)) if (bins == i).any()]
-        at = [numpy.exp(numpy.log(x[part]).mean()) for part in chosen]
-        axes.plot(at, [y[part].mean() for part in chosen], color=color, linewidth=1.3, linestyle="--")
-    return line
 
 
 def p_sweep(
