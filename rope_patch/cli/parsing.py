@@ -1,14 +1,15 @@
-"""From words of the command line to options: tyro divides the words, and files of options fill what is left open."""
+"""From words of the command line to options: argparse divides them, and files of options fill what is left open."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 
@@ -82,79 +83,51 @@ def described(kind: type[OptionSet]) -> str:
     return "\n\n".join(textwrap.fill(" ".join(one.split()), width) for one in paragraphs)
 
 
-# --- tyro ------------------------------------------------------------------------------------------------------------
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are exceptions, and which leaves what is required to :func:`parse_given`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise in place of an exit."""
+        raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", r"\1 needs a value", message))
 
 
 def _divided(
     kind: type[OptionSet], known: Sequence[Leaf], words: Sequence[str]
 ) -> tuple[dict[tuple[str, ...], Any], list[str]]:
     """Return the values that words give to options, by the path of each, and the words that belong to none."""
-    import tyro
-    from tyro import _errors  # the only way to an error in one line of our own
-    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
-
-    registry = ConstructorRegistry()
-
-    @registry.struct_rule
-    def _(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if info.type is not kind:
-            return None
-        return StructConstructorSpec(dict, tuple(_tyro_field(f"option{i}", leaf) for i, leaf in enumerate(known)))
-
-    def refuse(event: Any) -> NoReturn:
-        raise UsageError(f"{event.argument.lowered.name_or_flags[-1]} needs a value")
-
-    if {"-h", "--help"} & {*words}:
-        print(described(kind), end="\n\n")  # tyro would join its lines
-    with _errors.on_parse_error(refuse):
-        found, rest = tyro.cli(
-            kind,
-            registry=registry,
-            args=words,
-            prog=f"rope-patch {kind.command}",
-            description="",
-            return_unknown_args=True,
-        )
-    values: dict[tuple[str, ...], Any] = {}
-    for leaf, value in zip(known, dict(found).values(), strict=True):  # type: ignore[call-overload]
-        if leaf.option.kind is bool and value != leaf.default:
-            values[leaf.path] = value
-        elif leaf.option.kind is not bool and value:
-            given = list(value) if leaf.option.repeated else None if value[0] == "null" else value[0]
-            values[leaf.path] = read_value(leaf.option, given, leaf.flag)
-    return values, rest
-
-
-def _tyro_field(name: str, leaf: Leaf) -> Any:
-    """Return an option as tyro takes it: a flag, or words that are read afterwards."""
-    import tyro
-    from tyro.constructors import PrimitiveConstructorSpec, StructFieldSpec
-
-    option, required = leaf.option, leaf.default is MISSING
-    hint = "(required)" if required else f"(default: {leaf.shown})" if leaf.shown else ""
-    metavar: str | None = option.metavar
-    annotations: list[Any] = []
-    kind: Any = str | None
-    default: Any = None
-    if option.positional:
-        annotations.append(tyro.conf.Positional)
-        metavar = metavar if required else f"[{metavar}]" + "..." * option.repeated
-    if option.kind is bool:
-        annotations += [] if leaf.default else [tyro.conf.FlagCreatePairsOff]
-        kind, default, metavar = bool, leaf.default, None
-    elif option.repeated:
-        annotations += [] if option.positional else [tyro.conf.UseAppendAction]
-        kind, default = tuple[str, ...], ()
-    else:
-        annotations.append(
-            PrimitiveConstructorSpec(
-                1, option.metavar, tuple, is_instance=lambda _: True, str_from_instance=lambda _: []
-            )
-        )
-    annotations.append(
-        tyro.conf.arg(name=leaf.name, metavar=metavar, help_behavior_hint=hint, aliases=option.short or None)
+    arguments = [leaf.flag if leaf.default is MISSING else f"[{leaf.flag}]" for leaf in known if leaf.option.positional]
+    parser = _Parser(
+        usage=" ".join(["rope-patch", kind.command, "[options]", *arguments]),
+        description=described(kind),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    return StructFieldSpec(name, Annotated[(kind, *annotations)], default, option.help)  # type: ignore[arg-type]
+    for i, leaf in enumerate(known):
+        option = leaf.option
+        hint = f" (default: {leaf.shown})" if leaf.shown else " (required)" if leaf.default is MISSING else ""
+        more: dict[str, Any] = {"help": option.help.replace("%", "%%") + hint}
+        if option.kind is bool:
+            more["action"] = argparse.BooleanOptionalAction if leaf.default else "store_true"
+        else:
+            more["metavar"] = option.metavar
+        if option.positional:
+            parser.add_argument(f"option{i}", nargs="*" if option.repeated else "?", **more)
+            continue
+        if option.repeated:
+            more["action"] = "append"
+        parser.add_argument(*option.short, f"--{leaf.name}", dest=f"option{i}", **more)
+    found, rest = parser.parse_known_intermixed_args(words)
+    values: dict[tuple[str, ...], Any] = {}
+    for name, value in vars(found).items():
+        leaf = known[int(name.removeprefix("option"))]
+        if leaf.option.kind is not bool:
+            value = read_value(leaf.option, None if value == "null" else value, leaf.flag)
+        values[leaf.path] = value
+    return values, rest
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ def test_what_is_chosen_stays_where_the_size_of_the_model_decides(tmp_path, monk
     assert "for a model of this size: 1 instead of 4 samples" in lines and "windows" not in lines.split(":")[1]
     spec = json.loads((tmp_path / "kv-check.json").read_text())["spec"]
     assert (spec["windows"], spec["samples"]) == (6, 1)
-    assert "on 1 window" in lines, "9 readings of 2 windows are more than 1000 tokens"
     said(*words, "--samples", "2")
     spec = json.loads((tmp_path / "kv-check.json").read_text())["spec"]
     assert (spec["windows"], spec["samples"]) == (5, 2), "500 tokens for each of two: 5 windows and 2 prompts"

@@ -91,7 +91,7 @@ def test_without_a_command_all_are_listed(words):
 
 def test_help_has_each_option_with_its_default():
     text = invoke("compare", "--help").stdout
-    assert text.startswith("Compare methods on one model")
+    assert text.startswith("usage: rope-patch compare [options] MODEL\n\nCompare methods on one model")
     assert "(default: 16k)" in text and "--report, --no-report" in text and "{" not in text and "None" not in text
 
 
