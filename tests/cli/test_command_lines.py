@@ -222,11 +222,11 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS)
 def test_numbers_that_give_no_table(checkpoints, tmp_path, method):
     refused(tmp_path, "apply", checkpoints / "base", method, "-o", "out")
-    refused(tmp_path, "theory", "--method", method, "--head-dim", "16", "--no-report", "-o", "out")
+    refused(tmp_path, "theory", "--method", method, "--head-dim", "16")
 
 
 def test_lengths_beyond_reason(tmp_path):
-    line = refused(tmp_path, "theory", "--no-report", "-o", "out", "--length", "9" * 23 + "k")
+    line = refused(tmp_path, "theory", "--length", "9" * 23 + "k")
     assert "a length is at most" in line
 
 
@@ -273,12 +273,11 @@ def test_a_pattern_of_no_files(checkpoints, tmp_path, pattern):
     assert "pattern must name files" in line or "holds no file like" in line
 
 
-@pytest.mark.parametrize("command", ["apply", "theory", "analyze", "compare", "fit", "export"])
+@pytest.mark.parametrize("command", ["apply", "analyze", "compare", "fit", "export"])
 def test_an_output_below_a_file(checkpoints, tmp_path, command):
     (tmp_path / "file").write_text("")
     words = {
         "apply": ("apply", checkpoints / "base", "abf"),
-        "theory": ("theory", "--no-report"),
         "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
         "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE[:-2]),
         "fit": ("fit", BUNDLED, "--length", "512", "--steps", "0"),
