@@ -8,11 +8,9 @@ import itertools
 import json
 import math
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -302,58 +300,34 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(f"{name}{state}".encode() if state else b"")
         tensors = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for key, tensor in tensors:
-            sums = _sums(_at_hand(module, key, tensor)), _described(_quantized_by(module, tensor))
+            sums = [_sums(values) for values in (_at_hand(module, key, tensor), *_quantized_by(module, tensor))]
             digest.update(f"{name}.{key}{tuple(tensor.shape)}{tensor.dtype}{sums}".encode())
     return digest.hexdigest()
 
 
 _NOT_THE_USERS = ("accelerate.", "rope_patch.", "torch.")
 """Modules whose hooks move tensors or look at them, and change no result."""
-_DEPTH = 5
-"""How far what a hook holds is followed: a list in a dictionary of the object that a method is bound to."""
 
 
-def _hooks(module: nn.Module) -> list[Any]:
-    """Return what tells the forward hooks of a module from others: their code, and the values that they hold."""
+def _hooks(module: nn.Module) -> list[str]:
+    """Return what tells the forward hooks of a module from others: a hash of their code and the values they hold."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_NOT_THE_USERS)]
-    return [_described(hook) for hook in own]
+    if not own:
+        return []
+    from datasets.fingerprint import Hasher  # takes half a second to import
+
+    return [Hasher.hash(hook) for hook in own]
 
 
-def _described(value: Any, depth: int = _DEPTH) -> Any:
-    """Return what tells a value from others in every process, so nothing of where it lies in memory."""
-    if isinstance(value, bool | int | float | complex | str | bytes | None):
-        return value
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value) if value.dtype.kind in "biuf" else value.tolist()
-    if isinstance(value, Tensor):
-        return tuple(value.shape), str(value.dtype), _sums(value)
-    if isinstance(value, nn.Module):
-        return [(name, _sums(tensor)) for name, tensor in (*value.named_parameters(), *value.named_buffers())]
-    if depth == 0:
-        return type(value).__name__
-    if isinstance(value, Mapping):
-        return [(str(key), _described(item, depth - 1)) for key, item in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [_described(item, depth - 1) for item in value]
-        return sorted(map(str, items)) if isinstance(value, set | frozenset) else items
-    if isinstance(value, types.CodeType):
-        return value.co_code, value.co_names, [_described(item, depth - 1) for item in value.co_consts]
-    parts = ("__qualname__", "__code__", "__defaults__", "__kwdefaults__", "func", "args", "keywords", "__self__")
-    held = [getattr(value, part, None) for part in (*parts, "__dict__", *getattr(type(value), "__slots__", ()))]
-    for cell in getattr(value, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # of a variable that was deleted
-            held.append(cell.cell_contents)
-    return type(value).__name__, [_described(part, depth - 1) for part in held]
-
-
-def _quantized_by(module: nn.Module, tensor: Tensor) -> list[Any]:
+def _quantized_by(module: nn.Module, tensor: Tensor) -> list[Tensor]:
     """Return the scales by which bitsandbytes quantized a weight: attributes of it, of 8 bits later of the layer."""
     state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
     if scales is None and hasattr(tensor, "CB"):
         scales = getattr(getattr(module, "state", None), "SCB", None)
     inner = getattr(state, "state2", None)  # of scales that are quantized themselves
-    return [scales, *(getattr(part, name, None) for part in (state, inner) for name in ("absmax", "offset", "code"))]
+    parts = [getattr(part, name, None) for part in (state, inner) for name in ("absmax", "offset", "code")]
+    return [values for values in (scales, *parts) if values is not None]
 
 
 def _at_hand(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
