@@ -176,7 +176,7 @@ def analyze_rows(
         p_sweep_positions=edges,
         p_sweep_text=text_name,
         advice=advise(points, tolerance, vocabulary=_vocabulary(model)),
-        token_texts=_token_texts(tokenizer, statistics, measured, views),
+        token_texts=_token_texts(tokenizer, measured, views),
         environment=environment(model),
     )
 
@@ -268,9 +268,8 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
     return list(dict.fromkeys((layer, head) for _, layer, head in best.values()))
 
 
-def _token_texts(tokenizer: Any, statistics: Capture, heads: Heads, views: Sequence[HeadView]) -> dict[int, str]:
-    named = [part.top_token for layer in statistics.layers for part in (layer.query, layer.key, layer.value)]
-    named += [layer.sink_token for layer in heads.layers] + [view.token_ids for view in views]
+def _token_texts(tokenizer: Any, heads: Heads, views: Sequence[HeadView]) -> dict[int, str]:
+    named = [layer.sink_token for layer in heads.layers] + [view.token_ids for view in views]
     different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist() if named else []
     return {token: tokenizer.decode([token]) for token in different if token >= 0}
 

@@ -150,7 +150,7 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
     captured: dict[tuple[int, str], list[Tensor]] = {}
     sources: dict[int, LayerSource] = {}
 
-    def visit(layer: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
+    def visit(layer: LayerSource, role: str, states: Tensor, row: int, start: int) -> None:
         sources[layer.index] = layer
         if role != "value":
             captured.setdefault((layer.index, role), []).append(states.cpu().double())

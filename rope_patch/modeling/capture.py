@@ -4,13 +4,12 @@ Hooks stand where :mod:`rope_patch.modeling.sources` has found the states; the m
 its decoder alone, so that no logits exist. Each state is reduced where it appears, a slice of tokens at a time. What
 is kept does not grow with the text.
 
-The numbers are those of Jonasson (arXiv:2503.01832) and of Barbero et al. (arXiv:2410.06205, sec. 4): mean
-vector, mean and largest norm, circular mean and deviation of each rotary pair, and the tokens of largest norm.
+The numbers are those of Jonasson (arXiv:2503.01832) and of Barbero et al. (arXiv:2410.06205, sec. 4): mean vector, mean
+norm and circular deviation of each rotary pair.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -33,8 +32,6 @@ def capture(
     token_ids: Tensor,
     *,
     chunk: int | None = None,
-    top: int = 8,
-    segments: int = 8,
     layers: Sequence[int] | None = None,
     groups: Sequence[str] | None = None,
 ) -> Capture:
@@ -47,8 +44,6 @@ def capture(
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
         token_ids: (tokens,) or (rows, tokens), at least 2 tokens; rows are texts of their own, read one by one.
         chunk: tokens per forward pass, through a cache; all of a text by default.
-        top: tokens of largest norm to keep, of each head.
-        segments: parts of the text's length over which means are kept, in order; no more than there are tokens.
         layers: indices of the layers to measure; all by default.
         groups: what each row is of, a domain for example; norms are kept by group as well. One group by default.
 
@@ -61,11 +56,7 @@ def capture(
             each row; a model without a rotary table, or whose states cannot be found (see ``find_sources``); NaN or
             infinite states, by name and position.
     """
-    for name, number in (("top", top), ("segments", segments)):
-        if number < 1:
-            raise ValueError(f"{name} must be >= 1, got {number}")
     rows = token_rows(token_ids)
-    segments = min(segments, rows.shape[1])
     named = ["text"] * len(rows) if groups is None else list(groups)
     if len(named) != len(rows):
         raise ValueError(f"groups must name each of the {len(rows)} rows, got {len(named)} names")
@@ -73,11 +64,10 @@ def capture(
     codes = [names.index(name) for name in named]
     sums: dict[tuple[int, str], _StateSums] = {}
 
-    def visit(layer: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
-        state_sums = sums.get((layer.index, role))
-        if state_sums is None:
-            state_sums = sums[layer.index, role] = _StateSums(layer, role, states, rows.shape[1], top, segments, codes)
-        state_sums.add(states, ids, row, start)
+    def visit(layer: LayerSource, role: str, states: Tensor, row: int, start: int) -> None:
+        if (layer.index, role) not in sums:
+            sums[layer.index, role] = _StateSums(layer, role, states, codes)
+        sums[layer.index, role].add(states, row, start)
 
     read = stream(model, rows, visit, chunk=chunk, layers=layers)
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
@@ -96,16 +86,7 @@ def capture(
 class _StateSums:
     """Running sums over the states of one role of a layer: float32 within a slice of tokens, float64 across slices."""
 
-    def __init__(
-        self,
-        layer: LayerSource,
-        role: str,
-        states: Tensor,
-        tokens: int,
-        top: int,
-        segments: int,
-        groups: Sequence[int],
-    ) -> None:
+    def __init__(self, layer: LayerSource, role: str, states: Tensor, groups: Sequence[int]) -> None:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
         # Sums stay where the states are, so that an accelerator is not waited for; not every one has doubles.
@@ -115,63 +96,34 @@ class _StateSums:
                 f"layer {layer.index} has {role}s of {head_dim} features and a table for {2 * self.pairs}: "
                 "they cannot be paired"
             )
-        # Segment i ends before edges[i]; the last one takes what is left.
-        self.edges = [math.ceil(tokens * (i + 1) / segments) for i in range(segments)]
-        self.counts = [0] * segments
-        self.drift = self._zeros(segments, heads, head_dim)
-        self.abs_sum, self.abs_max = self._zeros(heads, head_dim), self._zeros(heads, head_dim)
         self.groups, self.group_count = groups, [0] * (max(groups) + 1)
-        self.norm_sum, self.norm_max = self._zeros(max(groups) + 1, heads, self.pairs), self._zeros(heads, self.pairs)
+        self.feature_sum = self._zeros(heads, head_dim)
+        self.norm_sum = self._zeros(max(groups) + 1, heads, self.pairs)
         self.unit_sum, self.directed = self._zeros(2, heads, self.pairs), self._zeros(heads, self.pairs)
-        self.top = top
-        self.top_norm = self._zeros(heads, 0)
-        self.top_at = torch.empty(3, heads, 0, dtype=torch.long, device=self.device)  # row, position, token id
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.float64, device=self.device)
 
-    def _sum(self, reduced: Tensor) -> Tensor:
-        return reduced.to(self.device).double()
+    def _sum(self, values: Tensor) -> Tensor:
+        """Return the sum over tokens."""
+        return values.sum(0).to(self.device).double()
 
-    def add(self, states: Tensor, ids: Tensor, row: int, start: int) -> None:
+    def add(self, states: Tensor, row: int, start: int) -> None:
         """Add states (tokens, heads, head_dim) that begin at a position."""
-        self._add_features(states, start)
-        sizes = states.abs()
-        largest = self._sum(sizes.amax(0))
-        if not float(largest.max()) < HUGE:  # true of NaN as well
+        if not float(states.abs().max()) < HUGE:  # true of NaN as well
             self._refuse(states, row, start)
-        self.abs_sum += self._sum(sizes.sum(0))
-        torch.maximum(self.abs_max, largest, out=self.abs_max)
+        self.feature_sum += self._sum(states)
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
-        self.norm_sum[self.groups[row]] += self._sum(norms.sum(0))
+        self.norm_sum[self.groups[row]] += self._sum(norms)
         self.group_count[self.groups[row]] += len(states)
-        torch.maximum(self.norm_max, self._sum(norms.amax(0)), out=self.norm_max)
         zero = norms == 0 if float(norms.min()) == 0 else None
         self.directed += len(states)
         if zero is not None:
-            self.directed -= self._sum(zero.sum(0))
+            self.directed -= self._sum(zero)
             norms = norms.masked_fill(zero, 1.0)
-        self.unit_sum[0] += self._sum((first / norms).sum(0))
-        self.unit_sum[1] += self._sum((second / norms).sum(0))
-        self._add_top(self._sum(torch.linalg.vector_norm(states, dim=-1)), ids.to(self.device), row, start)
-
-    def _add_features(self, states: Tensor, start: int) -> None:
-        low = 0
-        for segment, edge in enumerate(self.edges):
-            high = min(max(edge - start, 0), len(states))
-            if low < high:
-                self.drift[segment] += self._sum(states[low:high].sum(0))
-                self.counts[segment] += high - low
-                low = high
-
-    def _add_top(self, norms: Tensor, ids: Tensor, row: int, start: int) -> None:
-        """Merge the largest norms (tokens, heads) of a slice into those so far."""
-        largest, at = norms.T.topk(min(self.top, len(norms)))
-        places = torch.stack((torch.full_like(at, row), at + start, ids[at]))
-        self.top_norm, keep = torch.cat((self.top_norm, largest), 1).sort(dim=1, descending=True)
-        self.top_norm, keep = self.top_norm[:, : self.top], keep[:, : self.top]
-        self.top_at = torch.cat((self.top_at, places), 2).gather(2, keep.expand(3, -1, -1))
+        self.unit_sum[0] += self._sum(first / norms)
+        self.unit_sum[1] += self._sum(second / norms)
 
     def _refuse(self, states: Tensor, row: int, start: int) -> None:
         token, head, feature = (~(states.abs() < HUGE)).nonzero()[0].tolist()
@@ -184,25 +136,14 @@ class _StateSums:
 
     def result(self) -> Statistics:
         """Return the statistics."""
-        count = sum(self.counts)
+        counts = torch.tensor(self.group_count, device=self.device)
         x, y = self.unit_sum / self.directed.clamp_min(1)
         length = torch.hypot(x, y).clamp(0, 1)
-        parts = torch.tensor(self.counts, dtype=torch.float64, device=self.device)[:, None, None]
-        row, position, token = self.top_at
         statistics = {
-            "mean": self.drift.sum(0) / count,
-            "mean_abs": self.abs_sum / count,
-            "max_abs": self.abs_max,
-            "mean_norm": self.norm_sum.sum(0) / count,
-            "group_norm": self.norm_sum / torch.tensor(self.group_count, device=self.device)[:, None, None],
-            "max_norm": self.norm_max,
-            "circular_mean": torch.atan2(y, x),
+            "mean": self.feature_sum / counts.sum(),
+            "mean_norm": self.norm_sum.sum(0) / counts.sum(),
+            "group_norm": self.norm_sum / counts[:, None, None],
             "circular_deviation": (-2 * length.log()).clamp_min(0).sqrt(),
-            "drift": self.drift / parts,
-            "top_norm": self.top_norm,
-            "top_position": position,
-            "top_token": token,
-            "top_row": row,
         }
         return Statistics(
             **{name: value.cpu() for name, value in statistics.items()}, interleaved=self.layer.interleaved

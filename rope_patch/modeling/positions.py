@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 
 
-def skipped_positions(rng: random.Random, size: int, target: int, chunks: int = 2, *, offset: bool = False) -> Tensor:
+def skipped_positions(rng: random.Random, size: int, target: int, chunks: int = 2) -> Tensor:
     """Return the positions of a row that is cut into chunks, with positions skipped between them: (size,) [tokens].
 
     *Source*: Zhu et al. (2023), PoSE, arXiv:2309.10400, section 3: chunk lengths and skips drawn uniformly per example.
-    Ours starts the first chunk at a random position too when ``offset`` is set; theirs starts at 0.
 
     Args:
         rng: source of the randomness.
         size: of the row [tokens].
         target: positions lie below it [tokens].
         chunks: pieces of the row.
-        offset: let the first chunk start anywhere.
 
     Raises:
         ValueError: a row longer than the target, or shorter than its chunks.
@@ -34,9 +32,7 @@ def skipped_positions(rng: random.Random, size: int, target: int, chunks: int = 
         raise ValueError(f"a row of {size} tokens cannot be cut into {chunks} chunks")
     room = target - size
     cuts = sorted(rng.sample(range(1, size), chunks - 1))
-    skips = sorted(rng.randint(0, room) for _ in range(chunks if offset else chunks - 1))
-    if not offset:
-        skips = [0, *skips]
+    skips = [0, *sorted(rng.randint(0, room) for _ in range(chunks - 1))]
     positions = torch.arange(size)
     for cut, skip in zip([0, *cuts], skips, strict=True):
         positions[cut:] = torch.arange(cut, size) + skip

@@ -29,36 +29,18 @@ class Statistics:
 
     Attributes:
         mean: (heads, head_dim) mean of each feature, unrotated ones included.
-        mean_abs: (heads, head_dim) mean of its absolute value.
-        max_abs: (heads, head_dim) largest absolute value.
         mean_norm: (heads, pairs) mean 2-norm of each pair.
         group_norm: (groups, heads, pairs) mean 2-norm over each group of rows.
-        max_norm: (heads, pairs) largest 2-norm.
-        circular_mean: (heads, pairs) angle of the mean unit vector, in (-π, π] [rad].
         circular_deviation: (heads, pairs) ``sqrt(-2 ln R)``, R the length of the mean unit vector (Mardia & Jupp,
             *Directional Statistics*, 2000, sec. 2.3.1) [rad]; inf where the directions cancel out. Zero vectors have no
             direction and are left out.
-        drift: (segments, heads, head_dim) mean of each feature over successive parts of the text's length.
-        top_norm: (heads, top) largest norms of a whole head, largest first.
-        top_position: (heads, top) where they are [tokens].
-        top_token: (heads, top) token ids there.
-        top_row: (heads, top) row of the text.
         interleaved: layout of the pairs.
     """
 
     mean: Tensor
-    mean_abs: Tensor
-    max_abs: Tensor
     mean_norm: Tensor
     group_norm: Tensor
-    max_norm: Tensor
-    circular_mean: Tensor
     circular_deviation: Tensor
-    drift: Tensor
-    top_norm: Tensor
-    top_position: Tensor
-    top_token: Tensor
-    top_row: Tensor
     interleaved: bool
 
     @property
@@ -92,11 +74,8 @@ class Statistics:
         if groups == 1:
             return self
         changes = {
-            item.name: getattr(self, item.name).repeat_interleave(
-                groups, dim=1 if item.name in ("drift", "group_norm") else 0
-            )
-            for item in fields(self)
-            if item.name != "interleaved"
+            name: getattr(self, name).repeat_interleave(groups, dim=1 if name == "group_norm" else 0)
+            for name in _ARRAYS
         }
         return Statistics(**changes, interleaved=self.interleaved)
 
@@ -142,16 +121,6 @@ class LayerCapture:
         """Statistics of the keys with each key head repeated for the query heads it serves, as Jonasson counts them."""
         return self.key.repeated(self.groups)
 
-    def head(self, head: int) -> tuple[int, int]:
-        """Return a query head and the key head it reads.
-
-        Raises:
-            ValueError: a head that the layer does not have.
-        """
-        if not 0 <= head < self.query.heads:
-            raise ValueError(f"layer {self.index} has query heads 0 to {self.query.heads - 1}, got {head}")
-        return head, head // self.groups
-
 
 @dataclass(frozen=True, eq=False)
 class Capture:
@@ -196,14 +165,10 @@ class Capture:
         """
         return self.layers if indices is None else tuple(self.layer(index) for index in indices)
 
-    def to_json(self) -> str:
-        """Return as JSON what was read and how: everything but the arrays."""
-        return json.dumps(self._outline(), indent=1, allow_nan=False)
-
     def to_npz(self, path: str | Path) -> None:
         """Write everything to one ``.npz`` of plain arrays, no pickle in it, and rename it into place.
 
-        ``layer3.key.mean`` and the like; ``outline`` holds :meth:`to_json`.
+        ``layer3.key.mean`` and the like; ``outline`` says in JSON what was read and how.
 
         Raises:
             OSError: the folder cannot be written; nothing is left behind.

@@ -24,9 +24,9 @@ SLICES = {"cpu": 512}
 ``LARGE_SLICE``, since a small kernel costs as much as a large one there."""
 LARGE_SLICE = 4096
 
-Visit = Callable[[LayerSource, str, Tensor, Tensor, int, int], None]
-"""Called with states as they appear: layer, role, states (tokens, heads, head_dim) float32 before rotation, their token
-ids (tokens,), the row of the text and the position of the first of them."""
+Visit = Callable[[LayerSource, str, Tensor, int, int], None]
+"""Called with states as they appear: layer, role, states (tokens, heads, head_dim) float32 before rotation, the row of
+the text and the position of the first of them."""
 
 
 @torch.no_grad()
@@ -77,9 +77,9 @@ def stream(
         for number, row in enumerate(rows):
             past: Any = DynamicCache(config=root.config) if size < len(row) else None
             for start in range(0, len(row), size):
-                reader.at(row[start : start + size], number, start)
-                ids = reader.ids[None].to(device_of(embedding))
-                with progress.within_pass(sources.decoder, len(reader.ids)), reaching(location.module, len(row)):
+                reader.at(number, start)
+                ids = row[None, start : start + size].to(device_of(embedding))
+                with progress.within_pass(sources.decoder, ids.numel()), reaching(location.module, len(row)):
                     cache = {cache_argument(sources.decoder): past, "use_cache": past is not None}
                     sources.decoder(input_ids=ids, **cache)
                 reader.check(len(shown) * len(ROLES))
@@ -113,10 +113,10 @@ class _TextReader:
 
     def __init__(self, visit: Visit) -> None:
         self.visit = visit
-        self.at(torch.empty(0, dtype=torch.long), 0, 0)
+        self.at(0, 0)
 
-    def at(self, ids: Tensor, row: int, start: int) -> None:
-        self.ids, self.row, self.start, self.received = ids, row, start, 0
+    def at(self, row: int, start: int) -> None:
+        self.row, self.start, self.received = row, start, 0
 
     def hook(self, layer: LayerSource, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
         part = layer.parts[role]
@@ -126,8 +126,7 @@ class _TextReader:
             self.received += 1
             step = SLICES.get(states.device.type, LARGE_SLICE)
             for low in range(0, len(states), step):
-                part_of = slice(low, low + step)
-                self.visit(layer, role, states[part_of].float(), self.ids[part_of], self.row, self.start + low)
+                self.visit(layer, role, states[low : low + step].float(), self.row, self.start + low)
 
         return show
 

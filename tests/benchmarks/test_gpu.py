@@ -45,7 +45,7 @@ def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
             assert found["equal"] and found["largest"] == 0, method
         assert cell.get("loss_difference", 0) < 1e-4
     far = cells["a"]["positions-float32"]["against"]["the table in use"]
-    assert far["patched, float64"]["1000000"] < 1e-6 < 1e-3 < far["patched, float32"]["1000000"]
+    assert far["patched, float32"]["1000000"] > 1e-3
     assert far["patched, float32"] == far["unpatched"]
     assert all(cell["ratio"] > 0 for cell in cells["b"].values())
     assert {"lora-8192", "lora-32768", "lora-131072"} <= cells["c"].keys()

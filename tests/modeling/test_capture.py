@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 
@@ -38,32 +37,20 @@ def direct(states, pairs, interleaved):
     between = {"high": math.pi, "low": -math.pi, "axis": 0}
     return {
         "mean": x.mean(0),
-        "mean_abs": abs(x).mean(0),
-        "max_abs": abs(x).max(0),
         "mean_norm": numpy.hypot(a, b).mean(0),
-        "max_norm": numpy.hypot(a, b).max(0),
-        "circular_mean": scipy.stats.circmean(angles, **between),
         "circular_deviation": scipy.stats.circstd(angles, **between),
         "radius": numpy.hypot(a.mean(0), b.mean(0)),
-        "drift": numpy.stack([part.mean(0) for part in numpy.array_split(x, 8)]),
     }
 
 
-def assert_same(statistics, states, pairs, interleaved, row):
+def assert_same(statistics, states, pairs, interleaved):
     """Compare with the direct computation; states may hold the rotating features alone."""
     for name, expected in direct(states, pairs, interleaved).items():
         got = getattr(statistics, name).numpy()
-        if name in ("mean", "mean_abs", "max_abs", "drift"):
+        if name == "mean":
             got = got[..., : states.shape[-1]]
         numpy.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=name)
     assert statistics.interleaved is interleaved
-    norms = states.double().norm(dim=-1).T
-    if states.shape[-1] == statistics.mean.shape[1] and float(norms.std()) > 1e-3:  # Gemma 4's values are of one norm
-        for head, line in enumerate(norms):
-            at = line.argsort(descending=True)[:8]
-            torch.testing.assert_close(statistics.top_norm[head], line[at], rtol=1e-5, atol=1e-5)
-            assert statistics.top_position[head].tolist() == at.tolist()
-            assert statistics.top_token[head].tolist() == row[at].tolist()
 
 
 # --- the values
@@ -82,10 +69,10 @@ def test_statistics_equal_those_of_stored_states(name, chunk, monkeypatch):
     interleaved = name in INTERLEAVED
     for layer in got.layers:
         pairs = len(layer.inv_freq)
-        assert_same(layer.query, states["query"][layer.index], pairs, interleaved, row)
-        assert_same(layer.value, states["value"][layer.index], pairs, interleaved, row)
+        assert_same(layer.query, states["query"][layer.index], pairs, interleaved)
+        assert_same(layer.value, states["value"][layer.index], pairs, interleaved)
         # A layer that shares keys rotates none; those of the layer it names were rotated in that layer's turn.
-        assert_same(layer.key, states["key"][layer.keys_of], pairs, interleaved, row)
+        assert_same(layer.key, states["key"][layer.keys_of], pairs, interleaved)
         assert layer.query.heads == 4 and layer.groups == 4 // layer.key.heads
     shared = [2, 3] if name == "gemma4-shared" else []
     assert [layer.index for layer in got.layers if layer.keys_of != layer.index] == shared
@@ -140,8 +127,8 @@ def test_bfloat16_states_are_reduced_in_float32(monkeypatch):
     got = capture(model, row)
     assert states["query"][0].dtype == torch.bfloat16
     for layer in got.layers:
-        assert_same(layer.query, states["query"][layer.index], 8, False, row)
-        assert_same(layer.key, states["key"][layer.index], 8, False, row)
+        assert_same(layer.query, states["query"][layer.index], 8, False)
+        assert_same(layer.key, states["key"][layer.index], 8, False)
 
 
 def test_circular_statistics_by_hand():
@@ -161,12 +148,10 @@ def test_circular_statistics_by_hand():
     # The norm makes 1 of 64 features 8, the weight 2: the key is (2, 0) or (0, 2).
     got = capture(model, torch.tensor([10, 11] * 3), layers=[0]).layers[0]
     assert got.query.radius[0, 0] == pytest.approx(5)
-    assert got.query.circular_mean[0, 0] == pytest.approx(math.atan2(4, 3))
     assert got.query.circular_deviation[0, 0] == pytest.approx(0, abs=1e-3)
     # Mean (1, 1): radius √2, mean norm 2; mean unit vector (½, ½), R = 1/√2, deviation √(ln 2).
     assert got.key.mean_pairs[0, 0].tolist() == pytest.approx([1, 1], abs=1e-3)
     assert got.key.mean_norm[0, 0] == pytest.approx(2, abs=1e-3)
-    assert got.key.circular_mean[0, 0] == pytest.approx(math.pi / 4, abs=1e-5)
     assert got.key.circular_deviation[0, 0] == pytest.approx(math.sqrt(math.log(2)), abs=1e-4)
     # Pairs that are zero have no direction: R is 0 there.
     assert got.key.mean_norm[0, 1] == 0 and got.key.circular_deviation[0, 1] == math.inf
@@ -191,13 +176,7 @@ def test_rows_are_texts_of_their_own():
     for layer in got.layers:
         parts = [single.layer(layer.index).key for single in singles]
         torch.testing.assert_close(layer.key.mean, torch.stack([part.mean for part in parts]).mean(0))
-        torch.testing.assert_close(layer.key.drift, torch.stack([part.drift for part in parts]).mean(0))
-        assert torch.equal(layer.key.max_norm, torch.stack([part.max_norm for part in parts]).amax(0))
-        norms = torch.cat([part.top_norm for part in parts], 1)
-        torch.testing.assert_close(layer.key.top_norm, norms.sort(descending=True).values[:, :8])
-        for head in range(2):
-            row, position = layer.key.top_row[head], layer.key.top_position[head]
-            assert layer.key.top_token[head].tolist() == rows[row, position].tolist()
+        torch.testing.assert_close(layer.key.mean_norm, torch.stack([part.mean_norm for part in parts]).mean(0))
 
 
 def test_key_heads_are_repeated_for_the_query_heads_they_serve():
@@ -205,10 +184,9 @@ def test_key_heads_are_repeated_for_the_query_heads_they_serve():
     assert (layer.groups, layer.key.heads) == (2, 2)
     keys = layer.key_by_query_head
     for head in range(4):
-        assert layer.head(head) == (head, head // 2)
-        for name in ("mean", "radius", "circular_deviation", "top_position", "mean_pairs"):
+        for name in ("mean", "radius", "circular_deviation", "mean_pairs"):
             assert torch.equal(getattr(keys, name)[head], getattr(layer.key, name)[head // 2])
-        assert torch.equal(keys.drift[:, head], layer.key.drift[:, head // 2])
+        assert torch.equal(keys.group_norm[:, head], layer.key.group_norm[:, head // 2])
 
 
 def test_some_layers_alone():
@@ -251,7 +229,7 @@ def test_parts_that_put_out_the_same_on_the_probe_are_told_apart(monkeypatch):
     for model in (llama, qwen):
         with stored(model, monkeypatch) as states, torch.no_grad():
             model(row[None], use_cache=False)
-        layer = capture(model, row, layers=[0], top=1).layers[0]
+        layer = capture(model, row, layers=[0]).layers[0]
         for role in ROLES:
             recorded = states[role][0].double()
             torch.testing.assert_close(getattr(layer, role).mean, recorded.mean(0), rtol=1e-5, atol=1e-5)
@@ -346,8 +324,6 @@ def test_what_is_computed_on_the_way_is_a_slice_wide(monkeypatch):
     assert largest.rows == 90, "the measure sees what it should"
     for one, other in zip(sliced.layers, whole.layers, strict=True):
         torch.testing.assert_close(one.key.mean, other.key.mean, rtol=1e-6, atol=1e-7)
-        assert torch.equal(one.key.top_position, other.key.top_position)
-        assert torch.equal(one.key.top_token, other.key.top_token)
 
 
 # --- files
@@ -358,7 +334,7 @@ def test_a_capture_survives_its_file(tmp_path):
     path = tmp_path / "some.npz"
     got.to_npz(path)
     back = Capture.from_npz(path)
-    assert back.to_json() == got.to_json() and json.loads(got.to_json())["schema"] == 1
+    assert (back.text, back.chunk, back.groups) == (got.text, 16, got.groups)
     for one, other in zip(got.layers, back.layers, strict=True):
         assert torch.equal(one.inv_freq, other.inv_freq)
         for role in ROLES:
@@ -392,8 +368,6 @@ def test_a_capture_survives_its_file(tmp_path):
         (torch.tensor([5, 6]), {"layers": [-1]}, "LlamaForCausalLM has attention layers 0 to 1, got -1"),
         (torch.tensor([5, 6]), {"layers": []}, "layers must name at least one layer"),
         (torch.tensor([5, 6]), {"chunk": 0}, "chunk must be >= 1 token, got 0"),
-        (torch.tensor([5, 6]), {"top": 0}, "top must be >= 1, got 0"),
-        (torch.tensor([5, 6]), {"segments": 0}, "segments must be >= 1, got 0"),
     ],
 )  # fmt: skip
 def test_bad_input(tokens, options, message):
@@ -401,19 +375,10 @@ def test_bad_input(tokens, options, message):
         capture(tiny_model(), tokens, **options)
 
 
-def test_two_tokens_are_enough():
-    got = capture(model_of("llama"), torch.tensor([5, 6])).layers[0].query
-    assert got.drift.shape[0] == 2 and bool(torch.isfinite(got.drift).all())
-    torch.testing.assert_close(got.drift.mean(0), got.mean)
-
-
-def test_a_head_or_layer_that_was_not_captured():
+def test_a_layer_that_was_not_captured():
     got = capture(tiny_model(), ids(8, 1), layers=[1])
     with pytest.raises(ValueError, match=re.escape("layers [1] were captured, got 0")):
         got.layer(0)
-    for head in (4, -1):
-        with pytest.raises(ValueError, match=f"layer 1 has query heads 0 to 3, got {head}"):
-            got.layer(1).head(head)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

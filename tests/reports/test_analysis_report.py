@@ -34,23 +34,13 @@ NO_NUMBER = re.compile(r"\b(nan|inf)\b|\bNone\b(?! of)")
 
 
 def random_statistics(draw, heads, head_dim, pairs, groups):
-    top = torch.zeros(heads, 2, dtype=torch.long)
     mean = draw(heads, head_dim) - 0.5
     mean[0, pairs - 1] = 9.0  # an outlier among the slow pairs
     return Statistics(
         mean=mean,
-        mean_abs=draw(heads, head_dim),
-        max_abs=3 * draw(heads, head_dim),
         mean_norm=1 + draw(heads, pairs),
         group_norm=1 + draw(groups, heads, pairs),
-        max_norm=4 + draw(heads, pairs),
-        circular_mean=draw(heads, pairs),
         circular_deviation=2 * draw(heads, pairs),
-        drift=draw(2, heads, head_dim),
-        top_norm=draw(heads, 2),
-        top_position=top,
-        top_token=top,
-        top_row=top,
         interleaved=False,
     )
 
