@@ -75,7 +75,7 @@ class Analysis:
             "text": {
                 "name": self.rows.name,
                 "sha256": self.rows.sha256,
-                "groups": list(self.capture.groups),
+                "groups": list(dict.fromkeys(self.rows.groups)),
                 "rows": self.capture.rows,
                 "tokens": self.capture.tokens,
             },

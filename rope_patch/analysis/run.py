@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,30 +100,51 @@ def analyze(
         model,
         tokenizer,
         rows,
+        Chosen(layers, heads, p_values, tolerance, chunk),
         text=domains,
-        layers=layers,
-        heads=heads,
-        p_values=p_values,
-        tolerance=tolerance,
-        chunk=chunk,
         sweep_tokens=split_tokens(total, p_values, rows.ids.numel())[1],
         resume=resume,
     )
 
 
-# Long: the options of the public function beside it, documented one by one, for rows that were read before.
+@dataclass(frozen=True)
+class Chosen:
+    """What an analysis measures beside its text; the attributes are arguments of :func:`analyze`."""
+
+    layers: Sequence[int] | None = None
+    heads: Sequence[tuple[int, int]] = ()
+    p_values: Sequence[float] = P_VALUES
+    tolerance: float = TOLERANCE
+    chunk: int | None = None
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Raise ValueError for what does not fit a model of this config."""
+        text = config.get_text_config()
+        for p in self.p_values:
+            if not 0 < p < 1:
+                raise ValueError(f"p must be in (0, 1), got {p}")
+        if not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"tolerance must be >= 0, got {self.tolerance}")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk must be >= 1 token, got {self.chunk}")
+        for layer in (*(self.layers or ()), *(layer for layer, _ in self.heads)):
+            if not 0 <= layer < text.num_hidden_layers:
+                raise ValueError(f"the model has attention layers 0 to {text.num_hidden_layers - 1}, got {layer}")
+        for layer, head in self.heads:
+            if not 0 <= head < text.num_attention_heads:
+                raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
+            if self.layers is not None and layer not in self.layers:
+                raise ValueError(f"head {layer}.{head} is not in the layers to be analyzed, {list(self.layers)}")
+
+
 def analyze_rows(
     model: nn.Module,
     tokenizer: Any,
     rows: TextRows,
+    chosen: Chosen,
     *,
     name: str = "",
     text: Mapping[str, Source] | None = None,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[tuple[int, int]] = (),
-    p_values: Sequence[float] = P_VALUES,
-    tolerance: float = TOLERANCE,
-    chunk: int | None = None,
     sweep_tokens: int | None = None,
     resume: str | Path | None = None,
 ) -> Analysis:
@@ -132,36 +154,33 @@ def analyze_rows(
         model: the checkpoint.
         tokenizer: its tokenizer.
         rows: the text, from :func:`~rope_patch.evaluation.domains.read_rows`.
+        chosen: what is measured.
         name: of the checkpoint, for the report; its class by default.
         text: texts by name for the p sweep; by default the held-out part of the built-in text.
-        layers: as for :func:`analyze`, and so are the next ones.
-        heads: to show in detail.
-        p_values: values of p.
-        tolerance: for the advised p.
-        chunk: tokens per forward pass.
         sweep_tokens: that each p of the sweep may read, from :func:`split_tokens`; without limit by default [tokens].
         resume: folder of finished parts.
     """
     inspection = inspect_model(model)
-    check(model.config, layers=layers, heads=heads, p_values=p_values, tolerance=tolerance, chunk=chunk)  # type: ignore[arg-type]
+    chosen.check(model.config)  # type: ignore[arg-type]
+    layers, chunk = chosen.layers, chosen.chunk
     identity = {"model": fingerprint(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
     parts = _Parts(None if resume is None else Path(resume), identity, rows.ids.numel())
     statistics = parts.load_or_measure(
         Capture,
         "capture",
-        lambda: capture(model, rows.ids, chunk=chunk, layers=layers, groups=rows.groups),
+        lambda: capture(model, rows.ids, chunk=chunk, layers=layers),
         chunk=chunk,
     )
     measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
     with progress.unreported():
-        views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], list(heads) or _clearest(measured))
+        views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], list(chosen.heads) or _clearest(measured))
     context = max(table.max_position_embeddings for table in inspection.tables)
     points: tuple[SweepPoint, ...] = ()
     edges: tuple[int, ...] = ()
     text_name = ""
-    if p_values:
+    if chosen.p_values:
         windows, edges, text_name = sweep_text(tokenizer, text, context, sweep_tokens)
-        descending = sorted(p_values, reverse=True)
+        descending = sorted(chosen.p_values, reverse=True)
         points = sweep_p(model, statistics, windows, edges, descending, resume=parts.cache_file)
     return Analysis(
         name=name or type(model).__name__,
@@ -175,7 +194,7 @@ def analyze_rows(
         p_sweep=points,
         p_sweep_positions=edges,
         p_sweep_text=text_name,
-        advice=advise(points, tolerance, vocabulary=_vocabulary(model)),
+        advice=advise(points, chosen.tolerance, vocabulary=_vocabulary(model)),
         token_texts=_token_texts(tokenizer, measured, views),
         environment=environment(model),
     )
@@ -216,34 +235,6 @@ class _Parts:
         part.to_npz(path)
         self.cache[step] = [identity, _digest(path)]
         return part
-
-
-def check(
-    config: PreTrainedConfig,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[tuple[int, int]] = (),
-    p_values: Sequence[float] = P_VALUES,
-    tolerance: float = TOLERANCE,
-    chunk: int | None = None,
-) -> None:
-    """Raise ValueError for options of :func:`analyze` that do not fit a model of this config."""
-    text = config.get_text_config()
-    for p in p_values:
-        if not 0 < p < 1:
-            raise ValueError(f"p must be in (0, 1), got {p}")
-    if not 0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance must be >= 0, got {tolerance}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be >= 1 token, got {chunk}")
-    for layer in (*(layers or ()), *(layer for layer, _ in heads)):
-        if not 0 <= layer < text.num_hidden_layers:
-            raise ValueError(f"the model has attention layers 0 to {text.num_hidden_layers - 1}, got {layer}")
-    for layer, head in heads:
-        if not 0 <= head < text.num_attention_heads:
-            raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
-        if layers is not None and layer not in layers:
-            raise ValueError(f"head {layer}.{head} is not in the layers to be analyzed, {list(layers)}")
 
 
 def _vocabulary(model: nn.Module) -> int:

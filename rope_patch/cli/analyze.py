@@ -31,8 +31,7 @@ def analyze(words: Sequence[str]) -> None:
 
     if options.report:  # an error without matplotlib comes first
         importlib.import_module("rope_patch.reports.analysis")
-    what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
-    what |= {"tolerance": options.tolerance, "chunk": options.chunk}
+    chosen = engine.Chosen(options.layers, options.heads, options.p_values, options.tolerance, options.chunk)
     patch, machine = options.patching.arguments(), options.machine
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
@@ -40,7 +39,7 @@ def analyze(words: Sequence[str]) -> None:
     prepare(machine.threads)
     # What cannot be done fails before any weight is read.
     config = read_config(options.model)
-    engine.check(config, **what)
+    chosen.check(config)
     context = int(config.max_position_embeddings)
     tokenizer = load_tokenizer(options.model)
     read = partial(read_rows, tokenizer, texts, window=options.window, context=context)
@@ -64,11 +63,11 @@ def analyze(words: Sequence[str]) -> None:
                 loaded,
                 tokenizer,
                 rows,
+                chosen,
                 name=name_of(options.model),
                 text=texts,
                 resume=output,
                 sweep_tokens=sweep_tokens,
-                **what,
             )
         _show(analysis, options, names)
 

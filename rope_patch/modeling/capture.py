@@ -4,8 +4,8 @@ Hooks stand where :mod:`rope_patch.modeling.sources` has found the states; the m
 its decoder alone, so that no logits exist. Each state is reduced where it appears, a slice of tokens at a time. What
 is kept does not grow with the text.
 
-The numbers are those of Jonasson (arXiv:2503.01832) and of Barbero et al. (arXiv:2410.06205, sec. 4): mean vector, mean
-norm and circular deviation of each rotary pair.
+The numbers are those of Jonasson (arXiv:2503.01832) and of Barbero et al. (arXiv:2410.06205, sec. 4): mean
+vector, mean norm and circular deviation of each rotary pair.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def capture(
     *,
     chunk: int | None = None,
     layers: Sequence[int] | None = None,
-    groups: Sequence[str] | None = None,
 ) -> Capture:
     """Measure a model's queries, keys and values before rotation on a text.
 
@@ -45,29 +44,23 @@ def capture(
         token_ids: (tokens,) or (rows, tokens), at least 2 tokens; rows are texts of their own, read one by one.
         chunk: tokens per forward pass, through a cache; all of a text by default.
         layers: indices of the layers to measure; all by default.
-        groups: what each row is of, a domain for example; norms are kept by group as well. One group by default.
 
     Returns:
         The statistics.
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have, groups that do not name
-            each row; a model without a rotary table, or whose states cannot be found (see ``find_sources``); NaN or
-            infinite states, by name and position.
+        ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have; a model without a rotary
+            table, or whose states cannot be found (see ``find_sources``); NaN or infinite states, by name and position.
     """
     rows = token_rows(token_ids)
-    named = ["text"] * len(rows) if groups is None else list(groups)
-    if len(named) != len(rows):
-        raise ValueError(f"groups must name each of the {len(rows)} rows, got {len(named)} names")
-    names = tuple(dict.fromkeys(named))
-    codes = [names.index(name) for name in named]
     sums: dict[tuple[int, str], _StateSums] = {}
 
     def visit(layer: LayerSource, role: str, states: Tensor, row: int, start: int) -> None:
-        if (layer.index, role) not in sums:
-            sums[layer.index, role] = _StateSums(layer, role, states, codes)
-        sums[layer.index, role].add(states, row, start)
+        state_sums = sums.get((layer.index, role))
+        if state_sums is None:
+            state_sums = sums[layer.index, role] = _StateSums(layer, role, states)
+        state_sums.add(states, row, start)
 
     read = stream(model, rows, visit, chunk=chunk, layers=layers)
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
@@ -78,7 +71,6 @@ def capture(
         len(rows),
         text_digest(rows),
         size,
-        names,
         tuple(captured),
     )
 
@@ -86,7 +78,7 @@ def capture(
 class _StateSums:
     """Running sums over the states of one role of a layer: float32 within a slice of tokens, float64 across slices."""
 
-    def __init__(self, layer: LayerSource, role: str, states: Tensor, groups: Sequence[int]) -> None:
+    def __init__(self, layer: LayerSource, role: str, states: Tensor) -> None:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
         # Sums stay where the states are, so that an accelerator is not waited for; not every one has doubles.
@@ -96,9 +88,8 @@ class _StateSums:
                 f"layer {layer.index} has {role}s of {head_dim} features and a table for {2 * self.pairs}: "
                 "they cannot be paired"
             )
-        self.groups, self.group_count = groups, [0] * (max(groups) + 1)
-        self.feature_sum = self._zeros(heads, head_dim)
-        self.norm_sum = self._zeros(max(groups) + 1, heads, self.pairs)
+        self.count = 0
+        self.sum, self.norm_sum = self._zeros(heads, head_dim), self._zeros(heads, self.pairs)
         self.unit_sum, self.directed = self._zeros(2, heads, self.pairs), self._zeros(heads, self.pairs)
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -112,11 +103,11 @@ class _StateSums:
         """Add states (tokens, heads, head_dim) that begin at a position."""
         if not float(states.abs().max()) < HUGE:  # true of NaN as well
             self._refuse(states, row, start)
-        self.feature_sum += self._sum(states)
+        self.count += len(states)
+        self.sum += self._sum(states)
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
-        self.norm_sum[self.groups[row]] += self._sum(norms)
-        self.group_count[self.groups[row]] += len(states)
+        self.norm_sum += self._sum(norms)
         zero = norms == 0 if float(norms.min()) == 0 else None
         self.directed += len(states)
         if zero is not None:
@@ -136,17 +127,12 @@ class _StateSums:
 
     def result(self) -> Statistics:
         """Return the statistics."""
-        counts = torch.tensor(self.group_count, device=self.device)
-        x, y = self.unit_sum / self.directed.clamp_min(1)
-        length = torch.hypot(x, y).clamp(0, 1)
-        statistics = {
-            "mean": self.feature_sum / counts.sum(),
-            "mean_norm": self.norm_sum.sum(0) / counts.sum(),
-            "group_norm": self.norm_sum / counts[:, None, None],
-            "circular_deviation": (-2 * length.log()).clamp_min(0).sqrt(),
-        }
+        length = torch.hypot(*(self.unit_sum / self.directed.clamp_min(1))).clamp(0, 1)
         return Statistics(
-            **{name: value.cpu() for name, value in statistics.items()}, interleaved=self.layer.interleaved
+            mean=(self.sum / self.count).cpu(),
+            mean_norm=(self.norm_sum / self.count).cpu(),
+            circular_deviation=(-2 * length.log()).clamp_min(0).sqrt().cpu(),
+            interleaved=self.layer.interleaved,
         )
 
 

@@ -17,7 +17,7 @@ from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.sources import split_pairs
 from rope_patch.runtime.folders import write_atomically
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,6 @@ class Statistics:
     Attributes:
         mean: (heads, head_dim) mean of each feature, unrotated ones included.
         mean_norm: (heads, pairs) mean 2-norm of each pair.
-        group_norm: (groups, heads, pairs) mean 2-norm over each group of rows.
         circular_deviation: (heads, pairs) ``sqrt(-2 ln R)``, R the length of the mean unit vector (Mardia & Jupp,
             *Directional Statistics*, 2000, sec. 2.3.1) [rad]; inf where the directions cancel out. Zero vectors have no
             direction and are left out.
@@ -39,7 +38,6 @@ class Statistics:
 
     mean: Tensor
     mean_norm: Tensor
-    group_norm: Tensor
     circular_deviation: Tensor
     interleaved: bool
 
@@ -73,11 +71,8 @@ class Statistics:
         """Return the statistics with each head ``groups`` times: those of key heads, by query head."""
         if groups == 1:
             return self
-        changes = {
-            name: getattr(self, name).repeat_interleave(groups, dim=1 if name == "group_norm" else 0)
-            for name in _ARRAYS
-        }
-        return Statistics(**changes, interleaved=self.interleaved)
+        repeated = {name: getattr(self, name).repeat_interleave(groups, dim=0) for name in _ARRAYS}
+        return Statistics(**repeated, interleaved=self.interleaved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +127,6 @@ class Capture:
         rows: texts read.
         text: 16 hex digits that identify the token ids.
         chunk: tokens per forward pass; 0 when each text was read at once.
-        groups: names of the groups of rows.
         layers: those captured, in order.
         schema: version of this layout.
     """
@@ -142,7 +136,6 @@ class Capture:
     rows: int
     text: str
     chunk: int
-    groups: tuple[str, ...]
     layers: tuple[LayerCapture, ...]
     schema: int = SCHEMA
 
@@ -168,7 +161,7 @@ class Capture:
     def to_npz(self, path: str | Path) -> None:
         """Write everything to one ``.npz`` of plain arrays, no pickle in it, and rename it into place.
 
-        ``layer3.key.mean`` and the like; ``outline`` says in JSON what was read and how.
+        ``layer3.key.mean`` and the like; ``outline`` says what was read and how.
 
         Raises:
             OSError: the folder cannot be written; nothing is left behind.
@@ -198,13 +191,12 @@ class Capture:
                 loaded = {name: arrays[f"{at}.{role}.{name}"] for name in _ARRAYS}
                 item[role] = Statistics(**loaded, interleaved=interleaved)
             layers.append(LayerCapture(**item, inv_freq=arrays[f"{at}.inv_freq"]))
-        outline["groups"] = tuple(outline["groups"])
         return cls(**outline, layers=tuple(layers), schema=SCHEMA)
 
     def _outline(self) -> dict[str, Any]:
         names = ("index", "layer_type", "attention_scaling", "context", "scaling", "softcap", "keys_of")
         return {
-            **{name: getattr(self, name) for name in ("schema", "model", "tokens", "rows", "text", "chunk", "groups")},
+            **{name: getattr(self, name) for name in ("schema", "model", "tokens", "rows", "text", "chunk")},
             "layers": [
                 {**{name: getattr(layer, name) for name in names}, "interleaved": layer.query.interleaved}
                 for layer in self.layers

@@ -49,10 +49,7 @@ def _usage(analysis: Analysis) -> Section:
         "A pair adds at most the product of its norms in query and key to their logit (Cauchy–Schwarz), so the long "
         "pairs are those that the model uses."
     )
-    parts = [figures.norms(analysis)]
-    if len(analysis.capture.groups) > 1:
-        parts.append(figures.group_norms(analysis))
-    return Section("Which frequencies are used", [answer], parts)
+    return Section("Which frequencies are used", [answer], [figures.norms(analysis)])
 
 
 def _outliers(analysis: Analysis) -> Section:
@@ -76,7 +73,6 @@ def _p_sweep(analysis: Analysis) -> Section:
 def facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Return what was analyzed: checkpoint, text, versions."""
     capture, rows = analysis.capture, analysis.rows
-    groups = ", ".join(f"{name} ({rows.groups.count(name)})" for name in capture.groups)
     chunk = f", read {capture.chunk} tokens at a time" if capture.chunk else ""
     shape = f"{capture.rows} of {capture.tokens // capture.rows} tokens, {capture.tokens} in all{chunk}"
     return [
@@ -87,7 +83,6 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
         *((f"Layers, {kind.name}" if kind.name else "Layers", _layers(kind)) for kind in kinds(capture)),
         ("Text", f"{rows.name}; SHA-256 {rows.sha256[:16]}…; token ids {capture.text}"),
         ("Rows", shape),
-        ("Rows of each group", groups),
         ("Names", "Heads are named layer.head; pairs are counted from 0, fastest first; in tokens ␣ is a space."),
     ]
 

@@ -14,7 +14,7 @@ from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.views import HeadView
 from rope_patch.evaluation.numbers import number_text, relative
 from rope_patch.reports.analysis_tables import ROLES, spans_of
-from rope_patch.reports.layer_kinds import Kind, kinds
+from rope_patch.reports.layer_kinds import kinds
 from rope_patch.reports.page import Figure, drawn
 from rope_patch.reports.plots import outliers as plots_outliers
 from rope_patch.reports.plots.analysis import PAIRS, Map, head_view, heat_maps, pair_map, spread
@@ -88,45 +88,20 @@ def _title(analysis: Analysis, layer: int, head: int) -> str:
 
 
 def norms(analysis: Analysis) -> Figure:
-    """Return the mean norm of each pair by layer."""
-
-    def by_layer(kind: Kind, role: str) -> Tensor:
-        return torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
-
-    caption = f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {LINE}"
-    return _norms(analysis, "layer", by_layer, caption)
-
-
-def group_norms(analysis: Analysis) -> Figure:
-    """Return the mean norm of each pair by group of rows."""
-
-    def by_group(kind: Kind, role: str) -> Tensor:
-        return torch.stack([getattr(layer, role).group_norm.mean(1) for layer in kind.layers]).mean(0)
-
-    caption = (
-        "Where the rows are alike, the model uses the frequencies alike in every domain (figure 19 of Barbero et al.)."
-    )
-    return _norms(analysis, "domain", by_group, caption)
-
-
-def _norms(analysis: Analysis, rows: str, means: Callable[[Kind, str], Tensor], caption: str) -> Figure:
-    """Return mean norms of each pair, a line of panels for each kind of layers.
-
-    Args:
-        analysis: of a checkpoint.
-        rows: what the rows of a panel are, ``"layer"`` or ``"domain"``.
-        means: gives the norms of queries, keys or values: (rows, pairs).
-        caption: how to read the figure.
-    """
+    """Return the mean norm of each pair by layer, a line of panels for each kind of layers."""
     grid = []
     for kind in kinds(analysis.capture):
-        names = kind.rows if rows == "layer" else list(analysis.capture.groups)
         titles = zip(ROLES, kind.titled(list(ROLES.values())), strict=True)
-        grid.append([pair_map(name, means(kind, role), names, kind.inv_freq, kind.context) for role, name in titles])
-    return drawn(
-        heat_maps(grid, title=f"Mean norm of each pair, by {rows}", xlabel=PAIRS, ylabel=rows, label="mean norm"),
-        caption,
-    )
+        by_layer = {role: [getattr(layer, role).mean_norm.mean(0) for layer in kind.layers] for role in ROLES}
+        grid.append(
+            [
+                pair_map(name, torch.stack(by_layer[role]), kind.rows, kind.inv_freq, kind.context)
+                for role, name in titles
+            ]
+        )
+    title = "Mean norm of each pair, by layer"
+    figure = heat_maps(grid, title=title, xlabel=PAIRS, ylabel="layer", label="mean norm")
+    return drawn(figure, f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {LINE}")
 
 
 def outlier_scatter(analysis: Analysis) -> Figure:

@@ -19,7 +19,7 @@ from rope_patch.analysis import run as engine
 from rope_patch.analysis.p_sweep import SweepPoint, advise, half_chord, sweep_p, sweep_text
 from rope_patch.analysis.reading import AnalysisReading
 from rope_patch.analysis.result import findings
-from rope_patch.analysis.run import analyze_rows
+from rope_patch.analysis.run import Chosen, analyze_rows
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import unrotated
@@ -165,13 +165,13 @@ def test_the_public_function_reads_a_text_or_several_by_name(tokenizer):
     named = rope_patch.analyze(model, tokenizer, TEXTS, window=64, tokens=256, p_values=[0.5])
     assert named.to_json() == run(model, tokenizer, p_values=[0.5]).to_json().replace('"tiny"', '"LlamaForCausalLM"')
     single = rope_patch.analyze(model, tokenizer, TEXTS["one"], window=64, tokens=128, p_values=[])
-    assert single.capture.groups == ("text",) and single.capture.rows == 2 and single.p_sweep == ()
+    assert single.capture.rows == 2 and single.p_sweep == ()
     assert rope_patch.inspect(model).record is None
 
 
-def run(model, tokenizer, **options):
+def run(model, tokenizer, *, resume=None, **chosen):
     rows = read_rows(tokenizer, TEXTS, window=64, tokens=256)
-    return analyze_rows(model, tokenizer, rows, name="tiny", text=TEXTS, **options)
+    return analyze_rows(model, tokenizer, rows, Chosen(**chosen), name="tiny", text=TEXTS, resume=resume)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4"])
@@ -186,7 +186,7 @@ def test_every_part_is_there(tokenizer, family):
     assert [point["p"] for point in out["p_sweep"]] == [1.0, 0.5]
     assert {stage for stage, _ in progress} == {"capture", "heads", "unchanged table", "p = 0.5"}
     assert sum(tokens for _, tokens in progress) == AnalysisReading(64, [0.5], 64).tokens(result.rows.ids.numel(), None)
-    assert result.capture.groups == ("one", "two") and result.context == 64
+    assert result.context == 64
     assert all(result.token_text(int(token)) for view in result.views for token in view.token_ids)
 
 
@@ -233,7 +233,7 @@ def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     model = AutoModelForCausalLM.from_pretrained(ASSETS / shape).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / shape)
     rows = read_rows(tokenizer, {"english": TEXT}, window=256, tokens=2048)
-    result = analyze_rows(model, tokenizer, rows, p_values=[0.75, 0.25])
+    result = analyze_rows(model, tokenizer, rows, Chosen(p_values=[0.75, 0.25]))
     heads = [(layer, head) for layer in result.heads.layers for head in range(layer.heads)]
     previous, induction = (
         [(layer.index, head) for layer, head in heads if name in layer.head_types(head)]

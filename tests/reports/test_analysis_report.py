@@ -18,7 +18,7 @@ from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.outliers import scatter
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.result import Analysis, findings
-from rope_patch.analysis.run import analyze_rows
+from rope_patch.analysis.run import Chosen, analyze_rows
 from rope_patch.analysis.views import HeadView
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
@@ -33,13 +33,12 @@ WORDS = {0: "<s>", 1: " the", 2: "\n", 3: "$x$", 4: "<script>", 5: "字"}
 NO_NUMBER = re.compile(r"\b(nan|inf)\b|\bNone\b(?! of)")
 
 
-def random_statistics(draw, heads, head_dim, pairs, groups):
+def random_statistics(draw, heads, head_dim, pairs):
     mean = draw(heads, head_dim) - 0.5
     mean[0, pairs - 1] = 9.0  # an outlier among the slow pairs
     return Statistics(
         mean=mean,
         mean_norm=1 + draw(heads, pairs),
-        group_norm=1 + draw(groups, heads, pairs),
         circular_deviation=2 * draw(heads, pairs),
         interleaved=False,
     )
@@ -95,7 +94,7 @@ def random_analysis(
 
     captured, attended = [], []
     for index, (kind, context, pairs) in zip(range(layers), itertools.cycle(tables), strict=False):
-        size = heads, 2 * pairs, pairs, len(groups)
+        size = heads, 2 * pairs, pairs
         captured.append(
             LayerCapture(
                 index=index,
@@ -140,7 +139,7 @@ def random_analysis(
         method=None,
         context=256,
         rows=TextRows(ids.expand(2, tokens), groups, "a text", "ab" * 32, (0,)),
-        capture=Capture("TinyForCausalLM", 2 * tokens, 2, "c" * 16, 0, groups, tuple(captured)),
+        capture=Capture("TinyForCausalLM", 2 * tokens, 2, "c" * 16, 0, tuple(captured)),
         heads=Heads("TinyForCausalLM", 2 * tokens, 2, "c" * 16, tuple(attended)),
         views=(view,),
         p_sweep=points,
@@ -168,12 +167,12 @@ def test_the_page_is_whole_and_loads_nothing():
     loads_nothing(text)
     accessible(text)
     page = Page(text)
-    assert len(page.all("img")) == 6  # masses, view, norms by layer and by domain, scatter, p
+    assert len(page.all("img")) == 5  # masses, view, norms, scatter, p
     words = "".join(page.text)
     assert "Some <b> model" in words and "<b>" not in text
     facts = dict(page.table("What was measured")[1:])
     assert facts["Text"].startswith("a text; SHA-256 abababababababab…")
-    assert (facts["Rows"], facts["Rows of each group"]) == ("2 of 24 tokens, 48 in all", "first (1), second $ (1)")
+    assert facts["Rows"] == "2 of 24 tokens, 48 in all"
     for finding in findings(analysis):
         assert finding in words
 
@@ -362,7 +361,7 @@ class Words:
 def test_a_real_model_has_a_page(figures, tmp_path, family):
     model = tiny.tiny_model(family)
     rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32, ())
-    analysis = analyze_rows(model, Words(), rows, name=family, p_values=(), heads=[(0, 1), (1, 3)])
+    analysis = analyze_rows(model, Words(), rows, Chosen(p_values=(), heads=[(0, 1), (1, 3)]), name=family)
     write(tmp_path / "page.html", analysis_report.page(analysis))
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     page_text = "".join(page.text)
