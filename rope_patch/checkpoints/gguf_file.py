@@ -63,19 +63,6 @@ class Key:
         types = gguf().GGUFValueType
         return cls(name, value, types[kind], types[item] if item else None)
 
-    @classmethod
-    def read(cls, raw: bytes) -> Key:
-        """Read a key from its bytes in a file.
-
-        Raises:
-            ValueError: they are cut off, or more than a key.
-        """
-        header = _Header(np.frombuffer(raw, np.uint8))
-        key = header.key()
-        if header.at != len(raw):
-            raise ValueError(f"{len(raw) - header.at} bytes follow the key {key.name}")
-        return key
-
     @property
     def packed(self) -> bytes:
         """The bytes of the key in a file."""

@@ -113,8 +113,11 @@ def restore_folder(
 
     Raises:
         PatchError: the checkpoint carries no record.
+        ValueError: a GGUF file.
         OSError: as :func:`patch_folder`.
     """
+    if is_gguf(source):
+        raise ValueError(f"{source} is a GGUF file, which is patched as a copy: use the file that it was made from")
     model = skeleton(source)
     restore(model)
     with copied(source, out, overwrite=overwrite) as folder:

@@ -45,8 +45,7 @@ def export_gguf(
     """Write a GGUF file of a model with its rotary table, which an unmodified llama.cpp runs.
 
     The converter sees the checkpoint as it was before the patch, because it drops or refuses most other tables. What it
-    wrote is patched as :func:`~rope_patch.checkpoints.gguf_patch.patch_gguf` patches a file, so ``rope-patch restore``
-    gives the unpatched file.
+    wrote is patched as :func:`~rope_patch.checkpoints.gguf_patch.patch_gguf` patches a file.
 
     A factor on cos and sin other than 1 (YaRN's) is exact in llama.cpp, except after a context shift: that rotates kept
     keys once more, and scales them once more too.

@@ -94,13 +94,13 @@ class VerifyOptions(OptionSet, command="verify"):
 class RestoreOptions(OptionSet, command="restore"):
     """Write a copy of a patched checkpoint with the rotary tables that it had before the patch.
 
-    If MODEL is a GGUF file, the output is one too.
+    A GGUF file is not restored: its patch was written into a copy.
 
     Example: ``rope-patch restore ./llama-abf -o ./llama``
     """
 
     model: str = shared.checkpoint()
-    output: Path = shared.new_output(_NEW_CHECKPOINT, "PATH")
+    output: Path = shared.new_output()
     force: bool = shared.force()
     imports: tuple[str, ...] = shared.imports()
 

@@ -1,11 +1,10 @@
-"""A GGUF file is patched, restored and verified as a file: only its table changes, and no weights are loaded.
+"""A GGUF file is patched and verified as a file: only its table changes, and no weights are loaded.
 
 What a file holds is read with gguf's own reader, and what it computes with transformers'.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 import struct
@@ -17,15 +16,15 @@ import pytest
 import torch
 from support.gguf_files import quantized, rewritten, stated, write_toy
 from support.subsets import byte_level_llama
-from support.tiny import LLAMA3, ids, logits, tiny_model
+from support.tiny import ids, logits, tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch import PatchError
 from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf
-from rope_patch.checkpoints.gguf_patch import BEFORE_KEY, patch_gguf, restore_gguf
+from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.gguf_table import RECORD_KEY
-from rope_patch.frequencies import geometric
+from rope_patch.checkpoints.offline import restore_folder
 
 TOKENS = ids(48) % 96
 
@@ -41,14 +40,6 @@ def base(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("base")
     plain = write_toy(tiny_model(vocab_size=1024), folder / "plain.gguf", tokenizer)
     return quantized(plain, folder / "base.gguf", "Q4_1")
-
-
-@pytest.fixture(scope="module")
-def llama3(tmp_path_factory):
-    """The GGUF that llama.cpp's converter writes of a model with Llama 3.1's smoothing: with factors."""
-    model = tiny_model(vocab_size=1024, rope_parameters=LLAMA3, max_position_embeddings=512)
-    factors = geometric(1e4, 16) / model.model.rotary_emb.inv_freq
-    return write_toy(model, tmp_path_factory.mktemp("llama3") / "own.gguf", factors=factors)
 
 
 @pytest.mark.parametrize("alignment", [32, 256])
@@ -83,19 +74,10 @@ def test_every_key_but_those_of_the_table_is_kept_in_its_place(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
     before, after = keys(base), keys(tmp_path / "out.gguf")
     assert {name for name in after if after[name] != before.get(name)} == {
-        *("llama.context_length", "llama.rope.scaling.type", "llama.rope.scaling.attn_factor", RECORD_KEY, BEFORE_KEY)
+        *("llama.context_length", "llama.rope.scaling.type", "llama.rope.scaling.attn_factor", RECORD_KEY)
     }
     assert after["llama.context_length"] == 256
     assert [name for name in after if name in before] == list(before)
-
-
-def test_a_patched_file_is_patched_anew_only_where_asked(base, tmp_path):
-    patch_gguf(base, "yarn:factor=4", tmp_path / "yarn.gguf")
-    with pytest.raises(PatchError, match="yarn:factor=4"):
-        patch_gguf(tmp_path / "yarn.gguf", "pi:factor=2", tmp_path / "pi.gguf")
-    patch_gguf(tmp_path / "yarn.gguf", "pi:factor=2", tmp_path / "pi.gguf", replace=True)
-    patch_gguf(base, "pi:factor=2", tmp_path / "direct.gguf")
-    assert (tmp_path / "pi.gguf").read_bytes() == (tmp_path / "direct.gguf").read_bytes()
 
 
 def test_graphs_without_factors_take_another_base_alone(tmp_path):
@@ -126,7 +108,15 @@ def test_phi3_has_its_factors_in_two_tensors(tmp_path):
     assert rope_patch.verify(tmp_path / "out.gguf").method == "pi:factor=4"
 
 
-@pytest.mark.parametrize("option", [{"layer_types": ["full_attention"]}, {"freeze_at": 64}])
+def test_a_patched_file_is_not_patched_again(base, tmp_path):
+    patch_gguf(base, "yarn:factor=4", tmp_path / "yarn.gguf")
+    with pytest.raises(PatchError, match="yarn:factor=4"):
+        patch_gguf(tmp_path / "yarn.gguf", "pi:factor=2", tmp_path / "pi.gguf")
+    with pytest.raises(ValueError, match="made from"):
+        restore_folder(tmp_path / "yarn.gguf", tmp_path / "back")
+
+
+@pytest.mark.parametrize("option", [{"layer_types": ["full_attention"]}, {"freeze_at": 64}, {"replace": True}])
 def test_options_that_a_file_has_no_use_for(base, tmp_path, option):
     with pytest.raises(ValueError, match="patched"):
         patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", **option)
@@ -207,11 +197,11 @@ def test_progress_ends_with_every_byte_and_an_interrupt_leaves_nothing(base, tmp
 def test_keys_that_ggufs_own_writer_refuses_are_kept(base, tmp_path):
     """An array of arrays: the name, the type 9, arrays of 2 numbers of the type 3."""
     name, parts = "some.nested", [struct.pack("<IQ2h", 3, 2, i, i + 1) for i in (1, 5)]
-    nested = Key.read(struct.pack("<Q", len(name)) + name.encode() + struct.pack("<IIQ", 9, 9, 2) + b"".join(parts))
-    assert nested.value == [[1, 2], [5, 6]]
+    raw = struct.pack("<Q", len(name)) + name.encode() + struct.pack("<IIQ", 9, 9, 2) + b"".join(parts)
+    nested = Key(name, None, None, raw=raw)
     patch_gguf(rewritten(base, tmp_path / "own.gguf", [nested]), "yarn:factor=4", tmp_path / "out.gguf")
     assert open_gguf(tmp_path / "out.gguf").value(name) == [[1, 2], [5, 6]]
-    assert nested.raw in (tmp_path / "out.gguf").read_bytes()
+    assert raw in (tmp_path / "out.gguf").read_bytes()
 
 
 def test_a_header_is_read_as_ggufs_own_reader_reads_it(base):
@@ -220,49 +210,6 @@ def test_a_header_is_read_as_ggufs_own_reader_reads_it(base):
     read = {piece.name: (piece.kind, piece.read().shape, piece.read().tobytes()) for piece in opened.pieces}
     assert read == {t.name: (t.tensor_type, t.data.shape, t.data.tobytes()) for t in reference.tensors}
     assert opened.weights == "Q4_1"
-
-
-# --- restore
-
-
-@pytest.fixture(scope="module")
-def linear(base, tmp_path_factory):
-    """A file of another tool, with scaling keys of its own."""
-    keys = [Key.of("llama.rope.scaling.type", "linear", "STRING"), Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32")]
-    return rewritten(base, tmp_path_factory.mktemp("linear") / "linear.gguf", keys)
-
-
-@pytest.mark.parametrize(
-    ("own", "method"), [("base", "yarn:factor=8"), ("base", "abf"), ("llama3", "p_rope"), ("linear", "p_rope")]
-)
-def test_restoring_gives_the_original_file_to_the_last_byte(request, tmp_path, own, method):
-    own = request.getfixturevalue(own)
-    patch_gguf(own, method, tmp_path / "out.gguf", target_length=512)
-    assert (tmp_path / "out.gguf").read_bytes() != own.read_bytes()
-    restore_gguf(tmp_path / "out.gguf", tmp_path / "back.gguf")
-    assert (tmp_path / "back.gguf").read_bytes() == own.read_bytes()
-
-
-def test_a_file_without_what_was_there_before_gets_its_recorded_base_table(base, tmp_path):
-    """One that an older version wrote."""
-    patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
-    older = rewritten(tmp_path / "out.gguf", tmp_path / "older.gguf", drop=[BEFORE_KEY])
-    restore_gguf(older, tmp_path / "back.gguf")
-    assert tensors(tmp_path / "back.gguf") == tensors(base)
-    assert keys(tmp_path / "back.gguf") == keys(base) | {"llama.rope.scaling.type": "none"}
-
-
-def test_a_file_that_is_not_patched_has_nothing_to_restore(base, tmp_path):
-    with pytest.raises(PatchError, match="carries"):
-        restore_gguf(base, tmp_path / "back.gguf")
-
-
-def test_damage_to_what_was_there_before_is_named(base, tmp_path):
-    patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf")
-    for text in ("no JSON", json.dumps({"keys": [[0, "AAAA"]], "tensors": []})):
-        bad = rewritten(tmp_path / "out.gguf", tmp_path / "bad.gguf", [Key.of(BEFORE_KEY, text, "STRING")])
-        with pytest.raises(PatchError, match="damaged"):
-            restore_gguf(bad, tmp_path / "back.gguf")
 
 
 # --- verify and inspect
@@ -303,15 +250,6 @@ def test_a_changed_factor_is_found(base, tmp_path):
     with pytest.raises(PatchError, match="yarn:factor=4"):
         rope_patch.verify(changed)
     assert not rope_patch.inspect(changed).checked
-
-
-def test_another_table_before_the_patch_is_found(base, tmp_path):
-    other = rewritten(base, tmp_path / "other.gguf", [Key.of("llama.rope.freq_base", 2e4, "FLOAT32")])
-    patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf")
-    patch_gguf(other, "yarn:factor=4", tmp_path / "out2.gguf")
-    kept = open_gguf(tmp_path / "out2.gguf").keys[BEFORE_KEY]
-    with pytest.raises(PatchError, match="table"):
-        rope_patch.verify(rewritten(tmp_path / "out.gguf", tmp_path / "mixed.gguf", [kept]))
 
 
 # --- models that came from a file

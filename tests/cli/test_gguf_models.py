@@ -43,15 +43,14 @@ def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
     assert "the file states 256 tokens, and llama.cpp reads no more: --target-length states more" in based
 
 
-def test_a_patched_file_is_inspected_verified_and_restored(file, tmp_path):
-    out, back = tmp_path / "out.gguf", tmp_path / "back.gguf"
+def test_a_patched_file_is_inspected_and_verified(file, tmp_path):
+    out = tmp_path / "out.gguf"
     record = json.loads(run("apply", file, "p_rope", "p=0.75", "-o", out, "--json"))["record"]
     seen = json.loads(run("inspect", out, "--json"))
     assert seen["checked"] == ["the table is equal to the recorded table within 1e-6"]
     assert seen["tables"][0]["hash"] == record["tables"]["all"]["hash"] and seen["record"] == record
     assert run("verify", out).startswith(f"{out}: patched with p_rope:p=0.75, as recorded")
-    run("restore", out, "-o", back)
-    assert back.read_bytes() == file.read_bytes()
+    assert "use the file that it was made from" in fail("restore", out, "-o", tmp_path / "back")
 
 
 def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path):
