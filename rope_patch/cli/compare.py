@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rope_patch.cli.loading import (
@@ -14,11 +13,10 @@ from rope_patch.cli.loading import (
     load_model,
     load_tokenizer,
     prepare,
-    read_methods,
     say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
+from rope_patch.cli.printing import RESULT_CACHE, command_line, new_table, resumable, show
 from rope_patch.cli.processes import working_together
 from rope_patch.options import CompareOptions
 from rope_patch.options.shared import Machine
@@ -35,22 +33,22 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.evaluation.budget import comparison_within
     from rope_patch.evaluation.spec import check_tasks
     from rope_patch.evaluation.suite import EvalSuite
+    from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
     from rope_patch.patching.verify import trained_length
 
     if options.report:  # an error without matplotlib comes first
         importlib.import_module("rope_patch.reports.comparison")
     spec, machine = check_tasks(options.evaluation), options.machine
-    compared = read_methods(options.methods)
+    compared = list(map(as_method, options.methods))
     check_device(machine.device)
     check_texts(spec)
-    _check_adapter(options.adapter, options.model)
     prepare(machine.threads)
     finished = options.output / RESULT_CACHE
     files = ["comparison.json", RESULT_CACHE, *["report.html"] * options.report]
     with working_together(options.output, files) as first:
         tokenizer = load_tokenizer(options.model)
-        loaded, notes = _with_adapter(load_model(options.model, machine), options.model, options.adapter)
+        loaded = load_model(options.model, machine)
         patch: dict[str, Any] = {"layer_types": options.patching.layer_types, "freeze_at": options.patching.freeze_at}
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
@@ -67,7 +65,8 @@ def compare(words: Sequence[str]) -> None:
             del chooser
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:
-        _show(replace(comparison, environment=comparison.environment | notes), options)
+        adapter = {"adapter": name_of(options.model)} if hasattr(loaded, "peft_config") else {}
+        _show(replace(comparison, environment=comparison.environment | adapter), options)
 
 
 def _show(comparison: Any, options: CompareOptions) -> None:
@@ -93,36 +92,6 @@ def _evaluator(source: str, tokenizer: Any, machine: Machine) -> Any:
     if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"--longppl-evaluator {source} has another vocabulary than MODEL: choose one of the same")
     return load_model(source, machine)
-
-
-def _check_adapter(adapter: str | None, model: str) -> None:
-    """Raise where an adapter is not there, or has no place on a model."""
-    from rope_patch.checkpoints.adapters import ADAPTER_FILE, is_adapter
-    from rope_patch.runtime.folders import check_source
-
-    if adapter is not None:
-        if "/" not in adapter and not Path(adapter).exists():  # the hub has no adapter without an owner
-            raise FileNotFoundError(f"no adapter folder {adapter!r}")
-        check_source(adapter, [ADAPTER_FILE])
-    if adapter is not None and is_adapter(model):
-        raise ValueError(f"{model} is an adapter itself: give its base as MODEL to measure another one on it")
-
-
-def _with_adapter(loaded: Any, model: str, adapter: str | None) -> tuple[Any, dict[str, str]]:
-    """Return a model with an adapter on it, whatever tables it has, and what the report says of adapters."""
-    from rope_patch.checkpoints.adapters import is_adapter, read_record
-    from rope_patch.errors import blamed_on
-
-    if adapter is None:
-        return loaded, {"adapter": name_of(model)} if is_adapter(model) else {}
-    from peft import PeftModel
-
-    record = read_record(adapter)
-    trained = f"trained under {record.to_method()}" if record else "no patch recorded beside it"
-    note = f"{Path(adapter).name} ({trained})"
-    print(f"adapter {note}: measured under every method", file=sys.stderr)
-    with blamed_on(f"{adapter}: PEFT cannot load this adapter onto {type(loaded).__name__}"):
-        return PeftModel.from_pretrained(loaded, adapter), {"adapter": note}
 
 
 def print_table(comparison: Any) -> None:
@@ -159,34 +128,28 @@ def print_differences(comparison: Any) -> None:
     if len(names) == 1:
         return
     print(f"Against {first}, paired by window and by prompt, with {comparison.confidence:.0%} intervals:")
-    spans = [column.span for column in comparison.columns()]
     for name in names:
+        if name == first:
+            continue
         changes = []
-        for span in spans:
+        for span in (column.span for column in comparison.columns()):
             change = comparison.difference(name, first, span.metric, span.stop, span.start or 0, span.task)
             changes.append(f"{METRICS[span.metric].heading(span)}: {METRICS[span.metric].describe(change)}")
-        if name != first:
-            print(f"  {name}: {'; '.join(changes)}")
+        print(f"  {name}: {'; '.join(changes)}")
 
 
 def print_scores(comparison: Any) -> Any:
     """Print the scores of every method, those that are significantly ahead in green with a star; return the columns."""
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from rope_patch.evaluation.metrics import METRICS
 
     columns = comparison.columns()
-    heads = [column.heading for column in columns]
-    title = escape(f"{comparison.model}, trained at {comparison.trained_length} tokens")
-    table = Table("method", *heads, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    title = f"{comparison.model}, trained at {comparison.trained_length} tokens"
+    table = new_table("method", *(column.heading for column in columns), title=title)
     for i, row in enumerate(comparison.rows):
         cells = []
         for column in columns:
             value = METRICS[column.metric].format(column.values[i])
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.label else value)
         table.add_row(row.label, *cells)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    show(table)
     return columns

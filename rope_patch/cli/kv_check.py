@@ -14,7 +14,6 @@ from rope_patch.cli.loading import (
     load_model,
     load_tokenizer,
     prepare,
-    read_methods,
     say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
@@ -36,11 +35,16 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.kv_evaluation import run as engine
     from rope_patch.kv_evaluation.reading import suite_for, tokens_to_attribute, tokens_to_check
+    from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
 
     if options.report:  # an error without matplotlib comes first
         importlib.import_module("rope_patch.reports.kv")
-    names, compared, machine = engine.find_schemes(options.schemes), read_methods(options.methods), options.machine
+    names, compared, machine = (
+        engine.find_schemes(options.schemes),
+        list(map(as_method, options.methods)),
+        options.machine,
+    )
     spec = replace(options.evaluation, bucket=options.evaluation.longest)
     engine.check_spec(spec)
     check_texts(spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,37 +34,20 @@ def check_device(device: str) -> None:
 
     Raises:
         ValueError: an unknown device, or one that is not there.
-        ImportError: ``"balanced"`` without accelerate.
     """
-    import importlib.util
-
     import torch
 
-    if device == "auto":
-        return
-    if device == BALANCED:
-        if not torch.cuda.is_available():
-            raise ValueError("no device 'balanced': torch sees no GPU to spread a model over")
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError(
-                "device 'balanced' spreads one model over all GPUs of one process, and several are started here: run "
-                "the command by itself, or let each process have a whole model with --device auto"
-            )
-        if importlib.util.find_spec("accelerate") is None:
-            raise ImportError("device 'balanced' spreads a model with accelerate: pip install accelerate")
-        return
-    try:
-        place = torch.device(device)
-    except RuntimeError:
+    if device == BALANCED and not torch.cuda.is_available():
+        raise ValueError("no device 'balanced': torch sees no GPU to spread a model over")
+    if device == BALANCED and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
-            f"device must be auto, cpu, cuda, cuda:1, balanced or another of torch's, got {device!r}"
-        ) from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if place.type == "cuda" and (place.index or 0) >= count:
-        gpus = f"has {count} GPU{'s' * (count > 1)}, counted from 0" if count else "sees no GPU"
-        raise ValueError(f"no device {device!r}: torch {gpus}")
+            "device 'balanced' spreads one model over all GPUs of one process, and several are started here: run "
+            "the command by itself, or let each process have a whole model with --device auto"
+        )
+    if device in ("auto", BALANCED):
+        return
     try:
-        float(torch.ones((), device=place))  # which a device without numbers, such as meta, cannot give
+        float(torch.ones((), device=device))  # which a device without numbers, such as meta, cannot give
     except Exception as error:  # of many kinds: a backend says in its own way that it is not there
         reason = str(error).partition("\n")[0]
         raise ValueError(f"no device {device!r} to compute on: {reason}") from None
@@ -102,19 +85,6 @@ def check_texts(spec: EvalSpec) -> None:
     for text in (spec.text, spec.haystack):
         if text not in (None, "builtin", "noise"):
             check_paths(Path(text))
-
-
-def read_methods(methods: Sequence[str]) -> list[Any]:
-    """Return the methods of a list of method strings.
-
-    Raises:
-        ValueError: an unknown method, a bad parameter, or none at all.
-    """
-    from rope_patch.methods import as_method
-
-    if not methods:
-        raise ValueError("give at least one method and one length")
-    return [as_method(name) for name in methods]
 
 
 def check_patch(method: str | None, options: Mapping[str, Any]) -> None:
@@ -261,15 +231,12 @@ def bytes_copied(output: Path, *, hidden: bool = False) -> Iterator[Callable[[in
     """
     from tqdm import tqdm
 
-    with contextlib.ExitStack() as shown:
-        bars: list[Any] = []
+    looks: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    # What is refused before anything is written shows no bar: it takes less than the delay.
+    with tqdm(desc=f"writing {output.name}", disable=hidden, delay=0.2, **looks) as bar:
 
         def on_bytes(written: int, total: int) -> None:
-            if not bars:  # what is refused before anything is written shows no bar
-                looks: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-                bars.append(
-                    shown.enter_context(tqdm(total=total, desc=f"writing {output.name}", disable=hidden, **looks))
-                )
-            bars[0].update(written - bars[0].n)
+            bar.total = total
+            bar.update(written - bar.n)
 
         yield on_bytes

@@ -25,9 +25,6 @@ class CompareOptions(OptionSet, command="compare"):
     methods: tuple[str, ...] = shared.methods()
     evaluation: EvalSpec = contained(EvalSpec)
     output: Path = shared.output("rope-patch-compare")
-    adapter: str | None = word(
-        "A PEFT adapter to put on MODEL. It is measured under every method.", None, metavar="FOLDER"
-    )
     evaluator: str | None = word(
         "For LongPPL: another model that chooses the tokens, of the same tokenizer and a longer context. By default it "
         "is MODEL without a patch, within its own context.",

@@ -220,7 +220,7 @@ def test_other_commands_check_the_device_too(folder, tmp_path, monkeypatch, word
     monkeypatch.chdir(tmp_path)
     asked = (words[0], folder, *words[1:], "--device")
     assert_refused((*asked, "cuda:99"), "no device 'cuda:99'")
-    assert_refused((*asked, "gpu"), "device must be auto")
+    assert_refused((*asked, "gpu"), "no device 'gpu' to compute on")
     assert not list(tmp_path.iterdir())
 
 

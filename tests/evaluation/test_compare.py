@@ -283,18 +283,6 @@ def adapter_of(base, method, folder):
     return model
 
 
-def test_an_adapter_is_measured_under_every_method(tmp_path, texts):
-    folder, out, losses = tmp_path / "adapter", tmp_path / "out", []
-    adapter_of(ASSETS / "llama", "yarn:factor=4", folder)
-    asked = ["--methods", "default yarn:factor=4", "--lengths", "64", "--samples", "1", "--windows", "1", *texts]
-    for more in (["--adapter", folder], []):
-        assert command(ASSETS / "llama", *asked, *more, "-o", out, "--no-report").exit_code == 0
-        data = json.loads((out / "comparison.json").read_text())
-        losses.append(data["rows"][1]["perplexity"]["nll"])
-        assert ("yarn:factor=4" in data["environment"].get("adapter", "")) == bool(more)
-    assert abs(losses[1] - losses[0]) > 1e-3, "work of the bare model is another's"
-
-
 def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
     folder, out = tmp_path / "adapter", tmp_path / "out"
     model = adapter_of(ASSETS / "llama", "yarn:factor=4", folder)
@@ -307,8 +295,6 @@ def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tm
     assert pi == list(rope_patch.verify(rope_patch.load(ASSETS / "llama", "pi:factor=2")).tables["all"].inv_freq)
     assert [row["method"] for row in data["rows"]] == ["default", "pi:factor=2"]  # from the longest length
     assert data["environment"]["patch before"] == "yarn:factor=4" and data["environment"]["adapter"] == "adapter"
-    refused = command(folder, *asked, "--adapter", folder, "-o", tmp_path / "none")
-    assert "base" in refused.stderr and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -320,7 +306,6 @@ def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tm
         (["--dtype", "int8"], "int8"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--haystack", "nothere"], "nothere"),
-        (["--adapter", "nothere"], "nothere"),
     ],
 )
 def test_the_command_refuses_before_it_writes(tmp_path, arguments, message):
