@@ -41,8 +41,6 @@ BEYOND = 4
 CHUNK = 4096
 """Tokens per forward pass, through a cache [tokens]."""
 
-"""Called with the name of the step and the number of tokens that it has read since the last call."""
-
 
 @dataclass(frozen=True)
 class SweepPoint:
@@ -88,34 +86,6 @@ class Advice:
     reason: str
 
 
-def sweep_shape(context: int, tokens: int | None, available: int | None = None) -> tuple[tuple[int, ...], int]:
-    """Return the edges of the positions that the sweep measures, and how many windows it reads.
-
-    Args:
-        context: of the model [tokens].
-        tokens: that each p may read; by default as many as eight windows of four contexts have [tokens].
-        available: tokens of the text, from :func:`text_tokens`; enough by default.
-    """
-    most = WINDOWS * BEYOND * CONTEXT if tokens is None else max(tokens, LEAST_WINDOWS * SHORTEST)
-    most = most if available is None else min(most, available)
-    near = min(context, CONTEXT, max(2, most // LEAST_WINDOWS))
-    edges = (0, near, BEYOND * near) if most >= LEAST_WINDOWS * BEYOND * near else (0, near)
-    return edges, max(1, min(WINDOWS, most // edges[-1]))
-
-
-def text_tokens(tokenizer: Any, text: Mapping[str, Source] | None) -> int:
-    """Return how many tokens the text of the sweep has; ``text`` as for :func:`sweep_text`."""
-    (stream,) = encode(tokenizer, _whole(text)[0], bos=False)
-    return len(stream.ids)
-
-
-def _whole(text: Mapping[str, Source] | None) -> tuple[str, str]:
-    """Return the text of the sweep, and its name."""
-    if text is None:
-        return builtin_text("heldout").text, "held-out part of the built-in text"
-    return "\n\n".join(document.text for source in text.values() for document in documents(source)), ", ".join(text)
-
-
 def sweep_text(
     tokenizer: Any, text: Mapping[str, Source] | None, context: int, tokens: int | None = None
 ) -> tuple[list[TokenDocument], tuple[int, ...], str]:
@@ -135,9 +105,17 @@ def sweep_text(
     Raises:
         ValueError: fewer than 2 tokens.
     """
-    whole, name = _whole(text)
-    edges, count = sweep_shape(context, tokens, available=text_tokens(tokenizer, text))
-    windows, _ = spread_windows(tokenizer, whole, edges[-1], count)
+    if text is None:
+        whole, name = builtin_text("heldout").text, "held-out part of the built-in text"
+    else:
+        whole = "\n\n".join(document.text for source in text.values() for document in documents(source))
+        name = ", ".join(text)
+    (stream,) = encode(tokenizer, whole, bos=False)
+    most = WINDOWS * BEYOND * CONTEXT if tokens is None else max(tokens, LEAST_WINDOWS * SHORTEST)
+    most = min(most, len(stream.ids))
+    near = min(context, CONTEXT, max(2, most // LEAST_WINDOWS))
+    edges = (0, near, BEYOND * near) if most >= LEAST_WINDOWS * BEYOND * near else (0, near)
+    windows, _ = spread_windows(tokenizer, whole, edges[-1], max(1, min(WINDOWS, most // edges[-1])))
     return windows, edges, name
 
 

@@ -16,20 +16,22 @@ from transformers import PreTrainedConfig
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
-from rope_patch.analysis.reading import split_tokens
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
 from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
-from rope_patch.evaluation.documents import Source
+from rope_patch.evaluation.documents import Source, TokenDocument
 from rope_patch.evaluation.domains import TextRows, read_rows
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.options.analyze import P_VALUES, TOLERANCE
+from rope_patch.packaged import name_of
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.finished import ResultCache, key
 
+TOKENS = 16384
+"""Tokens of the text that the statistics read at most where no number is given."""
 VIEWED = 256
 """Tokens of the text that single heads are shown on."""
 
@@ -94,7 +96,7 @@ def analyze(
     context = max(table.max_position_embeddings for table in inspect_model(model).tables)
     total = default_tokens(model)
     if tokens is None:
-        tokens, _ = split_tokens(total, p_values)
+        tokens = max(2, min(TOKENS, total // 4))  # read twice, so that half is left for the tables of the sweep
     rows = read_rows(tokenizer, domains, window=window, tokens=tokens, context=context)
     return analyze_rows(
         model,
@@ -102,7 +104,7 @@ def analyze(
         rows,
         Chosen(layers, heads, p_values, tolerance, chunk),
         text=domains,
-        sweep_tokens=split_tokens(total, p_values, rows.ids.numel())[1],
+        sweep_tokens=max(0, total - 2 * rows.ids.numel()) // (1 + len(p_values)),
         resume=resume,
     )
 
@@ -143,7 +145,6 @@ def analyze_rows(
     rows: TextRows,
     chosen: Chosen,
     *,
-    name: str = "",
     text: Mapping[str, Source] | None = None,
     sweep_tokens: int | None = None,
     resume: str | Path | None = None,
@@ -155,13 +156,20 @@ def analyze_rows(
         tokenizer: its tokenizer.
         rows: the text, from :func:`~rope_patch.evaluation.domains.read_rows`.
         chosen: what is measured.
-        name: of the checkpoint, for the report; its class by default.
         text: texts by name for the p sweep; by default the held-out part of the built-in text.
-        sweep_tokens: that each p of the sweep may read, from :func:`split_tokens`; without limit by default [tokens].
+        sweep_tokens: that each p of the sweep may read; without limit by default [tokens].
         resume: folder of finished parts.
     """
     inspection = inspect_model(model)
     chosen.check(model.config)  # type: ignore[arg-type]
+    context = max(table.max_position_embeddings for table in inspection.tables)
+    windows: Sequence[TokenDocument] = ()
+    edges: tuple[int, ...] = ()
+    text_name = ""
+    if chosen.p_values:
+        windows, edges, text_name = sweep_text(tokenizer, text, context, sweep_tokens)
+        progress.more((1 + len(chosen.p_values)) * len(windows) * edges[-1])
+    progress.more(2 * rows.ids.numel())
     layers, chunk = chosen.layers, chosen.chunk
     identity = {"model": fingerprint(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
     parts = _Parts(None if resume is None else Path(resume), identity, rows.ids.numel())
@@ -174,16 +182,13 @@ def analyze_rows(
     measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
     with progress.unreported():
         views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], list(chosen.heads) or _clearest(measured))
-    context = max(table.max_position_embeddings for table in inspection.tables)
     points: tuple[SweepPoint, ...] = ()
-    edges: tuple[int, ...] = ()
-    text_name = ""
     if chosen.p_values:
-        windows, edges, text_name = sweep_text(tokenizer, text, context, sweep_tokens)
-        descending = sorted(chosen.p_values, reverse=True)
-        points = sweep_p(model, statistics, windows, edges, descending, resume=parts.cache_file)
+        points = sweep_p(
+            model, statistics, windows, edges, sorted(chosen.p_values, reverse=True), resume=parts.cache_file
+        )
     return Analysis(
-        name=name or type(model).__name__,
+        name=name_of(str(getattr(model.config, "name_or_path", ""))) or type(model).__name__,
         table=str(inspection),
         method=str(inspection.record.to_method()) if inspection.record else None,
         context=context,

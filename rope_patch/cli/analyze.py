@@ -6,13 +6,12 @@ import importlib
 import itertools
 import sys
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.analyze_reading import read_config, read_texts
-from rope_patch.cli.loading import check_device, check_patch, load_model, load_tokenizer, prepare, say_smaller
+from rope_patch.cli.loading import check_device, check_patch, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
-from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
+from rope_patch.cli.printing import command_line, resumable
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
 from rope_patch.runtime import progress
@@ -22,54 +21,56 @@ def analyze(words: Sequence[str]) -> None:
     """Run ``rope-patch analyze`` with the words behind it."""
     options = parse(AnalyzeOptions, words)
     from rope_patch.analysis import run as engine
-    from rope_patch.analysis.p_sweep import text_tokens
-    from rope_patch.analysis.reading import AnalysisReading, tokens_in_time
-    from rope_patch.evaluation.budget import default_tokens
-    from rope_patch.evaluation.domains import read_rows
-    from rope_patch.patching.verify import inspect_model
     from rope_patch.runtime.folders import folder_to_write
 
     if options.report:  # an error without matplotlib comes first
         importlib.import_module("rope_patch.reports.analysis")
-    chosen = engine.Chosen(options.layers, options.heads, options.p_values, options.tolerance, options.chunk)
+    what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
+    what |= {"tolerance": options.tolerance, "chunk": options.chunk}
     patch, machine = options.patching.arguments(), options.machine
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
     check_device(machine.device)
     prepare(machine.threads)
-    # What cannot be done fails before any weight is read.
-    config = read_config(options.model)
-    chosen.check(config)
-    context = int(config.max_position_embeddings)
+    engine.Chosen(**what).check(read_config(options.model))  # before any weight is read
     tokenizer = load_tokenizer(options.model)
-    read = partial(read_rows, tokenizer, texts, window=options.window, context=context)
-    rows = read(tokens=options.tokens_read or 2)
-    available = text_tokens(tokenizer, texts) if options.p_values else 0
-    reading = AnalysisReading(rows.ids.shape[1], options.p_values, context, available)
-    output, budget = options.output, options.budget
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
-    with folder_to_write(output, names):
+    with folder_to_write(options.output, names):
         loaded = load_model(options.model, machine, options.method, **patch)
-        inspect_model(loaded)  # a table that cannot be read is refused before anything is measured with it
-        if budget is None:
-            total = default_tokens(loaded)
-        else:
-            total = tokens_in_time(loaded, budget, reading.window, context, output / RESULT_CACHE)
-        rows, sweep_tokens, total = reading.rows_within(read, total, options)
-        say_smaller(total, "", budget)
-        hidden = options.as_json
-        with resumable(output), progress.bar(total, name_of(options.model), hidden=hidden):
-            analysis = engine.analyze_rows(
+        with resumable(options.output), progress.bar(None, name_of(options.model), hidden=options.as_json):
+            analysis = engine.analyze(
                 loaded,
                 tokenizer,
-                rows,
-                chosen,
-                name=name_of(options.model),
-                text=texts,
-                resume=output,
-                sweep_tokens=sweep_tokens,
+                texts,
+                tokens=options.tokens_read,
+                window=options.window,
+                resume=options.output,
+                **what,
             )
         _show(analysis, options, names)
+
+
+def read_texts(paths: Sequence[Path], pattern: str) -> dict[str, Any] | None:
+    """Return the documents of each text by its name; None where none is given.
+
+    Raises:
+        ValueError: two texts of one name.
+        FileNotFoundError: no such text.
+    """
+    from rope_patch.evaluation.documents import documents
+
+    named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in paths}
+    if len(named) < len(paths):
+        raise ValueError("two texts have one name: rename one, since results are given by name")
+    return named or None
+
+
+def read_config(source: str) -> Any:
+    """Return the config of the text model of a checkpoint, or of an adapter's base."""
+    from rope_patch.checkpoints.adapters import adapter_base, is_adapter
+    from rope_patch.checkpoints.reading import load_config
+
+    return load_config(adapter_base(source) if is_adapter(source) else source).get_text_config()
 
 
 def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:

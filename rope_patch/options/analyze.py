@@ -103,7 +103,6 @@ class AnalyzeOptions(OptionSet, command="analyze"):
         least=2,
         name="tokens",
     )
-    budget: int | None = shared.budget()
     window: int | None = tokens(
         "The length of the rows that the text is cut into. By default the context length of the model, but at most 2k.",
         None,

@@ -49,16 +49,6 @@ def test_compare_says_what_would_fit_where_not_even_the_shortest_length_does(tmp
     assert "at least 640 tokens" in line and "1.5 times what fits into the time" in line
 
 
-def test_analyze_reads_what_fits_in_shorter_rows_if_need_be(tmp_path):
-    words = ("analyze", BUNDLED, "--p", "", "--no-report")  # five built-in texts, in rows of 256 tokens
-    lines = said(*words, "-o", tmp_path / "one", "--budget", "3s")  # 2550 tokens: 850, three times, in rows of 170
-    assert "reads 2,550 tokens" in lines
-    line = fail(*words, "-o", tmp_path / "two", "--budget", "1s")
-    assert "at least 960 tokens" in line  # 5 rows of 64
-    line = fail(*words, "-o", tmp_path / "two", "--budget", "3s", "--window", "256")
-    assert "at least 3840 tokens" in line, "rows that were chosen keep their length"
-
-
 def test_what_is_chosen_stays_where_the_size_of_the_model_decides(tmp_path, monkeypatch):
     reads_by_default(monkeypatch, 1000)
     words = ("kv-check", BUNDLED, "--schemes", "int8-token", "--lengths", "64", "--text", DOMAINS, "--depths", "0.5")
