@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import ModelCard
 
 from rope_patch import __version__
-from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE, few_answers, markdown_table
+from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.evaluation.compare import Comparison, Row, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
@@ -54,7 +54,6 @@ Measured and not chosen: {others}.
 {exact_match}. {first_choice} Changes are against the model before, on the same windows and
 prompts, with 95 % intervals. {population}
 
-{answers}
 {warnings}{effective}
 ## How it was made
 
@@ -75,7 +74,7 @@ def card(outcome: Extended) -> str:
     """
     options, choice, comparison = outcome.options, outcome.choice, outcome.comparison
     base = Path(options.model).name if Path(options.model).exists() else options.model
-    theirs, body = parts_of(base_card(options.model))
+    theirs, body = base_card(options.model)
     theirs.pop("model-index", None)  # the scores of the base
     tags = theirs.get("tags")
     given = tags if isinstance(tags, list) else [] if tags is None else [tags]
@@ -113,7 +112,6 @@ def card(outcome: Extended) -> str:
         exact_match=EXACT_MATCH,
         first_choice=FIRST_CHOICE,
         population=f"{OF_WINDOWS} {OF_PROMPTS}",
-        answers=answers(comparison, chosen.label),
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         effective=lengths,
         version=__version__,
@@ -134,10 +132,13 @@ def programs_of(outcome: Extended) -> str:
     return f"Other programs (`rope-patch audit` shows all):\n{sentences}"
 
 
-def base_card(source: str) -> str:
-    """Return the card of the base, where it is a folder that has one; "" elsewhere."""
-    path = Path(source) / "README.md"
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def base_card(source: str) -> tuple[dict[str, Any], str]:
+    """Return the front matter and the text of the card of the base, where it is a folder that has a whole one."""
+    try:
+        card = ModelCard.load(Path(source) / "README.md", ignore_metadata_errors=True)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}, ""
+    return card.data.to_dict(), card.text
 
 
 def scores(comparison: Comparison, chosen: str) -> str:
@@ -160,27 +161,7 @@ def scores(comparison: Comparison, chosen: str) -> str:
     return "\n".join(lines)
 
 
-def answers(comparison: Comparison, chosen: str) -> str:
-    """Return a few answers before and after as a Markdown table, at the longest length."""
-    rows = {row.label: row.scores for row in comparison.rows}
-    named = [("before", rows[UNPATCHED]), ("after", rows[chosen])]
-    table = markdown_table(few_answers(named, [comparison.spec.longest]), "model")
-    return f"Answers to the longest prompts:\n\n{table}"
-
-
 def _what(span: Span) -> str:
     if span.task is not None:
         return f"{span.task} prompts of {span.stop} tokens that are answered"
     return f"{span.metric} at positions {span.start or 0} to {span.stop}"
-
-
-def parts_of(text: str) -> tuple[dict[str, Any], str]:
-    """Return the front matter of a card and what follows it; what is no front matter stays text."""
-    block = re.match(r"---\r?\n(.*?\r?\n)?---\r?\n", text, re.DOTALL)
-    if block is None:
-        return {}, text
-    try:
-        head = yaml.safe_load(block[1] or "") or {}
-    except yaml.YAMLError:
-        return {}, text
-    return (head, text[block.end() :]) if isinstance(head, dict) else ({}, text)
