@@ -304,20 +304,8 @@ def compare(scratch: Path) -> Numbers:
         name: _compared(_printed("compare", _assets(name), *small, "-o", scratch / name))
         for name in ("llama", "gemma3")
     }
-    multikey = (
-        "compare",
-        _assets("llama"),
-        *small,
-        "--mode",
-        "multikey",
-        "--tasks",
-        "niah",
-        "-o",
-        scratch / "multikey",
-    )
     return {
         **results,
-        "multikey": _compared(_printed(*multikey)),
         "tasks": _compared(_printed("compare", _assets("llama"), *words, "-o", scratch / "tasks")),
     }
 

@@ -38,7 +38,6 @@ from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.modeling.scoring import Reader
 
 CHECKPOINTS = ("llama", "gemma3")
-MODES = ("single", "multikey")
 TASK = "passkey"
 SEED = 0
 
@@ -70,20 +69,17 @@ class Side:
 
 
 class Grid:
-    """One checkpoint, mode and length: the prompts, and what either side makes of them."""
+    """One checkpoint and length: the prompts, and what either side makes of them."""
 
-    def __init__(self, model: Any, tokenizer: Any, mode: str, length: int, depths: list[float], samples: int) -> None:
-        self.model, self.tokenizer, self.mode, self.length = model, tokenizer, mode, length
+    def __init__(self, model: Any, tokenizer: Any, length: int, depths: list[float], samples: int) -> None:
+        self.model, self.tokenizer, self.length = model, tokenizer, length
         self.depths, self.samples = depths, samples
         self.columns = self.make()
 
     def make(self) -> list[list[Prompt]]:
         """Make the prompts: a column of depths for each sample."""
         maker = PromptMaker(self.tokenizer, "builtin")
-        return [
-            maker.prompts(TASK, self.length, self.depths, mode=self.mode, seed=SEED, sample=i)
-            for i in range(self.samples)
-        ]
+        return [maker.prompts(TASK, self.length, self.depths, seed=SEED, sample=i) for i in range(self.samples)]
 
     def lm_eval_asks(self, columns: list[list[Prompt]]) -> list[str]:
         """Return what lm-eval's stock HFLM generates."""
@@ -122,7 +118,6 @@ class Grid:
             depths=self.depths,
             samples=self.samples,
             seed=SEED,
-            mode=self.mode,
             haystack="builtin",
             batch_tokens=1,  # one prompt at a time, as lm-eval here
         )
@@ -183,32 +178,27 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     results = []
-    bar = tqdm(total=len(checkpoints) * len(MODES) * len(lengths), desc="grids")
+    bar = tqdm(total=len(checkpoints) * len(lengths), desc="grids")
     for name in checkpoints:
         folder = rope_patch.data_path("assets") / name
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         rope_patch.apply(model, options.method)
         counter = Counter(model)
-        first = Grid(model, tokenizer, "single", 128, [0.5], 1)  # whatever is loaded late
+        first = Grid(model, tokenizer, 128, [0.5], 1)  # whatever is loaded late
         first.we_ask(first.columns)
         first.lm_eval_asks(first.columns)
         for length in lengths:
-            for mode in MODES:
-                grid = Grid(model, tokenizer, mode, length, depths, samples)
-                measured = measure(grid, counter, repeats)
-                results.append({"checkpoint": name, "mode": mode, "length": length, **measured})
-                bar.update()
+            measured = measure(Grid(model, tokenizer, length, depths, samples), counter, repeats)
+            results.append({"checkpoint": name, "length": length, **measured})
+            bar.update()
     bar.close()
     lowest = {
-        mode: {
-            figure: {
-                "cpu_ratio": min(row[figure]["cpu_ratio"]["median"] for row in results if row["mode"] == mode),
-                "tokens_ratio": min(row[figure]["tokens_ratio"] for row in results if row["mode"] == mode),
-            }
-            for figure in ("asking", "whole")
+        figure: {
+            "cpu_ratio": min(row[figure]["cpu_ratio"]["median"] for row in results),
+            "tokens_ratio": min(row[figure]["tokens_ratio"] for row in results),
         }
-        for mode in MODES
+        for figure in ("asking", "whole")
     }
     report = {
         "benchmark": "retrieval_grid",

@@ -17,7 +17,7 @@ from rope_patch.evaluation.retrieval import retrieval
 MODEL = "Llama-3.1-8B"
 LENGTHS = (32768, 131072)
 SIDES = ("one_pass", "chunked", "whole_logits", "lm_eval")
-ASKING = ("ours", "ours_multikey", "generate")
+ASKING = ("ours", "generate")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CHUNK = 4096
 TASK = "passkey"
@@ -84,7 +84,6 @@ def asked(setting: Setting, side: str, length: int, _: Results) -> dict[str, Any
             lengths=[tokens],
             depths=DEPTHS,
             samples=1,
-            mode="multikey" if side == "ours_multikey" else "single",
             haystack="noise",
             chunk=min(chunk, tokens),
             batch_tokens=1,
@@ -128,7 +127,7 @@ def cells(setting: Setting) -> list[Cell]:
             measure = partial(loss, setting, side, length)
             listed.append(Cell(f"perplexity-{side}-{length}", setting.seconds(4 * factor), measure, needs, about))
         for side in ASKING:
-            seconds = setting.seconds((14 if side != "ours_multikey" else 6) * factor)
+            seconds = setting.seconds(14 * factor)
             listed.append(Cell(f"retrieval-{side}-{length}", seconds, partial(asked, setting, side, length)))
     return listed
 

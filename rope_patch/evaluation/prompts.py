@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_patch.evaluation.documents import prefix_ids
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
-from rope_patch.evaluation.tasks import Draw, Question, find_task
+from rope_patch.evaluation.tasks import TASKS, Draw, Question
 
 
 @dataclass(frozen=True)
@@ -89,34 +89,31 @@ class PromptMaker:
         self.upto: list[int] = [0, *itertools.accumulate(size[word] for word in self.words)]
 
     def prompts(
-        self, task: str, length: int, depths: Sequence[float], *, mode: str = "single", seed: int = 0, sample: int = 0
+        self, task: str, length: int, depths: Sequence[float], *, seed: int = 0, sample: int = 0
     ) -> list[Prompt]:
-        """Return the prompts of one haystack.
+        """Return the prompts of one haystack: one for each depth, or a single one of a task that asks for all needles.
 
         Args:
             task: the name of a :class:`~rope_patch.evaluation.tasks.Task`.
             length: of prompt and answer together [tokens].
             depths: of the needles, each in [0, 1].
-            mode: ``"single"``, a prompt per depth with one needle in it, or ``"multikey"``, a needle at every depth
-                in all prompts and a prompt per depth that asks for it. A task that asks for all its needles at once
-                gives a single prompt.
             seed: of values, names and haystacks.
             sample: number of the haystack.
 
         Raises:
-            ValueError: an unknown task or mode, a depth outside [0, 1], a length with no room for the task, a haystack
+            ValueError: an unknown task, a depth outside [0, 1], a length with no room for the task, a haystack
                 that is too short, or a tokenizer that merges the answer with the question.
         """
-        kind = find_task(task, mode)
+        kind = TASKS.find(task)
         for depth in depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"depth must be in [0, 1], got {depth}")
         if not depths:
             raise ValueError("depths is empty")
-        rng = random.Random(f"{seed}/{task}/{mode}/{length}/{sample}")
+        rng = random.Random(f"{seed}/{task}/single/{length}/{sample}")
         fit = _Fit(self, task, length, start=rng.random())
         draw = Draw(self.tokenizer, rng, length, self.haystack)
-        questions = kind.questions(sorted(depths), mode, draw)
+        questions = kind.questions(sorted(depths), draw)
         fit.share(questions)
         prompts = [fit(question) for question in questions]
         if kind.joined:
@@ -144,12 +141,12 @@ class CachedPromptMaker(PromptMaker):
         self._made: dict[tuple[Any, ...], list[Prompt]] = {}
 
     def prompts(
-        self, task: str, length: int, depths: Sequence[float], *, mode: str = "single", seed: int = 0, sample: int = 0
+        self, task: str, length: int, depths: Sequence[float], *, seed: int = 0, sample: int = 0
     ) -> list[Prompt]:
         """Return the prompts of one haystack, as :meth:`PromptMaker.prompts` does."""
-        key = (task, length, tuple(depths), mode, seed, sample)
+        key = (task, length, tuple(depths), seed, sample)
         if key not in self._made:
-            self._made[key] = super().prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
+            self._made[key] = super().prompts(task, length, depths, seed=seed, sample=sample)
         return self._made[key]
 
 

@@ -22,7 +22,7 @@ from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.spec import check_tasks
-from rope_patch.evaluation.tasks import TASKS, Task, find_task
+from rope_patch.evaluation.tasks import TASKS, Task
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
 from rope_patch.options.evaluation import EvalSpec
@@ -97,7 +97,6 @@ class RetrievalResult:
 
     Attributes:
         task: its name.
-        mode: ``"single"``: one needle per prompt; ``"multikey"``: a needle at every depth, one question each.
         cells: one per length and depth.
         seed: of keys and haystacks.
         haystack: name of the haystack.
@@ -110,7 +109,6 @@ class RetrievalResult:
     """
 
     task: str
-    mode: str
     cells: tuple[RetrievalCell, ...]
     seed: int
     haystack: str
@@ -185,7 +183,7 @@ def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidenc
     return float(len(haystacks)) if TASKS[task].joined else effective_count(haystacks, confidence)
 
 
-ASKED = ("lengths", "depths", "samples", "seed", "mode", "chat_template", "chunk", "batch_tokens")
+ASKED = ("lengths", "depths", "samples", "seed", "chat_template", "chunk", "batch_tokens")
 """Fields of a spec that :func:`retrieval` takes by name."""
 
 
@@ -203,8 +201,8 @@ def retrieval(
 ) -> RetrievalResult:
     """Ask for what is hidden in a text, at every length and depth.
 
-    All prompts of one length and sample share a haystack, and what they share is read once: in mode ``single`` the text
-    before the needle, in mode ``multikey`` nearly all of it. The answers are those of each prompt asked alone.
+    All prompts of one length and sample share a haystack, and what they share is read once: the text before the needle.
+    The answers are those of each prompt asked alone.
 
     Args:
         model: a causal language model of transformers.
@@ -229,7 +227,7 @@ def retrieval(
         ``retrieval(model, tokenizer, "niah", lengths=[4096, 16384], depths=[0, 0.5, 1], samples=4)``
     """
     spec = _spec_of(task, spec, asked)
-    lengths, depths, mode, chunk = spec.lengths, spec.depths, spec.mode, spec.chunk
+    lengths, depths, chunk = spec.lengths, spec.depths, spec.chunk
     check_tokenizer(tokenizer)
     reader = Reader(model)
     maker = _prompt_maker(tokenizer, spec.haystack if haystack is None else haystack, bos, spec.chat_template)
@@ -238,13 +236,13 @@ def retrieval(
     identity = settings | {"model": fingerprint(model) if resume is not None else ""}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
-        return maker.prompts(task, length, depths, mode=mode, seed=spec.seed, sample=sample)
+        return maker.prompts(task, length, depths, seed=spec.seed, sample=sample)
 
     first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
     ask = functools.partial(answer, reader, stops=stops, chunk=chunk, cache=cache)
-    questioner = _Questioner(ask, tokenizer, find_task(task, mode), identity)
+    questioner = _Questioner(ask, tokenizer, TASKS[task], identity)
     job = BatchReader(
         score=questioner.ask,
         name=questioner.key,
@@ -309,7 +307,6 @@ def _result(
     )
     return RetrievalResult(
         task=task,
-        mode=spec.mode,
         cells=cells,
         seed=spec.seed,
         haystack=maker.haystack.name,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from rope_patch.evaluation.tasks import find_task
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
 
 LEAST_WINDOWS = 4
@@ -23,10 +23,10 @@ def check_tasks(spec: EvalSpec) -> EvalSpec:
     """Return a spec whose tasks are known.
 
     Raises:
-        ValueError: an unknown task or mode; the known ones are named.
+        ValueError: an unknown task; the known ones are named.
     """
     for task in spec.tasks:
-        find_task(task, spec.mode)
+        TASKS.find(task)
     return spec
 
 
@@ -38,19 +38,18 @@ def tokens_to_read(spec: EvalSpec, windows: int | None = None) -> int:
         windows: of text that there are; by default those asked for.
     """
     asked = WINDOWS if spec.windows is None else spec.windows
-    prompts = sum(1 if find_task(task, spec.mode).joined else len(spec.depths) for task in spec.tasks)
+    prompts = sum(1 if TASKS.find(task).joined else len(spec.depths) for task in spec.tasks)
     return (asked if windows is None else windows) * spec.longest + prompts * spec.samples * sum(spec.lengths)
 
 
 def tokens_computed(spec: EvalSpec) -> float:
     """Return the tokens that the model computes in one run: fewer than :func:`tokens_to_read`.
 
-    What prompts share is computed once: in mode ``single`` all that stands before the needle, else nearly all.
+    What the prompts of a haystack share is computed once: all that stands before the needle.
     """
     asked = WINDOWS if spec.windows is None else spec.windows
     whole = len(spec.depths) - math.fsum(spec.depths[:-1])  # of the deepest prompt the others are read in part
-    single = [spec.mode == "single" and not find_task(task, spec.mode).joined for task in spec.tasks]
-    prompts = spec.samples * math.fsum(whole if alone else 1 for alone in single)
+    prompts = spec.samples * math.fsum(1 if TASKS.find(task).joined else whole for task in spec.tasks)
     return asked * spec.longest + prompts * sum(spec.lengths)
 
 

@@ -118,7 +118,6 @@ def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy:
 def _advice(result: RetrievalResult, chat_template: str) -> str:
     """What could make a task easier for the model, as options of the command line and fields of the spec."""
     easier = ["the task passkey"] if result.task != "passkey" else []
-    easier += ["mode single"] if result.mode != "single" else []
     easier += ["the haystack noise"] if result.haystack != "noise" else ["a haystack like its training data"]
     if result.chat or chat_template == "off":
         easier.append(f"chat_template {'off' if result.chat else 'on'} (--chat-template)")
@@ -172,7 +171,7 @@ class EvalSuite:
         )
         for task in spec.tasks:
             for length in spec.lengths:
-                self.prompts.prompts(task, length, spec.depths, mode=spec.mode, seed=spec.seed)
+                self.prompts.prompts(task, length, spec.depths, seed=spec.seed)
         self.python_version = (
             source.python_version if isinstance(source, Corpus) else self.prompts.haystack.python_version
         )

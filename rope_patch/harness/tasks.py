@@ -130,7 +130,6 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
 def retrieval_documents(
     task: str,
-    mode: str = "single",
     *,
     length: int,
     samples: int,
@@ -144,7 +143,6 @@ def retrieval_documents(
 
     Args:
         task: as there.
-        mode: as there.
         length: of prompt and answer together, special tokens included [tokens].
         samples: haystacks.
         depths: of the needles.
@@ -163,7 +161,7 @@ def retrieval_documents(
     depths = [depths] if isinstance(depths, int | float) else list(depths)
     rows = []
     for sample in range(samples):
-        for prompt in maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample):
+        for prompt in maker.prompts(task, length, depths, seed=seed, sample=sample):
             rows.append(
                 {
                     "task": task,

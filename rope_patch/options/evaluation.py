@@ -65,9 +65,6 @@ class EvalSpec(OptionSet):
         metavar="TASKS",
         several=True,
     )
-    mode: str = word(
-        "single (each prompt hides one answer) or multikey (one at every depth).", "single", metavar="MODE"
-    )
     text: str | None = word(
         "The text for perplexity: a file, or a folder of .txt files. By default, text that ships with Python.",
         None,

@@ -226,7 +226,7 @@ def retrieval_text(scores: EvalResult) -> str:
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
     samples = f"{spec.samples} sample{'s' * (spec.samples != 1)} at each"
     lengths = ", ".join(map(str, spec.lengths))
-    return f"{tasks}, mode {spec.mode}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"
+    return f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"
 
 
 def haystack_of(retrieval: RetrievalResult) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
-from rope_patch.evaluation.tasks import NEEDLES, find_task
+from rope_patch.evaluation.tasks import NEEDLES, TASKS
 
 BOUNDARIES = ("join", "apart", "whole")
 
@@ -111,7 +111,7 @@ def mix(
     Raises:
         ValueError: an unknown task, or a length with no room for it.
     """
-    source, needles = iter(rows), NEEDLES if find_task(task).joined else 1
+    source, needles = iter(rows), NEEDLES if TASKS.find(task).joined else 1
     for index in itertools.count(first):
         rng = random.Random(f"train/{seed}/{index}")
         if share and rng.random() < share:

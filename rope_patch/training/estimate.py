@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rope_patch.evaluation.tasks import find_task
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.plan import ALL_LINEAR
 from rope_patch.options.writing import to_yaml
@@ -158,7 +158,7 @@ def evaluations(options: RecipeOptions) -> int:
 
 def _evaluations(options: RecipeOptions) -> str:
     asked, lengths = options.evaluation, options.evaluation_lengths
-    needles = 1 if find_task(asked.task).joined else len(asked.spec.depths)
+    needles = 1 if TASKS.find(asked.task).joined else len(asked.spec.depths)
     prompts = asked.spec.samples * needles * len(lengths)
     most = "up to " if asked.patience else ""
     return (

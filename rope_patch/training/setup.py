@@ -9,7 +9,7 @@ import torch
 from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
 
-from rope_patch.evaluation.tasks import find_task
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.finetune import RecipeOptions
@@ -34,9 +34,9 @@ def check(options: RecipeOptions) -> None:
     """
     if options.patch.method is not None:
         check_one_table(as_method(options.patch.method), "a model in training")
-    find_task(options.evaluation.task, options.evaluation.spec.mode)
+    TASKS.find(options.evaluation.task)
     if options.data.retrieval:
-        find_task(options.data.task)
+        TASKS.find(options.data.task)
     quantized = options.model.quantization != "none"
     if quantized and not torch.cuda.is_available() and (options.evaluation.every or options.evaluation.before):
         raise ValueError(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rope_patch.evaluation.documents import TokenDocument, encode
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.tasks import find_task
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.options.finetune import DataOptions, RecipeOptions
 from rope_patch.training.data import conversation, mix, pack
@@ -257,7 +257,7 @@ class _Documents:
 
 
 def _prompt_maker(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> PromptMaker:
-    find_task(options.data.task)
+    TASKS.find(options.data.task)
     texts, size = [], 0
     for row in open_source(options.data, options.train.seed):
         value = row[options.data.column]

@@ -83,14 +83,6 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     assert result.exit_code == 2 and json.loads(result.stdout)["spec"]["lengths"] == [40]
 
 
-def test_the_command_asks_in_the_mode_that_it_is_given(folder, tmp_path):
-    asked = ("--schemes", "fp8", "--lengths", 80, "--windows", 1, "--samples", 1, "--depths", "0 1")
-    asked += ("--haystack", "noise", "--tasks", "niah", "--mode", "multikey")
-    command(folder, *asked, "-o", tmp_path)
-    assert json.loads((tmp_path / "kv-check.json").read_text())["spec"]["mode"] == "multikey"
-    assert "niah, mode multikey; lengths 80 tokens" in "".join(Page((tmp_path / "kv-check.html").read_text()).text)
-
-
 def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path):
     import peft
 
@@ -128,7 +120,6 @@ def test_help_and_list_name_every_preset():
         (("--schemes", "fp8 k=int4.token;v=int4.tokn"), "k=int4.token;v=int4.tokn: unknown word 'tokn'"),
         (("--schemes", "none"), "at least one scheme beside none"),
         (("--depths", "half"), "--depths"),
-        (("--mode", "several"), "unknown mode 'several'. Known: single, multikey"),
         (("--text", "/nowhere"), "nowhere"),
         (("--schemes", "fp8 nf4 fp8.token"), "'fp8' and 'fp8.token' both mean"),
         (("--tolerance", "-1"), "tolerance must be >= 0, got -1"),

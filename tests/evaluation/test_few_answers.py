@@ -37,7 +37,7 @@ def scores(right, lengths=(64, 128, 256), task="passkey", first=None):
                 for i in places
             ]
             cells.append(RetrievalCell(length, depth, tuple(samples)))
-    return result_of(None, RetrievalResult(task, "single", tuple(cells), 0, "noise", "", None, ()))
+    return result_of(None, RetrievalResult(task, tuple(cells), 0, "noise", "", None, ()))
 
 
 def shown(pairs):

@@ -19,7 +19,6 @@ from rope_patch.evaluation.tasks.base import NAMES
 from rope_patch.evaluation.text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-EVERY = [(name, mode) for name, task in TASKS.items() for mode in task.modes]
 MAKERS = {task: PromptMaker(TOKENIZER, hay_of(task)) for task in TASKS}
 
 
@@ -50,13 +49,13 @@ def encode(text):
 
 
 @examples
-@pytest.mark.parametrize(("task", "mode"), EVERY)
-def test_a_prompt_is_what_it_says_to_the_token(task, mode, examples):
+@pytest.mark.parametrize("task", TASKS)
+def test_a_prompt_is_what_it_says_to_the_token(task, examples):
     @settings(max_examples=examples, deadline=None)
     @given(length=st.integers(250, 1200), seed=st.integers(0, 50), sample=st.integers(0, 9))
     def check(length, seed, sample):
         length += ROOM.get(task, 0)
-        prompts = MAKERS[task].prompts(task, length, DEPTHS, mode=mode, seed=seed, sample=sample)
+        prompts = MAKERS[task].prompts(task, length, DEPTHS, seed=seed, sample=sample)
         assert len(prompts) == (1 if TASKS[task].joined else 5)
         for prompt in prompts:
             assert len(prompt.ids) == length
@@ -83,17 +82,6 @@ def test_one_needle_stands_at_its_depth_in_an_unbroken_stretch_of_the_haystack()
         first, rest = (len(re.findall(r"\S+", part)) for part in (before, after))
         assert first == round(depth * (first + rest))
         assert before == before.lstrip() or not before.strip()
-
-
-def test_multikey_prompts_differ_in_the_question_alone():
-    prompts = MAKER.prompts("niah", 700, DEPTHS, mode="multikey", seed=1)
-    said = [re.findall(r" The magic number of (\w+) is (\d{7})\.", p.text) for p in prompts]
-    assert all(needles == said[0] for needles in said) and len(said[0]) == 5
-    assert len(dict(said[0])) == 5 and len({value for _, value in said[0]}) == 5
-    for prompt, (name, value), depth in zip(prompts, said[0], DEPTHS, strict=True):
-        assert prompt.text.endswith(f" What is the magic number of {name}? The magic number of {name} is ")
-        assert prompt.parts == (value,) and prompt.depths == (depth,)
-    assert len({prompt.text.partition(" What is the magic")[0][:-40] for prompt in prompts}) == 1
 
 
 def test_joined_tasks_ask_for_all_in_their_order():
@@ -170,13 +158,11 @@ def test_haystacks_by_name_and_by_path(tmp_path):
     ("arguments", "message"),
     [
         ({"task": "pass_key"}, "passkey"),
-        ({"task": "vt", "mode": "multikey"}, "json_kv, niah"),
-        ({"mode": "many"}, "multikey"),
         ({"depths": [1.01]}, "depth"),
         ({"depths": []}, "depths"),
         ({"length": 0}, "at least"),
         ({"length": 10**7}, "haystack"),
-        ({"task": "niah", "mode": "multikey", "depths": [i / 99 for i in range(100)]}, "100"),
+        ({"task": "niah", "depths": [i / 99 for i in range(100)]}, "100"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(arguments, message):

@@ -21,20 +21,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import rope_patch
 from rope_patch.evaluation.answering import SHORT, TAIL, Answer, answer
 from rope_patch.evaluation.intervals import wilson
-from rope_patch.evaluation.prompts import Prompt
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import Sample, grade, retrieval
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.modeling.scoring import Reader
 from rope_patch.runtime.progress import listen
 
 ASKED = {"lengths": [72], "depths": [0.0, 0.5, 1.0], "samples": 4, "haystack": HAY}
-EVERY = [
-    ("passkey", "single"),
-    ("passkey", "multikey"),
-    ("niah", "multikey"),
-    ("multivalue", "single"),
-    ("vt", "single"),
-]
+EVERY = ["passkey", "niah", "multivalue", "vt"]
 
 
 def bundled(shape):
@@ -77,14 +71,14 @@ def from_logits(model, prompt):
 
 
 @pytest.mark.parametrize(
-    ("asked", "patched_shape"),
+    ("task", "patched_shape"),
     [(EVERY[i], (("llama", "yarn:factor=4"), ("gemma3", "default"))[i % 2]) for i in range(len(EVERY))],
 )
-def test_answers_are_those_of_stock_generation_of_each_prompt_alone(asked, patched_shape):
+def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, patched_shape):
     """The trained checkpoints: their sliding windows (64) are far shorter than the prompts."""
-    (task, mode), (shape, method) = asked, patched_shape
+    shape, method = patched_shape
     model = bundled(shape)
-    columns = [MAKER.prompts(task, 400, (0.0, 0.3, 0.7, 1.0), mode=mode, sample=i) for i in range(2)]
+    columns = [MAKER.prompts(task, 400, (0.0, 0.3, 0.7, 1.0), sample=i) for i in range(2)]
     rows = list(zip(*columns, strict=True))
     with rope_patch.patched(model, method), spy(model.lm_head) as states:
         made = answer(Reader(model), rows, stops=[recipe.EOS])
@@ -99,15 +93,14 @@ def test_answers_are_those_of_stock_generation_of_each_prompt_alone(asked, patch
 
 
 @pytest.mark.parametrize(
-    ("family", "cache", "mode"),
-    [("llama", Rounded, "single"), ("gemma2", DynamicCache, "multikey"), ("gemma3", Rounded, "multikey"),
-     ("gemma4", DynamicCache, "single")],
-)  # fmt: skip
-def test_through_a_cache_shared_is_as_alone(family, cache, mode):
+    ("family", "cache"),
+    [("llama", Rounded), ("gemma2", DynamicCache), ("gemma3", Rounded), ("gemma4", DynamicCache)],
+)
+def test_through_a_cache_shared_is_as_alone(family, cache):
     """Also where sliding layers forget (16 of 150 tokens), and for a cache that rounds."""
     model = bold(family)
     factory = lambda: cache(config=model.config)  # noqa: E731
-    prompts = MAKER.prompts("niah", 150, (0.0, 0.4, 1.0), mode=mode)
+    prompts = MAKER.prompts("niah", 150, (0.0, 0.4, 1.0))
     together = answer(Reader(model), [[p] for p in prompts], cache=factory)
     for prompt, (found,) in zip(prompts, together, strict=True):
         ((alone,),) = answer(Reader(model), [[prompt]], cache=factory)
@@ -120,7 +113,7 @@ def test_through_a_cache_shared_is_as_alone(family, cache, mode):
 
 
 def test_what_prompts_share_is_read_once():
-    model, prompts = bold(), MAKER.prompts("niah", 600, (0.0, 0.25, 0.5, 0.75, 1.0), mode="multikey")
+    model, prompts = bold(), PromptMaker(TOKENIZER, "noise").prompts("qa1", 600, (0.0, 0.25, 0.5, 0.75, 1.0))
     with spy_ids(model) as seen:
         answer(Reader(model), [[p] for p in prompts], stops=[])
     read = sum(ids.shape[1] for ids in seen)
@@ -286,7 +279,7 @@ def test_accuracy_is_over_the_depths_of_one_length():
 def test_a_result_as_json():
     result = retrieval(bold(), TOKENIZER, lengths=[64], depths=[1.0], samples=2, seed=3, haystack=HAY)
     read = json.loads(result.to_json())
-    assert (read["schema"], read["task"], read["mode"], read["seed"]) == (3, "passkey", "single", 3)
+    assert (read["schema"], read["task"], read["seed"]) == (3, "passkey", 3)
     assert [Sample(**sample) for sample in read["cells"][0]["samples"]] == list(result.cells[0].samples)
 
 

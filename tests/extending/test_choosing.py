@@ -43,7 +43,7 @@ def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.
         for n, hits in zip((TRAINED, TARGET), right, strict=True)
     )
     table = RotaryTable(torch.ones(2), 1.0, rope_type=rope_type, rope_theta=1e4, max_position_embeddings=TRAINED)
-    scores = result_of(text, RetrievalResult("passkey", "single", cells, 0, "text", "", None, ()))
+    scores = result_of(text, RetrievalResult("passkey", cells, 0, "text", "", None, ()))
     return Row(method, scores, (table,), trained)
 
 

@@ -160,7 +160,7 @@ def test_the_checkpoint_itself_is_not_replaced(llama, tmp_path):
             extend(model, TOKENIZER, output=output, overwrite=True, **QUICK)
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "multikey"}, {"tasks": ["passkey", "vt"]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"tasks": ["passkey", "vt"]}], ids=str)
 def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
     settings, read = from_dict(ExtendSettings, {"model": "llama", **QUICK, **options}), []
     run = Run(llama, TOKENIZER, settings, tmp_path / "out")

@@ -57,14 +57,14 @@ def tokenizer():
 
 
 def test_first_choice_and_log_probabilities_are_those_of_the_engine(llama, tokenizer):
-    names = {"rope_passkey": ("passkey", "single"), "rope_niah_multikey": ("niah", "multikey")}
+    names = {"rope_passkey": "passkey", "rope_niah": "niah"}
     model = RopePatchLM(pretrained=llama, tokenizer=tokenizer, device="cpu", max_length=512, batch_size=4)
     options = {"samples": 3, "seed": 4, "depths": [0.0, 0.5, 0.9, 1.0]}
     plain = evaluated(model, list(names), **options)
     read = evaluated(model, list(names), first_choice=True, **options)
     shares = []
-    for name, (task, mode) in names.items():
-        engine = retrieval(llama, tokenizer, task, lengths=[512], mode=mode, **options)
+    for name, task in names.items():
+        engine = retrieval(llama, tokenizer, task, lengths=[512], **options)
         scores = read["results"][name]
         assert scores["first_choice_512,none"] == pytest.approx(engine.first_choice(512))
         expected = [(cell.samples[i].logprob, cell.samples[i].first_choice) for i in range(3) for cell in engine.cells]

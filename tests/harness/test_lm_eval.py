@@ -400,28 +400,26 @@ def test_each_length_has_its_own_score_and_others_have_none(yarn):
 
 
 ASKED = [
-    ("passkey", "single", (0.0, 0.5, 1.0)),
-    ("niah", "multikey", (0.2, 0.8)),
-    ("multivalue", "single", (0.1, 0.9)),
-    ("multiquery", "single", (0.1, 0.9)),
-    ("vt", "single", (0.1, 0.5, 0.9)),
-    ("json_kv", "single", (0.1, 0.9)),
-    ("qa2", "single", (0.1, 0.9)),
-    ("fwe", "single", (0.5,)),
+    ("passkey", (0.0, 0.5, 1.0)),
+    ("niah", (0.2, 0.8)),
+    ("multivalue", (0.1, 0.9)),
+    ("multiquery", (0.1, 0.9)),
+    ("vt", (0.1, 0.5, 0.9)),
+    ("json_kv", (0.1, 0.9)),
+    ("qa2", (0.1, 0.9)),
+    ("fwe", (0.5,)),
 ]
 
 
 @covering(2, asked=ASKED, bos=[None, False])
 def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(asked, bos):
-    (task, mode, depths), length = asked, 512
+    (task, depths), length = asked, 512
     arguments = {"pretrained": LLAMA, **({} if bos is None else {"add_bos_token": bos})}
     haystack = "builtin" if bos is None else "noise"
     options = {"length": length, "samples": 2, "depths": depths, "seed": 3, "haystack": haystack, **arguments}
-    rows = retrieval_documents(task, mode, **options)
+    rows = retrieval_documents(task, **options)
     maker = cached_maker(haystack, bos)
-    made = [
-        prompt for sample in (0, 1) for prompt in maker.prompts(task, length, depths, mode=mode, seed=3, sample=sample)
-    ]
+    made = [prompt for sample in (0, 1) for prompt in maker.prompts(task, length, depths, seed=3, sample=sample)]
     assert [row["prompt"] for row in rows] == [prompt.text for prompt in made]
     assert [row["expected"] for row in rows] == [list(prompt.parts) for prompt in made]
     model = lm(**({} if bos is None else {"add_bos_token": bos}))
@@ -446,16 +444,16 @@ def yarn():
 
 def test_scores_are_those_of_the_engine(yarn):
     names = {
-        "rope_passkey": ("passkey", "single"),
-        "rope_niah_multikey": ("niah", "multikey"),
-        "rope_niah_multivalue": ("multivalue", "single"),
-        "rope_vt": ("vt", "single"),
+        "rope_passkey": "passkey",
+        "rope_niah": "niah",
+        "rope_niah_multivalue": "multivalue",
+        "rope_vt": "vt",
     }
     options = {"samples": 2, "depths": [0.0, 0.6, 1.0], "seed": 1}
     ours, theirs = (run_tasks(lm(kind, yarn, batch_size=4), list(names), **options) for kind in (RopePatchLM, HFLM))
     assert ours["results"] == theirs["results"]
-    for name, (task, mode) in names.items():
-        engine = retrieval(yarn, tokenizer(), task, lengths=(512,), mode=mode, **options)
+    for name, task in names.items():
+        engine = retrieval(yarn, tokenizer(), task, lengths=(512,), **options)
         assert ours["results"][name]["512,none"] == pytest.approx(engine.accuracy(512))
         cells = engine.cells[:1] if lm_eval_tasks.TASKS[task].joined else engine.cells
         expected = [cell.samples[i].output for i in range(2) for cell in cells]

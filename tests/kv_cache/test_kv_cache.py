@@ -717,14 +717,14 @@ def test_perplexity_through_a_factory_equals_a_naive_loop(name):
         assert perplexity(model, rows).nll != pytest.approx(float(expected.mean()), abs=1e-4)
 
 
-@pytest.mark.parametrize(("family", "mode"), [("llama", "single"), ("gemma3", "multikey")])
-def test_retrieval_through_a_factory_equals_each_prompt_alone(family, mode):
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_retrieval_through_a_factory_equals_each_prompt_alone(family):
     model, depths = bold(family).double(), [0.0, 1.0]
-    asked = {"lengths": [90], "depths": depths, "samples": 1, "mode": mode, "haystack": MAKER}
+    asked = {"lengths": [90], "depths": depths, "samples": 1, "haystack": MAKER}
     with quantized(model, "k=int3.channel4.pre;v=int4.token;residual=3;sinks=1") as factory, torch.no_grad():
         got = retrieval(model, TOKENIZER, "niah", **asked, cache=factory)
         cells = {cell.depth: cell.samples[0] for cell in got.cells}
-        for prompt in MAKER.prompts("niah", 90, depths, mode=mode, sample=0):
+        for prompt in MAKER.prompts("niah", 90, depths, sample=0):
             row, size = torch.tensor([prompt.ids]), prompt.answer
             scores = model(row, use_cache=False).logits[0, -size - 1 : -1].log_softmax(-1)
             expected = float(scores.gather(1, row[0, -size:, None]).sum())

@@ -57,18 +57,17 @@ def test_padding_is_no_progress():
     assert reports == [12, 12, 11, 1]
 
 
-@pytest.mark.parametrize("mode", ["single", "multikey"])
-def test_prompts_move_evenly_with_what_is_read_and_add_up(mode):
-    reports = reported(lambda: retrieval(bold(), TOKENIZER, mode=mode, **ASKED))
+def test_prompts_move_evenly_with_what_is_read_and_add_up():
+    reports = reported(lambda: retrieval(bold(), TOKENIZER, **ASKED))
     assert sum(reports) == 3 * 120
     # Two layers and the head of each pass: none moves more than a third of what one prompt and its share stand for.
     assert len(reports) > 3 * 3 and max(reports) < 120
 
 
 def test_shared_text_is_spread_over_all_prompts():
-    """In multikey mode the first question reads nearly all, and progress is near its end when the others begin."""
-    asked = {**ASKED, "lengths": [192]}
-    moved = reported(lambda: retrieval(bold(), TOKENIZER, mode="multikey", **asked))
+    """Of a story's prompts the first reads nearly all, and progress is near its end when the others begin."""
+    asked = {**ASKED, "task": "qa1", "lengths": [192]}
+    moved = reported(lambda: retrieval(bold(), TOKENIZER, **asked))
     halfway = sum(sum(moved[: i + 1]) < 3 * 192 / 2 for i in range(len(moved)))
     assert sum(moved) == 3 * 192 and halfway <= 3, "half of the work is the shared text, which is read in one pass"
 

@@ -51,7 +51,7 @@ def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
         RetrievalCell(*place, tuple(answered("1", "1" if hit else "2", bool(hit), float(hit), -1.0) for hit in column))
         for place, column in hits.items()
     )
-    return RetrievalResult(task, "single", cells, 0, haystack, "", None, (), chat)
+    return RetrievalResult(task, cells, 0, haystack, "", None, (), chat)
 
 
 def perplexity_of(losses, edges):

@@ -43,7 +43,7 @@ def candidate(name, found, nll, loss=0.1, *, second=None, method=None, depths=1)
         for n, count in zip(LENGTHS, found, strict=True)
         for i in range(depths)
     ]
-    scores = result_of(text_of(*nll), RetrievalResult("passkey", "single", tuple(cells), 0, "", "", None, ()))
+    scores = result_of(text_of(*nll), RetrievalResult("passkey", tuple(cells), 0, "", "", None, ()))
     return Candidate(name, method or Default(), scores, second and EvalResult(scores.spec, text_of(*second), {}))
 
 

@@ -26,7 +26,7 @@ def result(answers, losses=()):
         RetrievalCell(64, depth, tuple(answered("1", "1", bool(correct), 1.0, -1.0) for correct in column))
         for depth, column in zip(depths, answers, strict=True)
     )
-    retrieval = RetrievalResult("passkey", "single", cells, 0, "noise", "", None, (0,))
+    retrieval = RetrievalResult("passkey", cells, 0, "noise", "", None, (0,))
     text = None
     if losses:
         documents = tuple(DocumentScore(str(i), (10,), (10 * n,), 10, 10 * n, None) for i, n in enumerate(losses))

@@ -16,8 +16,8 @@ from rope_patch.evaluation.tasks import (
     qa3,
     variable_tracking,
 )
-from rope_patch.evaluation.tasks.base import MODES, NEEDLES, TASKS, Draw, NeedleTask, Question, Task, find_task
+from rope_patch.evaluation.tasks.base import NEEDLES, TASKS, Draw, NeedleTask, Question, Task
 
-__all__ = ["MODES", "NEEDLES", "TASKS", "Draw", "NeedleTask", "Question", "Task", "find_task"]
+__all__ = ["NEEDLES", "TASKS", "Draw", "NeedleTask", "Question", "Task"]
 __all__ += ["cwe", "fwe", "json_kv", "multiquery", "multivalue", "niah", "niah_multikey_2", "niah_multikey_3"]
 __all__ += ["passage_retrieval", "passkey", "qa1", "qa2", "qa3", "variable_tracking"]

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.registry import Registry
-from rope_patch.runtime.text import did_you_mean
 
 NAMES = """
     apple bird bridge candle castle cloud copper dragon eagle engine falcon feather forest garden ginger hammer
@@ -42,8 +41,6 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 TASKS: Registry[Task] = Registry("retrieval task", "rope_patch.tasks")
 """Every retrieval task by name. A subclass of :class:`Task` with a name enters itself."""
-
-MODES = ("single", "multikey")
 
 
 @dataclass(frozen=True)
@@ -191,8 +188,6 @@ class Task(ABC):
     Attributes:
         name: what users call it.
         source: where the task is from, and how ours differs.
-        modes: of :data:`MODES`, those that it has. ``"multikey"`` is a needle for every depth in one text, which is not
-            RULER's multi-key NIAH: that has distractors, and is ``niah_multikey_2`` and ``_3`` here.
         joined: one question asks for all needles at once.
         placed: its needles stand at depths. Else what is asked for stands everywhere in the text, the depths change
             nothing, and results list the parts of the answer by their order, from 0 for the first to 1 for the last.
@@ -202,7 +197,6 @@ class Task(ABC):
 
     name: ClassVar[str]
     source: ClassVar[str]
-    modes: ClassVar[tuple[str, ...]] = ("single",)
     joined: ClassVar[bool] = False
     placed: ClassVar[bool] = True
     anywhere: ClassVar[bool] = False
@@ -219,12 +213,11 @@ class Task(ABC):
         TASKS.add(name, cls())
 
     @abstractmethod
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the questions about one haystack: one for each depth, or a single one that asks for all needles.
 
         Args:
             depths: of the needles, rising.
-            mode: ``"single"``, one needle in each prompt, or ``"multikey"``, all needles in every prompt.
             draw: values and names.
         """
 
@@ -243,47 +236,29 @@ class NeedleTask(Task):
         question: what is asked at the end, with ``{name}``.
         answer_prefix: how the answer begins, up to the value, with ``{name}``; nothing by default.
         digits: of the numbers.
-        named: needles have names also where there is one in each prompt.
-        multikey: needle, question and prefix where a prompt holds several needles; as above by default.
     """
 
     needle: ClassVar[str]
     question: ClassVar[str]
     answer_prefix: ClassVar[str] = ""
     digits: ClassVar[int]
-    named: ClassVar[bool] = True
-    multikey: ClassVar[tuple[str, str, str] | None] = None
-    modes = MODES
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth."""
-        several = mode == "multikey"
-        texts = self.needle, self.question, self.answer_prefix
-        needle, question, prefix = self.multikey if several and self.multikey else texts
-        values, names = self.draw(len(depths), several, draw)
-        needles = [needle.format(value=value, name=name) for value, name in zip(values, names, strict=True)]
-        hidden = tuple(zip(depths, needles, strict=True))
         return [
             Question(
-                hidden=hidden if several else hidden[i : i + 1],
-                text=question.format(name=name),
-                answer_prefix=prefix.format(name=name),
+                hidden=((depth, self.needle.format(value=value, name=name)),),
+                text=self.question.format(name=name),
+                answer_prefix=self.answer_prefix.format(name=name),
                 parts=(value,),
                 depths=(depth,),
             )
-            for i, (depth, value, name) in enumerate(zip(depths, values, names, strict=True))
+            for depth, value, name in zip(depths, *self.values_and_names(len(depths), draw), strict=True)
         ]
 
-    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return so many values, and the names they belong to.
-
-        Args:
-            count: how many.
-            several: the names stand in one prompt.
-            draw: values and names.
-        """
-        values = draw.numbers(count, self.digits)
-        return values, draw.names(count) if self.named or several else [""] * count
+    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
+        """Return so many values, and the names they belong to."""
+        return draw.numbers(count, self.digits), draw.names(count)
 
 
 class CrowdedTask(NeedleTask):
@@ -302,9 +277,9 @@ class CrowdedTask(NeedleTask):
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
         """Yield name and value of more needles, as many as there are; some may be those asked for."""
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth; the other needles are the same for all."""
-        asked = super().questions(depths, mode, draw)
+        asked = super().questions(depths, draw)
         asked_for = "".join(text for question in asked for _, text in question.hidden)
         others = (
             (name, value) for name, value in self.others(draw) if name not in asked_for and value not in asked_for
@@ -330,7 +305,7 @@ class CrowdedTask(NeedleTask):
 class UuidTask(CrowdedTask):
     """A UUID for each UUID, among others."""
 
-    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
+    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
         """Return values and the names they belong to."""
         return draw.uuids(count), draw.uuids(count)
 
@@ -346,24 +321,3 @@ def in_order(count: int) -> tuple[float, ...]:
     (0.0, 0.5, 1.0)
     """
     return tuple(i / (count - 1) for i in range(count))
-
-
-def find_task(task: str, mode: str = "single") -> Task:
-    """Return a task.
-
-    Args:
-        task: its name.
-        mode: that it is to be asked in.
-
-    Raises:
-        ValueError: an unknown name or mode; the known ones are named.
-    """
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}. Known: {', '.join(MODES)}")
-    known = {name: other for name, other in TASKS.items() if mode in other.modes}
-    if task not in known:
-        hint = did_you_mean(task, known)
-        if task in TASKS:
-            raise ValueError(f"task {task!r} has no mode {mode!r}. Tasks that have it: {', '.join(known)}")
-        raise ValueError(f"unknown task {task!r} in mode {mode!r}.{hint} Known: {', '.join(known)}")
-    return known[task]

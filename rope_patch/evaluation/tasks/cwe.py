@@ -22,7 +22,7 @@ class CommonWords(Task, name="cwe"):
     )
     joined, placed, anywhere = True, False, True
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for the common words; the depths change nothing."""
         often, seldom = (30, 3) if draw.length >= LONG else (6, 1)
         # Each entry has a random place of its own, so that more entries do not change the order of those there are.

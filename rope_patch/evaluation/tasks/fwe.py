@@ -22,7 +22,7 @@ class FrequentWords(Task, name="fwe"):
     )
     joined, placed, anywhere = True, False, True
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for the most frequent words; the depths change nothing."""
         frequent = tuple(draw.usual(coded_words, FREQUENT))
         others = (word for word in coded_words(draw.rng) if word not in frequent)

@@ -11,7 +11,7 @@ class MultiQuery(Task, name="multiquery"):
     source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-query NIAH; ours asks for them in their order"
     joined = True
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for the numbers of all words."""
         values, names = draw.numbers(len(depths), 7), draw.names(len(depths))
         hidden = [

@@ -11,7 +11,7 @@ class MultiValue(Task, name="multivalue"):
     source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-value NIAH; ours asks for them in their order"
     joined = True
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for all numbers."""
         values = draw.numbers(len(depths), 7)
         (name,) = draw.names(1)

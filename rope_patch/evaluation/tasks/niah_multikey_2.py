@@ -15,7 +15,7 @@ class NiahMultikey2(CrowdedTask, name="niah_multikey_2"):
     answer_prefix = " The magic number of {name} is"
     digits = 7
 
-    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
+    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
         """Return numbers and words."""
         return draw.numbers(count, self.digits), draw.pairs_of_words(count)
 

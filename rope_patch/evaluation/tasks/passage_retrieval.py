@@ -27,14 +27,14 @@ class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
     answer_prefix = " It is from passage"
     digits = 5
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth."""
-        whole, asked = one_line(draw.haystack), super().questions(depths, mode, draw)
+        whole, asked = one_line(draw.haystack), super().questions(depths, draw)
         quotes = [quote_of(question.text, whole, draw.rng) for question in asked]
         texts = [f' Which passage has these words in it: "{quote}"?' for quote in quotes]
         return [replace(question, text=text) for question, text in zip(asked, texts, strict=True)]
 
-    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
+    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
         """Return numbers, and passages with words that no other part of the text has.
 
         Raises:

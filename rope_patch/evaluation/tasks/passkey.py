@@ -1,19 +1,17 @@
 """Passkey retrieval: a number hidden in a text, and asked for at its end."""
 
-from rope_patch.evaluation.tasks.base import NeedleTask
+from rope_patch.evaluation.tasks.base import Draw, NeedleTask
 
 
 class Passkey(NeedleTask, name="passkey"):
-    """One number of five digits. In mode ``multikey``, which is ours, a number with a name at every depth."""
+    """One number of five digits."""
 
     source = "Mohtashami & Jaggi (2023), arXiv:2305.16300"
     needle = " The pass key is {value}. Remember it."
     question = " What is the pass key?"
     answer_prefix = " The pass key is"
     digits = 5
-    named = False
-    multikey = (
-        " The pass key {name} is {value}. Remember it.",
-        " What is the pass key {name}?",
-        " The pass key {name} is",
-    )
+
+    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
+        """Return numbers; there is one in each prompt, so that it needs no name."""
+        return draw.numbers(count, self.digits), [""] * count

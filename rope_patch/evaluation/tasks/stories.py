@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rope_patch.evaluation.tasks.base import MODES, Draw, Question, Task
+from rope_patch.evaluation.tasks.base import Draw, Question, Task
 
 PEOPLE = """
     Alice Anna Anton Bruno Carla Clara David Emma Felix Frank Grace Helen Henry Irene Jack Jane Julia Karl Laura Leo
@@ -48,13 +48,12 @@ class Thread:
 class StoryTask(Task):
     """A question about one person of a story; the last fact that the answer rests on stands at the depth asked for.
 
-    The facts of all people stand in every prompt, in both modes, so that a haystack is read once for all its questions.
+    The facts of all people stand in every prompt, so that a haystack is read once for all its questions.
 
     Attributes:
         places: how many of them a person goes to.
     """
 
-    modes = MODES
     anywhere = True
     places: ClassVar[int]
 
@@ -70,7 +69,7 @@ class StoryTask(Task):
             draw: random values.
         """
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth."""
         count = max(len(depths), CAST)
         extra = [draw.rng.random() for _ in range(count - len(depths))]

@@ -12,7 +12,7 @@ class VariableTracking(Task, name="vt"):
     source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, variable tracking, one chain"
     joined = True
 
-    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for all variables of the chain."""
         value, names = draw.numbers(len(depths), 5)[0], draw.variables(len(depths))
         links = [f" VAR {names[0]} = {value}."]
