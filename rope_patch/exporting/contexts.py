@@ -78,9 +78,9 @@ def as_stated(stated: StatedContext) -> Derived:
 def _length_at(key: str, lengths: Mapping[str, int]) -> Derived:
     """Return the context at a key, and a sentence where that is not the one of ``max_position_embeddings``."""
     length, usual = lengths[key], lengths["max_position_embeddings"]
-    return length, (f"it takes {key}, {length} tokens, for the context, not max_position_embeddings",) * (
-        length != usual
-    )
+    if length == usual:
+        return length, ()
+    return length, (f"it takes {key}, {length} tokens, for the context, not max_position_embeddings",)
 
 
 def vllm(stated: StatedContext) -> Derived:

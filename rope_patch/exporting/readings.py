@@ -251,7 +251,8 @@ def _sglang_one_base(stated: StatedConfig, kind: str | None) -> Built:
         int(raw.get("max_position_embeddings", 2048)), (scaling,), others=stated.whole_context.others
     )
     if kind == SLIDING:
-        reasons += ["its sliding layers are plain, with the base of full attention"] * bool(written)
+        if written:
+            reasons.append("its sliding layers are plain, with the base of full attention")
         scaling = {"rope_type": "default"}
     parameters = {**scaling, "rope_theta": theta}
     built = build(parameters, stated.head_dim(kind), context.length, DIALECTS["sglang"], stated=context)

@@ -281,7 +281,8 @@ class Run:
             table, better = fitted(*asked, self.work / CACHE)
             if not better:
                 progress.say(f"the fit found nothing better than its start, {short(table)}")
-            left += [table] * (table not in left)
+            if table not in left:
+                left.append(table)
         for number, one in enumerate(rounds, 1):
             suite = self.suite.smaller(one.windows, one.samples)
             progress.say(

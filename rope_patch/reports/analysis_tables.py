@@ -33,7 +33,9 @@ def head_types(analysis: Analysis) -> DataTable | Note:
                 *(layer.offset_mass[head, 0], layer.offset_mass[head, 1], layer.first_mass[head]),
                 *(layer.sink_mass[head], layer.induction_mass[head], layer.repeated_mass[head]),
             )
-            cells = [Cell(number_text(float(mass)), style="strong" * (float(mass) >= MAJORITY)) for mass in masses]
+            cells = [
+                Cell(number_text(float(mass)), style="strong" if float(mass) >= MAJORITY else "") for mass in masses
+            ]
             distance, entropy = number_text(float(layer.distance[head]), 1), number_text(float(layer.entropy[head]))
             rows.append([f"{layer.index}.{head}", Cell(", ".join(types), style="left"), *cells, distance, entropy])
     if not rows:

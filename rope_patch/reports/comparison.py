@@ -259,7 +259,9 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
     )
     missing = [name for name in names.values() if name not in curves]
     caption = "Lower is better. All methods read the same windows, so they rise and fall together."
-    return [drawn(figure, caption + (f" Not drawn, no value is finite: {', '.join(missing)}." * bool(missing)))]
+    if missing:
+        caption += f" Not drawn, no value is finite: {', '.join(missing)}."
+    return [drawn(figure, caption)]
 
 
 def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:

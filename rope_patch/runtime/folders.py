@@ -56,7 +56,9 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
     """
     path, name = Path(source), str(source)
     parts = name.split("/")
-    kinds = [_FOLDERS[config] for config in configs] + ["a GGUF file"] * (CONFIGS[0] in configs)
+    kinds = [_FOLDERS[config] for config in configs]
+    if CONFIGS[0] in configs:
+        kinds.append("a GGUF file")
     expected = f"{', '.join(kinds)}, or a hub id such as org/name"
     if path.is_dir():
         if not any((path / config).is_file() for config in configs):
