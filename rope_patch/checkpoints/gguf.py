@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_reader import read_once
-from rope_patch.checkpoints.gguf_table import same_table, sliding_base, table_in
+from rope_patch.checkpoints.gguf_table import read_gguf, same_table, sliding_base
 from rope_patch.checkpoints.reading import in_gguf, read_tokenizer
 from rope_patch.errors import blamed_on
 from rope_patch.methods import Table
@@ -44,16 +44,16 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
         ImportError: the package gguf is missing.
     """
     path = Path(path)
-    opened = open_gguf(path)
-    inspection = table_in(opened, path)
-    with read_once(path), blamed_on(f"{path}: transformers cannot read this GGUF file"):
-        options = {**_dequantizing(), **from_pretrained}
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **options)
-    forget_quantization(model)
-    model.name_or_path = model.config.name_or_path = str(path)
-    for warning in inspection.warnings:
-        warnings.warn(f"{path}: {warning}", stacklevel=4)
-    put_table(model, inspection, path)
+    with read_once(path):
+        inspection = read_gguf(path)
+        with blamed_on(f"{path}: transformers cannot read this GGUF file"):
+            options = {**_dequantizing(), **from_pretrained}
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **options)
+        forget_quantization(model)
+        model.name_or_path = model.config.name_or_path = str(path)
+        for warning in inspection.warnings:
+            warnings.warn(f"{path}: {warning}", stacklevel=4)
+        put_table(model, inspection, path)
     return model
 
 

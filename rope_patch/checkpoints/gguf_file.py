@@ -1,8 +1,6 @@
 """Read and write GGUF files: errors name the problem, and writing takes one tensor at a time and ends in one rename.
 
-The header is read and written here, not by the package ``gguf``, which gives the names of types and the sizes of
-blocks alone: its reader makes an array of numpy for every token of a vocabulary, and takes eight seconds for one of
-49152 tokens where this takes a fifth of one; and what is copied from file to file are the very bytes of a key, of a
+The package ``gguf`` reads. It does not write here: what is copied from file to file are the very bytes of a key, of a
 kind that its writer knows or not.
 """
 
@@ -12,63 +10,45 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rope_patch.checkpoints.gguf_reader import gguf, read_once
 from rope_patch.runtime.folders import file_in_one_move
 
-ARCHITECTURE, ALIGNMENT = "general.architecture", "general.alignment"
 _VERSION = 3
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-"""By the number of a ``GGUFValueType``, what :mod:`struct` calls it."""
-_STRING, _ARRAY = 8, 9
-_PLAIN = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
-"""Types of tensors that numpy knows; others are read as bytes."""
 _STEP = 1 << 24
 """Bytes that are written at once, so that progress shows and Ctrl-C is heard within a large tensor."""
 
 
-def gguf() -> Any:
-    """Return the ``gguf`` package.
-
-    Raises:
-        ImportError: it is not installed; the message says how to.
-    """
-    try:
-        import gguf as package
-    except ImportError as error:
-        raise ImportError("GGUF files need the package gguf: pip install 'rope_patch[gguf]'") from error
-    return package
-
-
 @dataclass(frozen=True)
 class Key:
-    """One key of a GGUF file; ``kind`` and ``item`` are ``gguf.GGUFValueType``, ``item`` that of an array's items.
+    """One key of a GGUF file.
 
-    ``raw`` are its bytes in the file it was read from: name, kind and value.
+    Attributes:
+        name: ``llama.context_length``.
+        packed: its bytes in a file: name, type and value.
+        read: returns the value.
     """
 
     name: str
-    value: Any
-    kind: Any
-    item: Any = None
-    raw: bytes | None = field(default=None, repr=False)
+    packed: bytes
+    read: Callable[[], Any]
 
     @classmethod
-    def of(cls, name: str, value: Any, kind: str, item: str | None = None) -> Key:
-        """Make a key from the names of its types: ``"UINT32"``, ``"FLOAT32"``, ``"STRING"``, ``"ARRAY"``."""
+    def of(cls, name: str, value: str | float) -> Key:
+        """Make a key of a text, a whole number >= 0 or a float, as STRING, UINT32 or FLOAT32."""
         types = gguf().GGUFValueType
-        return cls(name, value, types[kind], types[item] if item else None)
-
-    @property
-    def packed(self) -> bytes:
-        """The bytes of the key in a file."""
-        if self.raw is not None:
-            return self.raw
-        return _packed_string(self.name) + struct.pack("<I", self.kind) + _packed(self.value, self.kind, self.item)
+        if isinstance(value, str):
+            kind, packed = types.STRING, _packed(value)
+        elif isinstance(value, int):
+            kind, packed = types.UINT32, struct.pack("<I", value)
+        else:
+            kind, packed = types.FLOAT32, struct.pack("<f", value)
+        return cls(name, _packed(name) + struct.pack("<I", kind) + packed, lambda: value)
 
 
 @dataclass(frozen=True)
@@ -110,7 +90,7 @@ class GGUFFile:
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value of a key, or ``default`` where the file has none."""
-        return self.keys[name].value if name in self.keys else default
+        return self.keys[name].read() if name in self.keys else default
 
     @property
     def is_quantized(self) -> bool:
@@ -135,7 +115,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     Raises:
         FileNotFoundError: no such file.
         ValueError: no GGUF file, one that is cut off, a part of a split one, or one of the other byte order.
-        ImportError: the package gguf is missing, or older than a type of the tensors.
+        ImportError: the package gguf is missing.
     """
     path = Path(path)
     if not path.is_file():
@@ -146,116 +126,32 @@ def open_gguf(path: str | Path) -> GGUFFile:
         raise ValueError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
     if len(beginning) == 8 and beginning[4:6] == b"\0\0":
         raise ValueError(f"{path} is written in the other byte order: convert it with gguf-convert-endian")
-    gguf()
     try:
-        opened = _Header(np.memmap(path, mode="r")).read()
-    except (ValueError, struct.error, KeyError, MemoryError, OverflowError) as error:
-        raise ValueError(f"{path} is a truncated or damaged GGUF file ({error}): copy or download it again") from error
+        with read_once(path):
+            reader = gguf().GGUFReader(path)
+    except (ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
+        raise ValueError(
+            f"{path} is a truncated or damaged GGUF file, or newer than the package gguf ({error}): copy or download "
+            "it again, or pip install -U gguf"
+        ) from error
+    keys = {
+        name: Key(name, b"".join(part.tobytes() for part in field.parts), field.contents)
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")  # of the reader's own
+    }
+    pieces = [
+        Piece(each.name, tuple(map(int, reversed(each.shape))), each.tensor_type, lambda data=each.data: data)
+        for each in reader.tensors
+    ]
+    opened = GGUFFile(keys, tuple(pieces), int(reader.alignment))
     if int(opened.value("split.count", 1)) > 1:
         raise ValueError(f"{path} is one part of a split model: join them with llama-gguf-split --merge")
     return opened
 
 
-class _Header:
-    """What is read of a file from its first byte on."""
-
-    def __init__(self, data: np.ndarray[Any, Any]) -> None:
-        self.data, self.bytes, self.at = data, data.data, 0
-
-    def read(self) -> GGUFFile:
-        self.take(4)
-        version, tensors, count = self.numbers("IQQ")
-        if version not in (2, 3):
-            raise ValueError(f"it is of version {version}, and versions 2 and 3 are read")
-        keys: dict[str, Key] = {}
-        for _ in range(count):
-            key = self.key()
-            if key.name in keys:
-                raise ValueError(f"it holds the key {key.name} twice")
-            keys[key.name] = key
-        listed = [self.tensor() for _ in range(tensors)]
-        if len({name for name, *_ in listed}) < len(listed):
-            raise ValueError("it holds two tensors of one name")
-        alignment = keys[ALIGNMENT].value if ALIGNMENT in keys else 32
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"its {ALIGNMENT} is {alignment!r}, no power of two")
-        start = self.at + -self.at % alignment
-        return GGUFFile(keys, tuple(self.piece(start + offset, *rest) for *rest, offset in listed), alignment)
-
-    def take(self, size: int) -> memoryview:
-        """Return the next bytes."""
-        if self.at + size > len(self.bytes):
-            raise ValueError(f"it ends after {len(self.bytes)} bytes, within its header")
-        taken = self.bytes[self.at : self.at + size]
-        self.at += size
-        return taken
-
-    def numbers(self, codes: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{codes}", self.take(struct.calcsize(f"<{codes}")))
-
-    def text(self) -> str:
-        (length,) = self.numbers("Q")
-        return bytes(self.take(length)).decode("utf-8", "replace")
-
-    def key(self) -> Key:
-        start, types = self.at, gguf().GGUFValueType
-        name, (kind,) = self.text(), self.numbers("I")
-        value, item = self.value(kind)
-        raw = bytes(self.bytes[start : self.at])
-        return Key(name, value, types(kind), None if item is None else types(item), raw)
-
-    def value(self, kind: int) -> tuple[Any, int | None]:
-        """Return a value and, of an array, the type of its items."""
-        if kind == _STRING:
-            return self.text(), None
-        if kind != _ARRAY:
-            return self.numbers(_SCALARS[kind])[0], None
-        item, count = self.numbers("IQ")
-        if item in _SCALARS:
-            return list(self.numbers(f"{count}{_SCALARS[item]}")), item
-        if count > len(self.bytes):
-            raise ValueError(f"it states an array of {count} items")
-        return [self.value(item)[0] for _ in range(count)], item
-
-    def tensor(self) -> tuple[str, tuple[int, ...], Any, int]:
-        """Return the name, shape and type of a tensor, and where it begins after the header [bytes]."""
-        name, (dimensions,) = self.text(), self.numbers("I")
-        shape = tuple(reversed(self.numbers(f"{dimensions}Q")))
-        kind, offset = self.numbers("IQ")
-        types = gguf().GGMLQuantizationType
-        if kind not in set(types) and kind < 256:
-            raise ImportError(f"{name} is of type {kind}, which the package gguf does not know: pip install -U gguf")
-        return name, shape, types(kind), offset
-
-    def piece(self, start: int, name: str, shape: tuple[int, ...], kind: Any) -> Piece:
-        block, width = map(int, gguf().GGML_QUANT_SIZES[kind])
-        stored = (*shape[:-1], shape[-1] // block * width) if shape else (width,)
-        size = int(np.prod(stored, dtype=object))
-        if start + size > len(self.bytes):
-            raise ValueError(f"it ends after {len(self.bytes)} bytes, before the end of its tensor {name}")
-        if shape and shape[-1] % block:
-            raise ValueError(f"the rows of {name} are {shape[-1]} numbers, and blocks of {kind.name} have {block}")
-
-        def numbers() -> np.ndarray[Any, Any]:
-            data = self.data[start : start + size]
-            return data.view(_PLAIN[kind.name]).reshape(shape) if kind.name in _PLAIN else data.reshape(stored)
-
-        return Piece(name, shape, kind, numbers)
-
-
-def _packed_string(text: str) -> bytes:
+def _packed(text: str) -> bytes:
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
-
-
-def _packed(value: Any, kind: int, item: int | None) -> bytes:
-    if kind == _STRING:
-        return _packed_string(value)
-    if kind != _ARRAY:
-        return struct.pack(f"<{_SCALARS[kind]}", value)
-    if item is None:
-        raise ValueError("an array needs the type of its items")
-    return struct.pack("<IQ", item, len(value)) + b"".join(_packed(each, item, None) for each in value)
 
 
 def write_gguf(
@@ -292,7 +188,7 @@ def write_gguf(
         offset = 0
         for piece in pieces:
             shape = struct.pack(f"<I{len(piece.shape)}Q", len(piece.shape), *reversed(piece.shape))
-            file.write(_packed_string(piece.name) + shape + struct.pack("<IQ", piece.kind, offset))
+            file.write(_packed(piece.name) + shape + struct.pack("<IQ", piece.kind, offset))
             offset += piece.size + -piece.size % alignment
         file.write(b"\0" * (-file.tell() % alignment))
         written = 0

@@ -16,11 +16,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rope_patch.checkpoints.gguf_file import gguf
 from rope_patch.runtime.folders import is_gguf
 
 _ALONE = threading.RLock()
 """Held while the reader is replaced: the package has one for all threads."""
+
+
+def gguf() -> Any:
+    """Return the ``gguf`` package.
+
+    Raises:
+        ImportError: it is not installed; the message says how to.
+    """
+    try:
+        import gguf as package
+    except ImportError as error:
+        raise ImportError("GGUF files need the package gguf: pip install 'rope_patch[gguf]'") from error
+    return package
 
 
 @contextlib.contextmanager
@@ -52,7 +64,9 @@ def read_once(source: str | Path) -> Iterator[None]:
 def _keeping(original: Any) -> Any:
     """Return a class derived from the reader of the package, with headers of its own to keep.
 
-    Its ``data`` is a plain array over the mapped file: slices of a ``numpy.memmap`` cost several times as much.
+    It takes numbers out of the buffer of the mapped file: slices of a ``numpy.memmap`` cost several times as much. And
+    reading beyond the end of the file is an error; the package would read nothing there, as often as a damaged count
+    says. The other byte order, which :func:`~rope_patch.checkpoints.gguf_file.open_gguf` refuses, is not read.
     """
 
     class KeepingReader(original):  # type: ignore[misc]
@@ -63,11 +77,11 @@ def _keeping(original: Any) -> Any:
             state = os.stat(path)
             file = (os.path.realpath(path), mode, state.st_ino, state.st_size, state.st_mtime_ns)
             if file not in self.headers:
-                try:
-                    super().__init__(path, mode)
-                except Exception:  # in a release that works otherwise; the original reads it, or says what is wrong
-                    self.__dict__ = vars(original(path, mode))
+                super().__init__(path, mode)
                 self.headers[file] = self.__dict__
             self.__dict__ = dict(self.headers[file])
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            return np.frombuffer(self._data, dtype, int(count), int(offset))
 
     return KeepingReader

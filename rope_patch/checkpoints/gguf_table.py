@@ -140,14 +140,14 @@ def table_keys(table: RotaryTable, graph: Graph, record: PatchRecord | None) -> 
     """Return the keys that describe a table: its base, its scaling, its context and the record of the patch."""
     at = f"{graph.architecture}.{{}}".format
     keys = [
-        Key.of(at("rope.freq_base"), float(np.float32(table.rope_theta)), "FLOAT32"),
-        Key.of(at("context_length"), table.max_position_embeddings, "UINT32"),
-        Key.of(at("rope.scaling.type"), "none", "STRING"),
+        Key.of(at("rope.freq_base"), float(np.float32(table.rope_theta))),
+        Key.of(at("context_length"), table.max_position_embeddings),
+        Key.of(at("rope.scaling.type"), "none"),
     ]
     if table.attention_scaling != 1.0:
-        keys.append(Key.of(at("rope.scaling.attn_factor"), table.attention_scaling, "FLOAT32"))
+        keys.append(Key.of(at("rope.scaling.attn_factor"), table.attention_scaling))
     if record is not None:
-        keys.append(Key.of(RECORD_KEY, json.dumps(record.to_dict()), "STRING"))
+        keys.append(Key.of(RECORD_KEY, json.dumps(record.to_dict())))
     return keys
 
 

@@ -50,9 +50,10 @@ def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
     That of a GGUF file is what transformers reads of it, which leaves out all of its rotary table but the base.
     """
     if is_gguf(source):
-        open_gguf(source)  # whose errors name what is wrong with a file
-        with read_once(source), blamed_on(f"{source}: transformers cannot read this GGUF file"):
-            config: PreTrainedConfig = AutoConfig.from_pretrained(**in_gguf(source), **options)
+        with read_once(source):
+            open_gguf(source)  # whose errors name what is wrong with a file
+            with blamed_on(f"{source}: transformers cannot read this GGUF file"):
+                config: PreTrainedConfig = AutoConfig.from_pretrained(**in_gguf(source), **options)
         return config
     if (path := Path(source) / CONFIG_FILE).is_file():
         read_json(path)
@@ -70,18 +71,20 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
     Raises:
         ValueError: it has none that can be loaded; the message says why.
     """
-    if is_gguf(source):
-        open_gguf(source)  # whose errors name what is wrong with a file
-    try:
+    with read_once(source):
         if is_gguf(source):
-            with read_once(source):
-                tokenizer = AutoTokenizer.from_pretrained(**in_gguf(source), **options)
-            tokenizer.name_or_path = str(source)
-            return tokenizer
-        return AutoTokenizer.from_pretrained(str(source), **options)
-    except Exception as error:  # of many kinds: it reads config.json, too
-        reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).partition("\n")[0]
-        raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
+            open_gguf(source)  # whose errors name what is wrong with a file
+            options |= in_gguf(source)
+        else:
+            options["pretrained_model_name_or_path"] = str(source)
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**options)
+        except Exception as error:  # of many kinds: it reads config.json, too
+            reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).partition("\n")[0]
+            raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
+    if is_gguf(source):
+        tokenizer.name_or_path = str(source)
+    return tokenizer
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def test_the_table_of_another_tools_file_is_the_models_own(tmp_path):
 def test_a_record_that_does_not_fit_is_not_followed(tmp_path):
     folder, file = written(tmp_path, "yarn")
     other = json.dumps(rope_patch.verify(rope_patch.load(saved(tmp_path / "pi", "pi"))).record.to_dict())
-    altered = rewritten(file, tmp_path / "altered.gguf", keys=[Key.of(RECORD_KEY, other, "STRING")])
+    altered = rewritten(file, tmp_path / "altered.gguf", keys=[Key.of(RECORD_KEY, other)])
     with pytest.warns(UserWarning, match="pi:factor=4"):
         model = rope_patch.load(altered).eval()
     assert rope_patch.inspect(model).record is None

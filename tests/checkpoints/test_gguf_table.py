@@ -67,7 +67,7 @@ def test_a_plain_table_needs_no_factors(base, tmp_path):
 
 def test_scaling_of_the_base_does_not_come_on_top(base, tmp_path):
     """The keys of a base that the engine would apply besides our factors, in every form that it reads."""
-    linear = [Key.of("llama.rope.scale_linear", 2.0, "FLOAT32"), Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32")]
+    linear = [Key.of("llama.rope.scale_linear", 2.0), Key.of("llama.rope.scaling.factor", 2.0)]
     patch_gguf(rewritten(base, tmp_path / "linear.gguf", linear), "p_rope:p=0.5", tmp_path / "m.gguf")
     # 1e4 ** (-i / 8) / 2 for the four pairs that turn
     expected = [0.5, 0.158114, 0.05, 0.0158114] + [0] * 4
@@ -77,9 +77,9 @@ def test_scaling_of_the_base_does_not_come_on_top(base, tmp_path):
 
 
 def test_yarn_that_is_left_to_the_engine_is_read_as_transformers_builds_it(base, tmp_path):
-    keys = {"type": ("yarn", "STRING"), "factor": (4.0, "FLOAT32"), "original_context_length": (64, "UINT32")}
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
     own = rewritten(
-        base, tmp_path / "yarn.gguf", [Key.of(f"llama.rope.scaling.{name}", *value) for name, value in keys.items()]
+        base, tmp_path / "yarn.gguf", [Key.of(f"llama.rope.scaling.{name}", value) for name, value in keys.items()]
     )
     with torch.device("meta"):
         config = tiny_model(rope_parameters=YARN).config
@@ -92,9 +92,9 @@ def test_yarn_that_is_left_to_the_engine_is_read_as_transformers_builds_it(base,
     ("keys", "factors", "word"),
     [
         ([], (LONG, SHORT), "two tables"),
-        ([Key.of("llama.rope.dimension_count", 8, "UINT32")], (FREQS,), "4 pairs"),
-        ([Key.of("general.type", "adapter", "STRING")], (), "no model"),
-        ([Key.of("split.count", 3, "UINT16")], (), "split"),
+        ([Key.of("llama.rope.dimension_count", 8)], (FREQS,), "4 pairs"),
+        ([Key.of("general.type", "adapter")], (), "no model"),
+        ([Key.of("split.count", 3)], (), "split"),
     ],
 )
 def test_what_cannot_be_read_as_one_table(base, tmp_path, keys, factors, word):

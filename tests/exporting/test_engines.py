@@ -195,8 +195,8 @@ def test_the_scale_of_the_command_line_is_kept_out(base, tmp_path):
 def test_we_read_the_scaling_of_the_engine_itself(base, tmp_path):
     """YaRN left to llama.cpp by its own keys: it computes what transformers does, and we read that table."""
     model = patched("yarn:factor=4")
-    values = {"type": ("yarn", "STRING"), "factor": (4.0, "FLOAT32"), "original_context_length": (256, "UINT32")}
-    keys = [Key.of(f"llama.rope.scaling.{name}", *value) for name, value in values.items()]
+    values = {"type": "yarn", "factor": 4.0, "original_context_length": 256}
+    keys = [Key.of(f"llama.rope.scaling.{name}", value) for name, value in values.items()]
     path = rewritten(base, tmp_path / "keys.gguf", keys)
     close(engine(path, tokens()), expected_logits(model, tokens()), 1e-2)
     (slot,), table = read_gguf(path).tables, model.model.rotary_emb

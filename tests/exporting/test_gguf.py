@@ -78,9 +78,6 @@ def test_a_patched_folder_becomes_a_file_that_computes_the_same(tmp_path, conver
     assert torch.equal(logits(rope_patch.load(out).eval(), ids()), logits(expected, ids()))
     assert rope_patch.verify(out).method == "yarn:factor=4"
     assert names(tmp_path) == ["convert_hf_to_gguf.py", "folder", "out.gguf"]
-    run("restore", out, "-o", tmp_path / "plain.gguf")
-    rope_patch.restore(expected)
-    assert torch.equal(logits(rope_patch.load(tmp_path / "plain.gguf").eval(), ids()), logits(expected, ids()))
 
 
 def test_a_method_on_the_way_an_adapter_and_a_model_in_memory_give_the_same_table(tmp_path, converter):
@@ -102,9 +99,6 @@ def test_a_table_of_the_checkpoint_itself_that_the_converter_drops_is_put_in(tmp
     export(folder, out, to="gguf", converter=converter)
     assert read_gguf(out).record is None
     torch.testing.assert_close(table_of(out).inv_freq, own.inv_freq, rtol=3e-7, atol=0)
-    export(folder, out, to="gguf", converter=converter, method="p_rope:p=0.5", overwrite=True)
-    run("restore", out, "-o", tmp_path / "back.gguf")
-    torch.testing.assert_close(table_of(tmp_path / "back.gguf").inv_freq, own.inv_freq, rtol=3e-7, atol=0)
 
 
 def test_a_name_and_a_data_type_reach_the_converter(tmp_path, converter):

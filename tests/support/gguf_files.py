@@ -121,12 +121,11 @@ def quantized(path: Path, out: Path, kind: str) -> Path:
         for p in open_gguf(path).pieces
     ]
     file_type = gguf.LlamaFileType[f"MOSTLY_{kind}"]
-    return rewritten(path, out, [Key.of("general.file_type", int(file_type), "UINT32")], pieces)
+    return rewritten(path, out, [Key.of("general.file_type", int(file_type))], pieces)
 
 
 def stated(path: Path, architecture: str, **values: Any) -> Path:
     """A file with the metadata of an architecture and no layers; values of any kind take the place of its own."""
-    kinds = {int: "UINT32", float: "FLOAT32", str: "STRING"}
     numbers = {"embedding_length": 64, "attention.head_count": 4, "context_length": 64, **values}
-    keys = [Key.of(f"{architecture}.{name}", value, kinds[type(value)]) for name, value in numbers.items()]
-    return write_gguf(path, [Key.of("general.architecture", architecture, "STRING"), *keys], [])
+    keys = [Key.of(f"{architecture}.{name}", value) for name, value in numbers.items()]
+    return write_gguf(path, [Key.of("general.architecture", architecture), *keys], [])
