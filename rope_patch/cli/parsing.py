@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 
-from rope_patch.options.fields import Leaf, Option, OptionSet, build, leaves
+from rope_patch.options.fields import Leaf, OptionSet, build, leaves
 from rope_patch.options.writing import read_value, stated
 from rope_patch.runtime.text import did_you_mean
 
@@ -32,10 +32,9 @@ def parse(kind: type[T], words: Sequence[str]) -> T:
 def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]:
     """Return the options that the words of a command line state, and the names of those that were written.
 
-    Where the options have a field ``config``, its YAML files apply in their order, a later one over an earlier, then
-    words ``key=value``, then flags. A positional ``config`` holds both, in the order in which they stand. Modules of
-    ``--import`` are imported, since checks of values may ask for what they define. With ``--help`` the help is printed,
-    and the process ends.
+    Where the options have a field ``config``, its YAML files and words ``key=value`` apply in the order in which they
+    stand, a later one over an earlier, then flags. Modules of ``--import`` are imported, since checks of values may ask
+    for what they define. With ``--help`` the help is printed, and the process ends.
 
     Args:
         kind: the class of the options; its docstring is the text above the help.
@@ -49,16 +48,11 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
     written, rest = _divided(kind, known, words)
     by_name = {leaf.key: leaf for leaf in known}
     sources = [str(word) for word in written.pop(("config",), ())]
-    if config := by_name.get("config"):
-        arguments = [str(written.pop(leaf.path)) for leaf in known if _is_key(leaf, written.get(leaf.path))]
-        free = [word for word in rest if not word.startswith("-")]
-        sources += [*arguments, *(word for word in free if config.option.positional or "=" in word)]
     for word in rest:
         if word.startswith("-"):
             flags = [flag for leaf in known for flag in (leaf.flag, *leaf.option.short)]
             raise UsageError(f"unknown option {word}.{did_you_mean(word, flags)}")
-        if word not in sources:
-            raise UsageError(f"unexpected argument {word!r}")
+        raise UsageError(f"unexpected argument {word!r}")
     if modules := written.get(("imports",)):
         from rope_patch.registry import import_modules
 
@@ -69,11 +63,6 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
         raise UsageError(f"missing {', '.join(missing)}: rope-patch {kind.command} --help says what is needed")
     options: T = build(kind, values)
     return options, frozenset(path[-1] for path in values)
-
-
-def _is_key(leaf: Leaf, value: Any) -> bool:
-    """Return whether ``key=value`` stands where an argument is left out."""
-    return leaf.option.positional and isinstance(value, str) and re.match(r"[\w.]+=", value) is not None
 
 
 def described(kind: type[OptionSet]) -> str:
@@ -125,12 +114,20 @@ def _divided(
     for name, value in vars(found).items():
         leaf = known[int(name.removeprefix("option"))]
         if leaf.option.kind is not bool:
-            value = read_value(leaf.option, None if value == "null" else value, leaf.flag)
+            value = None if value == "null" else read_value(leaf.option, value, leaf.flag)
         values[leaf.path] = value
     return values, rest
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class _Words(yaml.BaseLoader):  # type: ignore[misc]
+    """Leaves each value but null the word that it is, so that off and 1e-5 mean what they do as a flag."""
+
+
+_Words.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|)$"), ["~", "n", ""])
+_Words.add_constructor("tag:yaml.org,2002:null", lambda *_: None)
 
 
 def _stated(word: str, known: Mapping[str, Leaf]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -141,24 +138,16 @@ def _stated(word: str, known: Mapping[str, Leaf]) -> Iterator[tuple[tuple[str, .
         OSError: no such file.
     """
     name, equals, text = word.partition("=")
-    if equals:
-        return stated(known, {name: _value(known[name].option, text) if name in known else text})
+    where = "" if equals else f"{word}: "
     try:
-        values = yaml.safe_load(Path(word).read_text(encoding="utf-8"))
+        if not equals:
+            values = yaml.load(Path(word).read_text(encoding="utf-8"), _Words)
+        else:
+            option = known[name].option if name in known else None
+            listed = option is not None and (option.several or option.repeated) and text[:1] == "["
+            values = {name: yaml.load(text, _Words) if listed or text == "null" else text}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{word} is no YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{word} must hold options of the form name: value")
-    return stated(known, values, f"{word}: ")
-
-
-def _value(option: Option, text: str) -> Any:
-    """Return what stands behind ``key=``: ``null`` is None, and lists and truth values are written as in YAML."""
-    if text == "null":
-        return None
-    if option.kind is bool or (text[:1] == "[" and (option.several or option.repeated)):
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError:
-            return text  # which the option refuses
-    return text
+    return stated(known, values, where)

@@ -16,6 +16,7 @@ ValueError: samples must be >= 1, got 0
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,8 @@ class Option:
     Attributes:
         help: a description for users; the default is added to it.
         metavar: what stands for the value in the help; "" for a flag, which has none.
-        read: turns a word into a value, and raises a ValueError that says what is wrong with the word.
+        read: turns a word into a value where its kind does not say how, and raises a ValueError that says what is
+            wrong with the word.
         kind: the type of a value: numbers are stored as Python's own, whatever library they are of, a ``Path`` as one,
             and a ``PathLike`` as text.
         least: the smallest value.
@@ -58,7 +60,7 @@ class Option:
 
     help: str
     metavar: str
-    read: Callable[[str], Any] = str
+    read: Callable[[str], Any] | None = None
     kind: type = str
     least: float | None = None
     most: float | None = None
@@ -73,6 +75,16 @@ class Option:
     positional: bool = False
     name: str = ""
     short: tuple[str, ...] = ()
+
+    def value_of(self, word: str) -> Any:
+        """Return the value that a word means; the word itself where it means none, which :meth:`checked` refuses."""
+        if self.read is not None:
+            return self.read(word)
+        if self.kind is bool:
+            return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(word, word)
+        with contextlib.suppress(ValueError):
+            return self.kind(word) if self.kind in (int, float) else word
+        return word
 
     def checked(self, name: str, value: Any) -> Any:
         """Return a value as it is stored: a list as a tuple, a whole number as Python's own.
@@ -166,12 +178,12 @@ def tokens(help: str, default: Any = MISSING, *, least: int = 1, **more: Any) ->
 
 def whole(help: str, default: Any = MISSING, *, metavar: str = "COUNT", **more: Any) -> Any:
     """Return a field for a whole number."""
-    return option(help, default, metavar=metavar, read=_reader(int, "a whole number"), kind=int, **more)
+    return option(help, default, metavar=metavar, kind=int, **more)
 
 
 def number(help: str, default: Any = MISSING, *, metavar: str = "NUMBER", **more: Any) -> Any:
     """Return a field for a number."""
-    return option(help, default, metavar=metavar, read=_reader(float, "a number"), kind=float, **more)
+    return option(help, default, metavar=metavar, kind=float, **more)
 
 
 def word(help: str, default: Any = MISSING, *, metavar: str = "NAME", **more: Any) -> Any:
@@ -181,7 +193,7 @@ def word(help: str, default: Any = MISSING, *, metavar: str = "NAME", **more: An
 
 def path(help: str, default: Any = MISSING, *, metavar: str = "PATH", **more: Any) -> Any:
     """Return a field for a file or a folder."""
-    return option(help, default, metavar=metavar, read=Path, kind=Path, **more)
+    return option(help, default, metavar=metavar, kind=Path, **more)
 
 
 def flag(help: str, default: bool = False, **more: Any) -> Any:
@@ -201,18 +213,6 @@ def contained(kind: type[OptionSet], *, without: Sequence[str] = (), section: bo
     required = [one.name for one in fields(kind) if one.default is MISSING and one.name not in values]
     default: Any = MISSING if required else kind(**values)
     return field(default=default, metadata={"kind": kind, "without": without, "section": section, "values": values})
-
-
-def _reader(kind: type, what: str) -> Callable[[str], Any]:
-    """Return a function that reads a number, and says what it expected otherwise."""
-
-    def read(word: str) -> Any:
-        try:
-            return kind(word)
-        except ValueError:
-            raise ValueError(f"expected {what}, got {word!r}") from None
-
-    return read
 
 
 # --- what a class declares -------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections.abc import Iterator, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +37,7 @@ def stated(
 
     Args:
         known: options by their keys.
-        values: by key; a section is a dictionary of its own, and one of None is empty.
+        values: by key; a section is a dictionary of its own, or empty.
         where: what messages begin with.
 
     Raises:
@@ -48,7 +47,7 @@ def stated(
     for name, value in values.items():
         inside = {name: value}
         if name in sections:
-            if not isinstance(value, Mapping | None):
+            if value and not isinstance(value, Mapping):
                 raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
             inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
         for key, one in inside.items():
@@ -58,23 +57,17 @@ def stated(
 
 
 def read_value(option: Option, value: Any, where: str) -> Any:
-    """Return the value of an option as YAML, JSON or the command line gives it: words are read.
+    """Return the value of an option; words are read.
 
     Raises:
-        ValueError: a word that is no value of the option, or what YAML does not take for text; ``where`` names it.
+        ValueError: a word that is no value of the option; ``where`` names it.
     """
-    text = option.kind in (str, Path, PathLike)
-    if isinstance(value, bool) and text and ("on" if value else "off") in option.choices:
-        value = "on" if value else "off"  # YAML reads these words so
-    if text and isinstance(value, bool | float):
-        raise ValueError(f"{where} must be text, and YAML reads {value!r} here: put it in quotes")
-    if option.several and value is not None and not isinstance(value, list | tuple):
-        value = str(value).replace(",", " ").split()
+    if option.several and isinstance(value, str):
+        value = value.replace(",", " ").split()
     try:
         if isinstance(value, list | tuple):
-            return tuple(option.read(item) if isinstance(item, str) else item for item in value)
-        value = str(value) if text and isinstance(value, int) else value
-        return option.read(value) if isinstance(value, str) else value
+            return tuple(option.value_of(item) if isinstance(item, str) else item for item in value)
+        return option.value_of(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -116,5 +109,7 @@ def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> s
 def _values(options: OptionSet) -> Iterator[tuple[Leaf, Any]]:
     """Yield every option with its value, as YAML has it."""
     for leaf in leaves(type(options)):
-        value = functools.reduce(getattr, leaf.path, options)
+        value: Any = functools.reduce(getattr, leaf.path, options)
+        if leaf.option.unit == "s" and value is not None:
+            value = f"{value}s"  # as a time is typed
         yield leaf, [*value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
