@@ -318,30 +318,6 @@ def granularity(inv_freq: Table, x: Float[Tensor, " features"] | None = None) ->
     return float((pair_shares(x, len(inv_freq)) * sines).sum() if x is not None else sines.mean())
 
 
-def granularity_limit(rope_theta: float, *, factor: float = 1.0, beta: float = 1.0) -> float:
-    """Return the mean sine for ``rotary_dim -> infinity``: ``(Si(a) - Si(a / b)) / ln b``.
-
-    ``a = 1 / factor`` is position interpolation, ``b = rope_theta * beta`` an adjusted base. The paper prints the
-    approximations ``a / ln b`` (0.027 for PI 1/4) and ``1 / (ln b + ln beta)`` (0.076 for beta = 50, 5.7 % high).
-
-    *Source*: arXiv:2309.16039, theorem 1; the integral is exact here.
-
-    >>> [round(granularity_limit(1e4, **k), 5) for k in ({}, {"factor": 4.0}, {"beta": 50.0})]
-    [0.10271, 0.02705, 0.0721]
-    """
-    if factor <= 0:
-        raise ValueError(f"factor must be > 0, got {factor}")
-    base, fastest = rope_theta * beta, 1.0 / factor
-    if base <= 1 or fastest > 8:
-        raise ValueError(f"needs rope_theta * beta > 1 and factor >= 1/8, got {rope_theta} * {beta} and {factor}")
-    return (_sine_integral(fastest) - _sine_integral(fastest / base)) / math.log(base)
-
-
-def _sine_integral(x: float) -> float:
-    """Si(x) by its power series, to double precision for 0 <= x <= 8."""
-    return math.fsum((-1) ** k * x ** (2 * k + 1) / ((2 * k + 1) * math.factorial(2 * k + 1)) for k in range(30))
-
-
 def offset_frequency_bound(context: int) -> float:
     """Return the frequency below which a pair never completes a turn in ``context``: ``2 pi / context`` [rad/token].
 

@@ -85,30 +85,6 @@ def activation_curve(inv_freq: Table, length: int, query: Features | None = None
     return (torch.cat([turned.real, turned.imag], dim=1) @ waves.T).flatten()[:length]
 
 
-def gaussian_activation(inv_freq: Table, distances: Distances, *, seed: int = 0, repeated: bool = False) -> Curve:
-    """Return sampled activations of independent standard normal queries and keys.
-
-    With a fresh pair of vectors at every distance the values jump about zero; with one pair repeated along the sequence
-    they are a smooth curve, which starts anywhere and need not decay.
-
-    *Source*: Barbero et al., proposition 3.2 and figures 2, 8, 9.
-
-    Args:
-        inv_freq: (pairs,) [rad/token].
-        distances: (distances,) [tokens].
-        seed: seed of the vectors.
-        repeated: one query and one key, instead of fresh ones at every distance.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    count = 1 if repeated else len(distances)
-    query, key = torch.randn(2, count, 2 * len(inv_freq), generator=generator, dtype=torch.float64)
-    if repeated:
-        return activation(inv_freq, distances, query[0], key[0])
-    angles = zero_unrotated(inv_freq.double()) * distances.double()[:, None]
-    turned = _complex(key, len(inv_freq)) * torch.polar(torch.ones_like(angles), -angles)
-    return (_complex(query, len(inv_freq)).conj() * turned).real.sum(1)
-
-
 def _complex(x: Tensor | None, pairs: int) -> Tensor:
     """Return features of the half-split layout as complex numbers, one for each pair; all ones for None."""
     if x is None:

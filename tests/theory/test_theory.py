@@ -17,7 +17,6 @@ import rope_patch
 from rope_patch import theory
 from rope_patch.frequencies import (
     geometric,
-    granularity_limit,
     ntk_theta,
     offset_angle_bound,
     offset_frequency_bound,
@@ -76,16 +75,6 @@ def test_activation_is_transformers_logit():
         rotated = apply_rotary_pos_emb(stacked, stacked, cos, sin)[0][0, 0]
         ours = theory.activation(geometric(1e4, 64), torch.tensor([m - n]), query, key)
         assert ours.item() == pytest.approx(float(rotated[0] @ rotated[1]), abs=2e-3)
-
-
-@pytest.mark.parametrize("repeated", [False, True])
-def test_gaussian_activations_are_of_rotated_vectors(repeated):
-    table, r, count = torch.tensor([1.0, 0.1, 0.03, 0.01]), torch.tensor([0, 3, 50]), 1 if repeated else 3
-    draws = torch.randn(2, count, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64).numpy()
-    query, key = (numpy.broadcast_to(part, (3, 8)) for part in draws)
-    expected = [float(query[i] @ matrix(table, -distance) @ key[i]) for i, distance in enumerate(r.tolist())]
-    computed = theory.gaussian_activation(table, r, seed=7, repeated=repeated)
-    assert computed.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -337,8 +326,6 @@ def test_numbers_that_papers_print():
     assert float(turns(torch.tensor([1e-4]), 128000)) == pytest.approx(2.04, abs=5e-3)  # Barbero et al.
     assert float(GEMMA[PAIR]) == pytest.approx(2.05e-4, abs=5e-7)
     assert float(geometric(5e5, 128)[40]) == pytest.approx(2.7425e-4, rel=1e-4)  # printed as 0.0001
-    assert granularity_limit(1e4, factor=4.0) == pytest.approx(0.027, abs=5e-4)  # Xiong et al., theorem 1
-    assert granularity_limit(1e4, beta=50.0) == pytest.approx(0.07210, abs=5e-6)  # printed as 0.076
     assert float(llama[1] / geometric(5e5, 128)[1]) == pytest.approx(1.06, abs=5e-3)
     ntk = geometric(ntk_theta(1e4, 4.0, 128), 128)
     gaps, _ = theory.nearest_old(PLAIN, ntk, old_length=512, new_positions=torch.arange(2048))
