@@ -87,7 +87,7 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
                         "model": {"name": shape, "dtype": "float32"},
                         "patch": {"method": METHODS[name], "target_length": LONG},
                         "lora": {"rank": 16},
-                        "data": {"lengths": str(length), "positions": "pose" if pose else "full"},
+                        "data": {"length": length, "positions": "pose" if pose else "full"},
                         "train": {
                             "steps": 2 if quick else STEPS,
                             "batch": TOKENS // length,

@@ -175,7 +175,7 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
     base = {
         "model": {"name": cell.source, "dtype": "float32"},
         "patch": {"method": method, "target_length": target},
-        "data": {"lengths": str(target), "source": source},
+        "data": {"length": target, "source": source},
         "train": {
             "steps": steps,
             "batch": max(1, TOKENS // target),

@@ -58,7 +58,6 @@ from measuring import (
 from rope_patch.modeling import loss as loss_module
 from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.scoring import Reader
-from rope_patch.training.collators import Collator
 from rope_patch.training.trainer import LongTrainer
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -203,16 +202,12 @@ class Step:
             dataloader_pin_memory=False,
             use_cpu=job["device"] == "cpu",
         )
-        rows = [{"ids": random_ids(job["shape"], job["tokens"]).tolist(), "index": 0}]
-        collator, self.watch = Collator(), Watch(job["device"])
+        ids = random_ids(job["shape"], job["tokens"])
+        rows, self.watch = [{"input_ids": ids, "labels": ids}], Watch(job["device"])
         if side == "ours":
-            self.trainer = LongTrainer(model, args, rows, collator, callbacks=[self.watch])
+            self.trainer = LongTrainer(model, args, rows, callbacks=[self.watch])
         else:
-
-            def unweighted(examples: list[Any]) -> dict[str, Any]:
-                return {name: value for name, value in collator(examples).items() if name != "weights"}
-
-            self.trainer = Trainer(model, args, train_dataset=rows, data_collator=unweighted, callbacks=[self.watch])
+            self.trainer = Trainer(model, args, train_dataset=rows, callbacks=[self.watch])
         self.trainer.remove_callback(PrinterCallback)
 
     def __call__(self) -> float:

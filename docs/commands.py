@@ -41,10 +41,10 @@ page is made from the options by `docs/commands.py`.
 
 HEAD_OF_RECIPE = """\
 # Every option with its default, and what it does. Copy what you change; the rest may be left out. Three options have no
-# default: model.name, data.lengths and output. This file is made by `docs/commands.py`.
+# default: model.name, data.length and output. This file is made by `docs/commands.py`.
 #
 #   python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke
-#   python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER patch.method=yarn data.lengths=32k \\
+#   python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER patch.method=yarn data.length=32k \\
 #       output=out
 #
 # Of several files, later ones replace values of earlier ones; key=value overrides (train.steps=100) replace both.
@@ -53,9 +53,9 @@ HEAD_OF_RECIPE = """\
 
 def recipe() -> str:
     """Return every option of a recipe as YAML; the length of the rows is a comment, since it must be chosen."""
-    required = {"model": {"name": "llama"}, "data": {"lengths": "32k"}, "output": "build/finetuned"}
+    required = {"model": {"name": "llama"}, "data": {"length": "32k"}, "output": "build/finetuned"}
     text = to_yaml(from_dict(RecipeOptions, required))
-    return HEAD_OF_RECIPE + text.replace("\n  lengths: 32k\n", "\n  # lengths: 32k\n")
+    return HEAD_OF_RECIPE + text.replace("\n  length: 32k\n", "\n  # length: 32k\n")
 
 
 def page() -> str:

@@ -2,7 +2,7 @@
 
     python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke                  # about a minute on a CPU
     python recipes/finetune_lora.py recipes/configs/llama-3.1-8b-32k.yaml --dry-run    # predicted memory
-    python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER data.lengths=32k output=out
+    python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER data.length=32k output=out
     accelerate launch --config_file recipes/configs/accelerate/two_gpus_fsdp2.yaml recipes/finetune_lora.py ...
 
 Options come from YAML files and `key=value` overrides; recipes/configs/lora.yaml describes them all.

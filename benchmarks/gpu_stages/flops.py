@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rope_patch.planning import Plan
-from rope_patch.planning.memory import trained_beside
+from rope_patch.planning.memory import adapter_entries
 from rope_patch.planning.shapes import Layer
 
 
@@ -41,11 +41,11 @@ def step_flops(planned: Plan) -> StepFlops:
     layers = 2.0 * tokens * shape.total(lambda layer: layer.matmul_weights)
     scores = tokens / o.length * shape.total(lambda layer: attention_flops(layer, o.length))
     head = 2.0 * tokens * shape.head
-    adapters = 2.0 * tokens * trained_beside(shape, o)[0]
+    adapters = 2.0 * tokens * adapter_entries(shape, o)
     forward = layers + scores + head + adapters
-    weights = layers + head if o.lora_rank is None else adapters + head * (o.long_lora and shape.tied)
+    weights = layers + head if o.lora_rank is None else adapters
     model = 2 * forward + scores + weights
-    again = (forward - head) * o.checkpointing + head * (o.loss == "fused")
+    again = (forward - head) * o.checkpointing + head
     attention = 12.0 * o.length * shape.total(lambda layer: layer.query)
     palm = [tokens * (6.0 * shape.parameters + part * attention) for part in (1.0, 0.5)]
     return StepFlops(tokens, model, model + again, *palm)

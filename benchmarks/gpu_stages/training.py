@@ -20,7 +20,6 @@ from gpu_stages.base import Cell, Results, Setting, Stage, gib, peak_tflops
 from gpu_stages.flops import step_flops
 from measuring import forget_peak, peak_of, synchronize
 from rope_patch.planning import Plan, plan, shape_of
-from rope_patch.training.collators import Collator
 from rope_patch.training.trainer import LongTrainer
 
 MODEL = "Llama-3.1-8B"
@@ -85,7 +84,7 @@ def planned_step(setting: Setting, length: int, quantization: str) -> Plan:
     """Return the plan of a step of one row."""
     with torch.device("meta"):
         shape = shape_of(AutoModelForCausalLM.from_config(setting.config(MODEL)))
-    return plan(shape, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa", loss="fused")
+    return plan(shape, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa")
 
 
 def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str, liger: bool, clock: Clock) -> Any:
@@ -108,7 +107,7 @@ def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str,
         dataloader_pin_memory=False,
         use_cpu=device == "cpu",
     )
-    trainer = LongTrainer(model, args, rows, Collator(), callbacks=[clock])
+    trainer = LongTrainer(model, args, rows, callbacks=[clock])
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -125,11 +124,8 @@ def step(setting: Setting, length: int, quantization: str, liger: bool, _: Resul
     rope_patch.apply(model, "yarn:factor=16", target_length=131072)
     model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
     vocab = model.config.vocab_size
-    rows = [
-        {"ids": setting.ids(tokens, vocab, seed=i).tolist(), "index": i, "starts": [0], "weights": None}
-        for i in range(steps)
-    ]
-    clock, short = Clock(setting.device), {**rows[0], "ids": rows[0]["ids"][:64]}
+    rows = [{"input_ids": row, "labels": row} for row in (setting.ids(tokens, vocab, seed=i) for i in range(steps))]
+    clock, short = Clock(setting.device), {name: row[:64] for name, row in rows[0].items()}
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(model, [short, *rows], folder, setting.device, liger, clock)
         _, usage = peak_of(trainer.train, setting.device)

@@ -12,15 +12,15 @@ from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import resumable
 from rope_patch.options.finetune import FinetuneOptions, RecipeOptions
 
-REQUIRED = ("model.name=llama", "data.lengths=512", "output=build/finetuned")
+REQUIRED = ("model.name=llama", "data.length=512", "output=build/finetuned")
 """What ``--smoke`` takes where a recipe leaves it open."""
 
 SMOKE = (
     *("model.dtype=float32", "model.attention=sdpa", "model.revision=null", "patch.target_length=1024"),
-    *("data.source=builtin", "data.column=text", "data.learn=all", "data.streaming=false", "data.allow_short=false"),
+    *("data.source=builtin", "data.column=text", "data.learn=all", "data.allow_short=false"),
     *("train.steps=4", "train.batch=1", "train.precision=float32", "train.accumulate=2", "train.warmup=1"),
     *("train.save_every=2", "train.log_every=1", "train.liger=false", "evaluation.lengths=256 1024"),
-    *("evaluation.samples=1", "evaluation.depths=0.1 0.9", "evaluation.windows=2", "evaluation.patience=0"),
+    *("evaluation.samples=1", "evaluation.depths=0.1 0.9", "evaluation.windows=2"),
 )
 """What ``--smoke`` changes in any recipe: a bundled checkpoint, few and short rows. Patch, LoRA and positions stay."""
 
@@ -51,14 +51,11 @@ def smaller(options: RecipeOptions) -> Iterator[str]:
     """Yield the changes, such as ``train.steps=4``, after which a run uses the same code and takes about a minute."""
     from rope_patch.training.models import BUNDLED
 
-    positions, stages = options.data.positions, len(options.stages)
-    quantized = options.model.quantization != "none"
     name = options.model.name if options.model.name in BUNDLED else BUNDLED["gemma" in options.model.name.lower()]
     yield from SMOKE
     yield f"model.name={name}"
-    yield f"data.lengths={'256' if positions != 'full' else '256:0.5 512' if stages > 1 else '512'}"
-    yield f"evaluation.every={0 if quantized else 2}"
-    yield f"evaluation.before={'false' if quantized else 'true'}"
+    yield f"data.length={512 if options.data.positions == 'full' else 256}"
+    yield f"evaluation.every={2 if options.model.quantization == 'none' else 0}"
     yield f"output={options.output}-smoke"
 
 

@@ -117,7 +117,7 @@ def train(
     recipe: dict[str, Any] = {
         "model": {"name": str(source), "dtype": dtype},
         "patch": {"method": method, "target_length": options.length},
-        "data": {"lengths": str(training.row), "positions": training.positions},
+        "data": {"length": training.row, "positions": training.positions},
         "train": {
             "steps": training.steps,
             "batch": 1,

@@ -32,10 +32,12 @@ def look(model: PreTrainedModel, options: ExtendSettings, trained_length: int) -
     if Path(options.model).exists():
         lines += [f"note: {sentence}" for sentence in other_programs(options.model)]
     try:
-        one = plan(model, length=options.length).kv_cache / 2**30
+        memory = plan(model, length=options.length).inference
     except ValueError:  # shapes that the plan does not know
         return lines
-    return [*lines, f"keys and values of one sequence of {options.length} tokens take {one:.2g} GiB"]
+    parts = ", ".join(f"{name} {size / 2**30:.2g}" for name, size in memory.items())
+    total = sum(memory.values()) / 2**30
+    return [*lines, f"inference on one sequence of {options.length} tokens takes {total:.2g} GiB in bfloat16 ({parts})"]
 
 
 def other_programs(source: str | Path) -> tuple[str, ...]:

@@ -97,14 +97,12 @@ def _sum(reader: Reader, states: Tensor, targets: Tensor, counts: Tensor) -> Ten
 def fuse(model: Any) -> Any:
     """Make a causal language model compute its training loss through :func:`token_loss`; in place, and returned.
 
-    A forward pass with ``labels`` then returns the loss alone, no logits; ``weights`` says how much each label counts,
-    ``num_items_in_batch`` what the sum is divided by (the weights of this pass by default, as Trainer's own loss does
-    with counts). Shards of longer rows send ``shift_labels`` and ``shift_weights``, shifted before they were cut. It is
-    the model's own ``forward`` that changes, so DDP, FSDP and adapters around it see nothing new. Without labels the
-    model is as it was.
+    A forward pass with ``labels`` then returns the loss alone, no logits; ``num_items_in_batch`` says what the sum is
+    divided by (the number of labels by default). Shards of longer rows send ``shift_labels``, shifted before they were
+    cut. It is the model's own ``forward`` that changes, so DDP, FSDP and adapters around it see nothing new. Without
+    labels the model is as it was.
 
-    Under a mixed precision policy FSDP2 rounds the tensors it passes on, the weights among them: in bfloat16 whole
-    numbers up to 256 stay what they are, others move by up to 0.4 %. The loss it returns is rounded too.
+    Under a mixed precision policy FSDP2 rounds the loss that is returned.
 
     Args:
         model: of transformers, bare or under PEFT.
@@ -114,23 +112,16 @@ def fuse(model: Any) -> Any:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        labels, weights = kwargs.pop("labels", None), kwargs.pop("weights", None)
-        ahead, ahead_weights = kwargs.pop("shift_labels", None), kwargs.pop("shift_weights", None)
+        labels, ahead = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         items = kwargs.pop("num_items_in_batch", None)
-        if (weights if ahead is not None else ahead_weights) is not None:
-            raise ValueError(
-                "weights must be shifted as labels are: weights with labels, shift_weights with shift_labels"
-            )
         if labels is None and ahead is None:
             return original(*args, **kwargs)
         kwargs.pop("logits_to_keep", None)
         kwargs |= {"use_cache": False, "return_dict": True}
         reader = Reader(base, inside=True)
         hidden = reader.decoder(*args, **kwargs).last_hidden_state
-        if ahead is not None:
-            total, count = token_loss(reader, hidden, ahead, ahead_weights, items=items, shifted=True)
-        else:
-            total, count = token_loss(reader, hidden, labels, weights, items=items)
+        shifted = ahead is not None
+        total, count = token_loss(reader, hidden, ahead if shifted else labels, items=items, shifted=shifted)
         return CausalLMOutput(loss=total if items is not None else total / count.clamp(min=TINY))
 
     base.forward = forward

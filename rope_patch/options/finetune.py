@@ -10,7 +10,6 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, number, tokens, whole, word
 from rope_patch.options.plan import ALL_LINEAR
 from rope_patch.options.shared import Patching
-from rope_patch.runtime.text import parse_length
 
 PRECISIONS = ("bfloat16", "float16", "float32")
 
@@ -74,9 +73,6 @@ class LoraOptions(OptionSet):
         metavar="NAMES",
         several=True,
     )
-    long_lora: bool = flag(
-        "Train embeddings and norms too, and save them with the adapter (LongLoRA, arXiv:2309.12307)."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +87,6 @@ class DataOptions(OptionSet):
     )
     config: str | None = word("The configuration of a hub dataset.", None)
     split: str = word("The split of a hub dataset.", "train")
-    streaming: bool = flag("Read a dataset while it is downloaded.")
     column: str = word("The column that holds the text; lists of messages are rendered with the chat template.", "text")
     learn: str = word(
         "The tokens of a conversation that count in the loss: all, or assistant (its turns alone).",
@@ -99,16 +94,11 @@ class DataOptions(OptionSet):
         choices=("all", "assistant"),
     )
     shuffle: bool = flag("Shuffle the documents, by train.seed.", True)
-    lengths: str = word(
-        'The length of the rows [tokens], such as 32k. A schedule gives shares of the steps: "4k:0.25 16k:0.25 32k"; '
-        "each step has as many tokens as one at the longest length.",
-        metavar="TOKENS",
-    )
+    length: int = tokens("The length of the rows, such as 32k.", least=2)
     boundaries: str = word(
-        "Between documents of a row: join (documents attend to those before them), apart (they do not) or whole (each "
-        "row holds one document, or a piece of one).",
+        "Between documents of a row: join (documents attend to those before them) or apart (they do not).",
         "join",
-        choices=("join", "apart", "whole"),
+        choices=("join", "apart"),
     )
     allow_short: bool = flag("Train although no document is as long as a row.")
     positions: str = word(
@@ -117,13 +107,6 @@ class DataOptions(OptionSet):
         choices=("full", "pose"),
     )
     chunks: int = whole("The pieces of a row under pose.", 2, least=1)
-    retrieval: float = number(
-        "The share of the rows that are retrieval prompts over training text.", 0.0, metavar="SHARE", least=0, most=1
-    )
-    task: str = word("The task of these prompts: passkey, niah, multivalue, multiquery or vt.", "passkey")
-    answer_weight: float = number(
-        "The weight of an answer's tokens in the loss of these prompts; other tokens have weight 1.", 5.0, least=0
-    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +114,7 @@ class TrainOptions(OptionSet):
     """The optimizer and its steps."""
 
     steps: int = whole("The steps of the optimizer.", 500, least=1)
-    batch: int = whole("Rows of the longest length per forward pass and device; memory grows with it.", 1, least=1)
+    batch: int = whole("Rows per forward pass and device; memory grows with it.", 1, least=1)
     accumulate: int = whole("Forward passes per step; time grows with it, memory does not.", 8, least=1)
     learning_rate: float = number("The highest learning rate that the scheduler reaches.", 2e-4, above=0)
     scheduler: str = word(
@@ -156,7 +139,7 @@ class TrainOptions(OptionSet):
         "Compute each layer again in the backward pass: far less memory, and a third more time.", True
     )
     liger: bool = flag("Use Liger's kernels for norms and MLPs; it needs a GPU and the extra gpu.")
-    seed: int = whole("The seed of adapters, order, positions and prompts.", 0, metavar="NUMBER", least=0)
+    seed: int = whole("The seed of adapters, order and positions.", 0, metavar="NUMBER", least=0)
     save_every: int | None = whole(
         "The steps between checkpoints. By default evaluation.every, or a fifth of the run.", None, least=1
     )
@@ -174,7 +157,7 @@ class EvaluationOptions(OptionSet):
         0,
         least=0,
     )
-    before: bool = flag("Evaluate the patched model before training too.", True)
+    before: bool = flag("Evaluate the patched model without its adapter too. With lora.rank=0 there is none.", True)
     lengths: tuple[int, ...] | None = tokens(
         'The prompt lengths, such as "4k 16k 32k"; perplexity is measured at the positions between them. By default '
         "the length that the model is patched for.",
@@ -183,7 +166,6 @@ class EvaluationOptions(OptionSet):
         least=2,
     )
     task: str = word("The retrieval task.", "passkey")
-    patience: int = whole("Stop after this many evaluations without an improvement; 0 never stops.", 0, least=0)
     spec: EvalSpec = contained(
         EvalSpec, without=("lengths", "tasks", "short_context", "bucket", "batch_tokens"), lengths=(2,), windows=8
     )
@@ -212,94 +194,43 @@ class RecipeOptions(OptionSet):
         super().__post_init__()
         self._check_rows()
         self._check_weights()
-        self._check_evaluation()
+        if self.evaluation.every and self.save_every != self.evaluation.every:
+            raise ValueError(
+                f"train.save_every={self.save_every} must equal evaluation.every={self.evaluation.every}, or be left "
+                "out: the checkpoint with the best evaluation can only be kept if it is saved"
+            )
 
     def _check_rows(self) -> None:
         data, target = self.data, self.target_length
-        lengths = [length for length, _ in self.stages]
-        if max(lengths) > target:
+        if data.length > target:
             raise ValueError(
-                f"rows of {max(lengths)} tokens are longer than patch.target_length={target}, the context that the "
-                "model is patched for: give shorter data.lengths or a longer patch.target_length"
+                f"rows of {data.length} tokens are longer than patch.target_length={target}, the context that the "
+                "model is patched for: give a shorter data.length or a longer patch.target_length"
             )
         if data.positions == "full":
             return
         if self.patch.patching.target_length is None:
             raise ValueError("data.positions=pose needs patch.target_length: positions are drawn from below it")
-        if data.chunks > min(lengths):
-            raise ValueError(f"data.chunks={data.chunks} is more than the tokens of a row, {min(lengths)}")
+        if data.chunks > data.length:
+            raise ValueError(f"data.chunks={data.chunks} is more than the tokens of a row, {data.length}")
         if data.boundaries == "apart":
-            raise ValueError("data.positions=pose needs data.boundaries=join or whole, not apart")
+            raise ValueError("data.positions=pose needs data.boundaries=join, not apart")
 
     def _check_weights(self) -> None:
-        every_weight = self.lora.rank == 0
-        if every_weight and (self.model.quantization != "none" or self.lora.long_lora):
+        if self.lora.rank:
+            return
+        if self.model.quantization != "none":
+            raise ValueError("lora.rank=0 trains every weight: that excludes model.quantization")
+        if self.model.dtype != "float32":
             raise ValueError(
-                "lora.rank=0 trains every weight: that excludes model.quantization, and lora.long_lora adds nothing"
-            )
-        if (every_weight or self.lora.long_lora) and self.model.dtype != "float32":
-            option = "lora.rank=0" if every_weight else "lora.long_lora"
-            raise ValueError(
-                f"{option} trains the model's own weights, and {self.model.dtype} would round their small updates "
+                f"lora.rank=0 trains the model's own weights, and {self.model.dtype} would round their small updates "
                 "away: set model.dtype=float32 (train.precision still sets the arithmetic)"
             )
-
-    def _check_evaluation(self) -> None:
-        options = self.evaluation
-        if options.every and self.save_every != options.every:
-            raise ValueError(
-                f"train.save_every={self.save_every} must equal evaluation.every={options.every}, or be left out: the "
-                "checkpoint with the best evaluation can only be kept if it is saved"
-            )
-        if options.patience and not options.every:
-            raise ValueError("evaluation.patience needs evaluation.every: without it only the end is evaluated")
-
-    def warnings(self) -> list[str]:
-        """Return what is allowed and probably not meant, a sentence each."""
-        sentences = []
-        if self.warmup_steps > self.train.steps:
-            sentences.append(
-                f"train.warmup={self.train.warmup:g} steps are more than train.steps={self.train.steps}: the learning "
-                f"rate never reaches {self.train.learning_rate:g}; give fewer, or a share below 1 such as 0.1"
-            )
-        return sentences
-
-    @property
-    def stages(self) -> tuple[tuple[int, float], ...]:
-        """Length of the rows [tokens] and share of the steps, stage by stage.
-
-        Raises:
-            ValueError: shares that do not add up to 1, or lengths that do not divide the longest.
-        """
-        stages, remaining = [], 1.0
-        items = self.data.lengths.replace(",", " ").split()
-        for i, item in enumerate(items):
-            size, _, text = item.partition(":")
-            try:
-                share = float(text) if text else remaining
-                length = parse_length(size)
-            except ValueError as error:
-                raise ValueError(f"data.lengths: a stage is LENGTH or LENGTH:SHARE, got {item!r}: {error}") from None
-            if i + 1 < len(items) and not text:
-                raise ValueError(f"data.lengths: all stages but the last need a share of the steps, {item!r} has none")
-            if not (share > 1e-9 and remaining - share > -1e-9):
-                raise ValueError(f"data.lengths: each share must be > 0, and together at most 1, got {items}")
-            if i + 1 == len(items) and abs(remaining - share) > 1e-9:
-                raise ValueError(f"data.lengths: the shares must add up to 1, got {items}: leave out the last one")
-            stages.append((length, share))
-            remaining -= share
-        longest = max(length for length, _ in stages)
-        for length, _ in stages:
-            if length < 2:
-                raise ValueError(f"data.lengths: a row must have at least 2 tokens, got {length}")
-            if longest % length:
-                raise ValueError(f"data.lengths: {length} does not divide the longest row, {longest}")
-        return tuple(stages)
 
     @property
     def target_length(self) -> int:
         """Context that the model is patched for [tokens]."""
-        return self.patch.patching.target_length or max(length for length, _ in self.stages)
+        return self.patch.patching.target_length or self.data.length
 
     @property
     def warmup_steps(self) -> int:
@@ -325,10 +256,10 @@ class FinetuneOptions(OptionSet, command="finetune"):
     The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
     run the same command again to continue from the last checkpoint. Options come from YAML files, from single values
     such as ``train.steps=100``, and from flags; later ones replace earlier ones. Three are required: ``model.name``,
-    ``data.lengths`` (the length of the rows) and ``output``. ``lora.yaml`` of ``rope-patch recipes copy``
+    ``data.length`` (the length of the rows) and ``output``. ``lora.yaml`` of ``rope-patch recipes copy``
     has all of them with their defaults.
 
-    Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 data.lengths=16k output=out``
+    Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 data.length=16k output=out``
     """
 
     recipe: RecipeOptions = contained(RecipeOptions)

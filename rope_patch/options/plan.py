@@ -20,9 +20,11 @@ class StepOptions(OptionSet):
     batch: int = whole("Sequences per step on each GPU, or on each group that shares a sequence.", 1, least=1)
     lora_rank: int | None = whole("The rank of the LoRA adapters.", 16, metavar="RANK", least=1, optional=True)
     target_modules: tuple[str, ...] = word(
-        'The layers that get LoRA adapters, such as "q_proj v_proj".', (ALL_LINEAR,), metavar="NAMES", several=True
+        "The projections that get an adapter: all-linear (attention and MLP), attention, or names.",
+        (ALL_LINEAR,),
+        metavar="NAMES",
+        several=True,
     )
-    long_lora: bool = flag("Also train the embeddings and norms, as LongLoRA does.")
     quantization: str = word(
         "The quantization of the frozen weights: none, 8bit or nf4.",
         "none",
@@ -31,15 +33,7 @@ class StepOptions(OptionSet):
     )
     optimizer: str = word("The optimizer: adamw, adamw_8bit or sgd.", "adamw", choices=("adamw", "adamw_8bit", "sgd"))
     checkpointing: bool = flag("Use gradient checkpointing: less memory, but the forward pass is computed twice.", True)
-    loss: str = word(
-        "How the loss is computed: fused (a slice of the logits at a time) or naive (all).",
-        "fused",
-        metavar="KIND",
-        choices=("naive", "fused"),
-    )
-    attention: str = word(
-        "The attention kernel: flash, sdpa or eager.", "flash", metavar="KERNEL", choices=("flash", "sdpa", "eager")
-    )
+    attention: str = word("The attention kernel: flash or sdpa.", "flash", metavar="KERNEL", choices=("flash", "sdpa"))
     dtype: str = word(
         "The data type of training: bfloat16, float16 or float32.",
         "bfloat16",
@@ -56,8 +50,6 @@ class StepOptions(OptionSet):
             raise ValueError(f"context_parallel must divide gpus, got {self.context_parallel} and {self.gpus}")
         if self.lora_rank is None and self.quantization != "none":
             raise ValueError(f"quantized weights cannot be trained: {self.quantization} needs LoRA, or choose none")
-        if self.lora_rank is None and self.long_lora:
-            raise ValueError("long_lora adds embeddings and norms to LoRA; full fine-tuning trains them anyway")
 
     @property
     def element(self) -> int:

@@ -1,7 +1,5 @@
 """Memory of a fine-tuning step, from the shapes of a model alone: no weights, no GPU.
 
-Of common models the shapes ship with the package, and planning imports neither torch nor transformers.
-
 >>> from rope_patch.planning import plan
 >>> planned = plan("Llama-3.1-8B", length=131072, lora_rank=16)
 >>> planned.fits(141), planned.fits(80)
@@ -10,9 +8,7 @@ Of common models the shapes ship with the package, and planning imports neither 
 ['--gpus 2 --context-parallel 2']
 """
 
-from rope_patch.planning.finding import shape_of as shape_of
-from rope_patch.planning.finding import shipped as shipped
 from rope_patch.planning.plans import Plan as Plan
-from rope_patch.planning.plans import Step as Step
 from rope_patch.planning.plans import plan as plan
+from rope_patch.planning.reading import shape_of as shape_of
 from rope_patch.planning.shapes import Shape as Shape

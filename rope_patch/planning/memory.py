@@ -39,18 +39,19 @@ def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
     inputs = shape.total(lambda layer: layer.hidden * o.element * o.tokens_per_gpu)
     if o.checkpointing:
         work += max(_saved(layer, shape, o) for layer in shape.kinds)
-    adapters, copies = trained_beside(shape, o)
+    adapters = adapter_entries(shape, o)
     full = shape.parameters if o.lora_rank is None else 0
+    storage = o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
     divided = (
-        Part("weights", _weights(shape, o), f"{shape.parameters / 1e9:.2f} B parameters, {_storage(o)}"),
-        Part("adapter", 4 * adapters + o.element * copies, f"{(adapters + copies) / 1e6:.1f} M parameters"),
-        Part("gradients", 4 * adapters + o.element * (copies + full), "of what is trained"),
-        Part("optimizer", _states(adapters, 4, o) + _states(copies + full, o.element, o), o.optimizer),
+        Part("weights", weights(shape, o), f"{shape.parameters / 1e9:.2f} B parameters, {storage}"),
+        Part("adapter", 4 * adapters, f"{adapters / 1e6:.1f} M parameters"),
+        Part("gradients", 4 * adapters + o.element * full, "of what is trained"),
+        Part("optimizer", _states(adapters, 4, o) + _states(full, o.element, o), o.optimizer),
     )
     return (
         *(Part(part.name, part.bytes // o.gpus, part.what) for part in divided),
         Part("gathered", _gathered(shape, o), "two layers and the root, whole, under FSDP"),
-        Part("masks", _masks(shape, o), f"of {o.attention} attention"),
+        Part("masks", _masks(shape, o), "of sliding windows"),
         Part(
             "activations",
             int(inputs if o.checkpointing else saved),
@@ -62,37 +63,42 @@ def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
             "one layer computed again, its gradients" if o.checkpointing else "gradients in one layer",
             turns=True,
         ),
-        Part("loss", _loss(shape, o), _loss_words(o), turns=True),
+        Part("loss", _loss(shape, o), f"slices of {SLICE} tokens", turns=True),
         Part("overhead", OVERHEAD, "context, workspaces, fragments: an allowance"),
     )
 
 
 def kv_cache(shape: Shape, o: StepOptions) -> int:
-    """Return the keys and values of one sequence in evaluation [bytes]; sliding layers hold their window only."""
+    """Return the keys and values of one sequence in inference [bytes]; sliding layers hold their window only."""
     return int(shape.total(lambda layer: 2 * layer.key * o.element * min(o.length, layer.window or o.length)))
+
+
+def prefill(shape: Shape, o: StepOptions) -> int:
+    """Return what lives beside weights and cache while one sequence is read in a single pass [bytes].
+
+    The residual stream, and in the widest layer the input and three tensors of the gated MLP.
+    """
+    return int(o.length * o.element * max(2 * layer.hidden + 3 * layer.ffn for layer in shape.kinds))
 
 
 def with_adapters(layer: Layer, o: StepOptions) -> tuple[Linear, ...]:
     """Return the projections of a layer that get an adapter."""
     if o.lora_rank is None:
         return ()
-    everything = ALL_LINEAR in o.target_modules
-    return tuple(x for x in layer.linears if everything or x.name.rpartition(".")[2] in o.target_modules)
+    names = {ALL_LINEAR: layer.linears, "attention": [x for x in layer.linears if x.place.startswith("attention")]}
+    groups = [names.get(target, ()) for target in o.target_modules]
+    return tuple(
+        x for x in layer.linears if x.name.rpartition(".")[2] in o.target_modules or any(x in group for group in groups)
+    )
 
 
-def trained_beside(shape: Shape, o: StepOptions) -> tuple[int, int]:
-    """Return how many float32 entries LoRA adds, and how many of the model's own are trained as whole copies.
+def adapter_entries(shape: Shape, o: StepOptions) -> int:
+    """Return how many float32 entries LoRA adds.
 
-    *Source*: LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): r (inputs + outputs) per projection. The copies are
-    PEFT's ``modules_to_save``; tied embeddings are copied once.
+    *Source*: LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): r (inputs + outputs) per projection.
     """
     rank = o.lora_rank or 0
-    adapters = shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in with_adapters(layer, o)))
-    return int(adapters), (shape.embedding + shape.norm_weights if o.long_lora else 0)
-
-
-def _storage(o: StepOptions) -> str:
-    return o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
+    return int(shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in with_adapters(layer, o))))
 
 
 def _packed(layer: Layer, o: StepOptions) -> float:
@@ -116,7 +122,8 @@ def _outside(shape: Shape, o: StepOptions) -> float:
     return (shape.parameters - shape.total(lambda layer: layer.parameters)) * o.element
 
 
-def _weights(shape: Shape, o: StepOptions) -> int:
+def weights(shape: Shape, o: StepOptions) -> int:
+    """Return the weights as they are stored [bytes]."""
     return int(shape.total(lambda layer: _packed(layer, o)) + _outside(shape, o))
 
 
@@ -146,11 +153,9 @@ def _masked(layer: Layer, o: StepOptions) -> bool:
 
 
 def _masks(shape: Shape, o: StepOptions) -> int:
-    """One mask per kind of layer, shared by its layers: booleans for sdpa, the model's dtype for eager."""
-    pairs = o.tokens_per_gpu / o.batch * o.length
-    if o.attention == "eager":
-        return int(len({layer.window for layer in shape.kinds}) * pairs * o.element)
-    return int(pairs) if any(_masked(layer, o) for layer in shape.kinds) else 0
+    """One mask of booleans, shared by the layers that need it."""
+    needed = any(_masked(layer, o) for layer in shape.kinds)
+    return int(o.tokens_per_gpu / o.batch * o.length) if needed else 0
 
 
 def _saved(layer: Layer, shape: Shape, o: StepOptions) -> float:
@@ -164,20 +169,12 @@ def _saved(layer: Layer, shape: Shape, o: StepOptions) -> float:
     q, k, v, its output and one float32 per head and token in place of the scores.
     """
     e = o.element
-    trained = o.lora_rank is None or o.long_lora
+    trained = o.lora_rank is None
     norms = sum(layer.norm_inputs) * (4 + trained * max(e, 4 * shape.norms_in_float32)) + 4 * len(layer.norm_inputs)
-    return o.tokens_per_gpu * (norms + _attention(layer, shape, o) + 3 * layer.ffn * e + _inputs(layer, o))
-
-
-def _attention(layer: Layer, shape: Shape, o: StepOptions) -> float:
-    """Bytes per token that attention itself saves; eager keeps the softmax in float32 and once more in the dtype."""
-    e = o.element
-    if o.attention == "eager":
-        scores = 4 + (e if e < 4 else 0) + e * shape.capped_attention
-        return 3 * layer.query * e + layer.heads * o.length * scores
+    attention: float = 2 * (layer.query + layer.key) * e + 4 * layer.heads
     if _masked(layer, o):  # keys and values repeated for every head, the mask once more as numbers to add
-        return 4 * layer.query * e + 4 * layer.heads + o.length * e / o.batch
-    return 2 * (layer.query + layer.key) * e + 4 * layer.heads
+        attention = 4 * layer.query * e + 4 * layer.heads + o.length * e / o.batch
+    return o.tokens_per_gpu * (norms + attention + 3 * layer.ffn * e + _inputs(layer, o))
 
 
 def _inputs(layer: Layer, o: StepOptions) -> float:
@@ -186,7 +183,7 @@ def _inputs(layer: Layer, o: StepOptions) -> float:
     ranks = (o.lora_rank or 0) * len(own) * o.element
     if o.lora_rank is not None and o.element < 4:
         return ranks + sum(x.inputs for x in own) * o.element
-    widths = {x.place: x.inputs for x in own if x.place != "attention_out" or o.attention == "eager"}
+    widths = {x.place: x.inputs for x in own if x.place != "attention_out"}
     return ranks + sum(widths.values()) * o.element
 
 
@@ -195,8 +192,8 @@ def _work(layer: Layer, shape: Shape, o: StepOptions) -> float:
 
     *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest
     of: the backward pass of the gated product (three gradients as wide as f, the saved input of the last projection
-    gone); the float32 copy that an adapter on that projection makes of its input; for eager attention, the gradients
-    of the softmax, when the MLP's tensors are gone. A frozen quantized projection is unpacked to be multiplied.
+    gone); the float32 copy that an adapter on that projection makes of its input. A frozen quantized projection is
+    unpacked to be multiplied.
     """
     e = o.element
     down = next(x for x in layer.linears if x.place == "mlp_out")
@@ -204,28 +201,17 @@ def _work(layer: Layer, shape: Shape, o: StepOptions) -> float:
     released = layer.ffn * e if adapted or o.lora_rank is None else 0
     gated = 3 * layer.ffn * e + 2 * layer.hidden * e - released
     casting = (layer.ffn * (e + 4) if adapted and e < 4 else 0) + 5 * layer.hidden * e
-    scores = layer.heads * o.length * (4 + e) - 3 * layer.ffn * e - released if o.attention == "eager" else 0
     unpacked = max(x.weight for x in layer.linears) * e if o.quantization != "none" else 0
-    return o.tokens_per_gpu * max(gated, casting, scores) + unpacked
+    return o.tokens_per_gpu * max(gated, casting) + unpacked
 
 
 def _loss(shape: Shape, o: StepOptions) -> int:
     """Bytes live at the loss, from the last layer's output on.
 
-    *Source*: what autograd holds for ``cross_entropy(logits.float())``. The forward pass has logits in the dtype,
-    their float32 copy and the log-probabilities: (e + 4 + 4) V per token. The backward pass then has the
-    log-probabilities, their gradient and that of the float32 logits: (4 + 4 + 4) V, which is more. A cap on logits
-    keeps its tanh. The fused loss does the same for a slice of tokens and holds hidden states, their gradient and the
-    sum under way.
+    *Source*: what autograd holds for ``cross_entropy(logits.float())`` of a slice of tokens: the backward pass has the
+    log-probabilities, their gradient and that of the float32 logits, (4 + 4 + 4) V per token, which is more than the
+    forward pass. A cap on logits keeps its tanh. Beside the slice there are all hidden states: the last norm's float32
+    input, its input and output, two gradients, and the sum under way.
     """
-    e, sliced = o.element, o.loss == "fused"
-    states = (
-        o.tokens_per_gpu * shape.hidden * (4 + 3 * e)
-    )  # the last norm's float32 input, its input and output, a gradient
-    cap = shape.capped_logits * (4 if sliced else e)  # slices are capped in float32
-    tokens = min(SLICE, o.tokens_per_gpu) if sliced else o.tokens_per_gpu
-    return int(tokens * shape.vocab * (12 + cap) + states + sliced * 2 * o.tokens_per_gpu * shape.hidden * e)
-
-
-def _loss_words(o: StepOptions) -> str:
-    return f"slices of {SLICE} tokens" if o.loss == "fused" else "whole logits, three times in float32"
+    logits = min(SLICE, o.tokens_per_gpu) * shape.vocab * (12 + 4 * shape.capped_logits)
+    return int(logits + o.tokens_per_gpu * shape.hidden * (4 + 5 * o.element))

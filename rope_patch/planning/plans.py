@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
-from rope_patch.planning.finding import shape_of
-from rope_patch.planning.memory import Part, kv_cache, memory
+from rope_patch.planning.memory import Part, kv_cache, memory, prefill, weights
+from rope_patch.planning.reading import shape_of
 from rope_patch.planning.shapes import Shape
-from rope_patch.runtime.text import did_you_mean, parse_length
+from rope_patch.runtime.text import parse_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,9 +58,11 @@ class Plan:
         return standing + max(part.bytes for part in self.parts if part.turns)
 
     @property
-    def kv_cache(self) -> int:
-        """Keys and values of one sequence in evaluation [bytes]; no part of the training peak."""
-        return kv_cache(self.shape, self.options)
+    def inference(self) -> dict[str, int]:
+        """The memory of inference on one sequence of this length, without an adapter [bytes]."""
+        o = self.options
+        parts = {"weights": weights(self.shape, o), "KV cache": kv_cache(self.shape, o)}
+        return parts | {"prefill in one pass": prefill(self.shape, o)}
 
     def __getitem__(self, part: str) -> int:
         return {p.name: p.bytes for p in self.parts}[part]
@@ -112,6 +114,32 @@ class Plan:
         except ValueError:
             return None
 
+    def describe(self, gpu_memory: float) -> str:
+        """Return a plan for people: the parts, whether they fit [GiB], what to turn on, and the memory of inference."""
+        o, largest = self.options, max(part.bytes for part in self.parts if part.turns)
+        lines = [f"a training step of {self.shape.name}, {o.batch} x {o.length} tokens, on each GPU of {o.gpus} [GiB]:"]
+        for part in self.parts:
+            idle = "; at another time, not counted" if part.turns and part.bytes < largest else ""
+            if part.bytes:
+                lines.append(f"  {part.name:12s} {part.bytes / GIB:8.2f}  {part.what}{idle}")
+        fits, steps = self.fits(gpu_memory), self.advice(gpu_memory)
+        lines.append(
+            f"  {'peak':12s} {self.total / GIB:8.2f}  {'fits' if fits else 'does not fit'} into {gpu_memory:g}"
+        )
+        if steps:
+            lines.append("Turn on, in this order:")
+        for step in steps:
+            lines.append(f"  {step.option}: {step.total / GIB:.1f} GiB{', fits' if step.fits else ''} ({step.cost})")
+        if not fits and not (steps and steps[-1].fits):
+            lines.append("No other option makes it fit: use a shorter length or a smaller model.")
+        longest = self.longest(gpu_memory)
+        lines.append(f"longest sequence that fits with these options: {f'{longest} tokens' if longest else 'none'}")
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.inference.items())
+        lines.append(
+            f"inference on one sequence of this length: {sum(self.inference.values()) / GIB:.2f} GiB ({parts})"
+        )
+        return "\n".join(lines)
+
     def to_json(self, *, gpu_memory: float | None = None) -> str:
         """Return the plan as JSON: bytes per GPU; with ``gpu_memory`` [GiB] also what fits."""
         data = {
@@ -122,7 +150,7 @@ class Plan:
             "options": asdict(self.options),
             "total_bytes": self.total,
             "parts": [asdict(part) for part in self.parts],
-            "kv_cache_bytes": self.kv_cache,
+            "inference_bytes": self.inference,
         }
         if gpu_memory is not None:
             data |= {
@@ -153,21 +181,22 @@ def plan(model: str | Path | PreTrainedModel | Shape, *, length: int | str, **op
 
 def _checked(shape: Shape, options: StepOptions) -> Plan:
     """Return a plan, or raise where the model cannot be trained so."""
-    known = sorted({x.name.rpartition(".")[2] for layer in shape.kinds for x in layer.linears})
+    known = {x.name.rpartition(".")[2]: None for layer in shape.kinds for x in layer.linears}
     for name in options.target_modules:
-        if name not in (*known, ALL_LINEAR):
+        if name not in (ALL_LINEAR, "attention", *known):
             raise ValueError(
-                f"target_modules name {name!r} matches no projection of {shape.name}.{did_you_mean(name, known)} "
-                f"Known: {ALL_LINEAR}, {', '.join(known)}"
+                f"target_modules name {name!r} matches no projection of {shape.name}. "
+                f"Known: {ALL_LINEAR}, attention, {', '.join(known)}"
             )
     if options.attention == "sdpa" and not shape.sdpa:
-        raise ValueError(f"{shape.model_class} has no sdpa attention in transformers: take flash or eager")
+        raise ValueError(f"{shape.model_class} has no sdpa attention in transformers: take flash")
     return Plan(shape, options)
 
 
 def _candidates(planned: Plan) -> Iterator[_Candidate]:
     o = planned.options
-    yield "--loss fused", "the same loss; the head is computed once more", {"loss": "fused"}
+    if o.dtype == "float32" and o.lora_rank is not None:
+        yield "--dtype bfloat16", "frozen weights and activations in 16 bits", {"dtype": "bfloat16"}
     yield "--attention flash", "the same attention; needs the kernel", {"attention": "flash"}
     yield "--checkpointing", "the same gradients, up to a third more time", {"checkpointing": True}
     yield "--batch 1", "accumulate gradients to keep the batch", {"batch": 1}

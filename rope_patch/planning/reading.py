@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +13,42 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.offline import skeleton
+from rope_patch.packaged import data_path
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
-
-def read_model(model: PreTrainedModel) -> Shape:
-    """Return the shape of a model, which may have no weights.
-
-    Raises:
-        TypeError: not a model of transformers.
-        ValueError: not a dense decoder of attention and MLP.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"a plan is of a name, a folder, a hub id or a transformers model, got {type(model).__name__}")
-    return _read(model, model.config.name_or_path or type(model).__name__)
+_SAME_SHAPE = re.compile(r"^meta-|-(instruct|base|text|it|pt)$")
 
 
-def read_checkpoint(source: str | Path) -> Shape:
-    """Return the shape of a checkpoint; only its config is read.
+def shape_of(model: str | Path | PreTrainedModel | Shape) -> Shape:
+    """Return the shape of a model; no weights are read.
 
     Args:
-        source: folder or hub id.
+        model: the name of a common model whose config ships with the package (``Llama-3.1-8B``, with or without its
+            organisation, in any case); a checkpoint folder, a hub id or a GGUF file; a model; or a shape, which is
+            returned as it is.
 
     Raises:
-        ValueError: no such folder, or not a dense decoder of attention and MLP.
+        ValueError: unknown name, no such folder, or not a dense decoder of attention and MLP.
         OSError: nothing that can be loaded, or no such repository.
     """
-    return _read(skeleton(source), str(source))
-
-
-def read_config(path: Path) -> Shape:
-    """Return the shape of the model that a JSON file with the keys of a config describes, named as the file is."""
-    config = AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
-    with torch.device("meta"):
-        return _read(AutoModelForCausalLM.from_config(config), path.stem)
+    if isinstance(model, Shape):
+        return model
+    if isinstance(model, PreTrainedModel):
+        return _read(model, model.config.name_or_path or type(model).__name__)
+    name = str(model)
+    if not Path(name).exists():
+        short = name.lower().rpartition("/")[2]
+        while short != (stripped := _SAME_SHAPE.sub("", short)):
+            short = stripped
+        shipped = {path.stem.lower(): path for path in sorted((data_path("assets") / "configs").glob("*.json"))}
+        values = json.loads(shipped[short].read_text(encoding="utf-8")) if short in shipped else {}
+        if "/" not in name and not values:
+            known = ", ".join(path.stem for path in shipped.values())
+            raise ValueError(f"unknown model {name!r}. Give a folder, a hub id, or one of {known}")
+        if values and ("/" not in name or name.partition("/")[0] == values["_name_or_path"].partition("/")[0]):
+            with torch.device("meta"):
+                return _read(AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)), shipped[short].stem)
+    return _read(skeleton(name), name)
 
 
 def _read(model: PreTrainedModel, name: str) -> Shape:
@@ -70,7 +74,6 @@ def _read(model: PreTrainedModel, name: str) -> Shape:
         norm_weights=sum(norm.weight.numel() for norm in norms),
         norms_in_float32=_multiplies_in_float32(norms[0]),
         sdpa=bool(model._supports_sdpa),
-        capped_attention=bool(getattr(config, "attn_logit_softcapping", None)),
         capped_logits=bool(getattr(config, "final_logit_softcapping", None)),
     )
 

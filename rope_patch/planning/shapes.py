@@ -1,12 +1,11 @@
-"""The shapes that memory follows from: plain numbers, so that nothing here imports torch."""
+"""The shapes that memory follows from: plain numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Shape:
     norm_weights: int  # of all norms, the last one too
     norms_in_float32: bool  # Gemma's norms multiply by their weight before they round, others after
     sdpa: bool
-    capped_attention: bool  # tanh on attention scores
     capped_logits: bool
 
     @property
@@ -77,28 +75,3 @@ class Shape:
     def total(self, of: Callable[[Layer], float]) -> float:
         """Return the sum of something over the layers."""
         return sum(of(layer) * count for layer, count in self.kinds.items())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the shape for JSON: its different layers once, and for each layer which of them it is."""
-        kinds = list(self.kinds)
-        layers = [asdict(kind) | {"linears": [list(asdict(x).values()) for x in kind.linears]} for kind in kinds]
-        return asdict(self) | {"kinds": layers, "layers": [kinds.index(layer) for layer in self.layers]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Shape:
-        """Return the shape that :meth:`to_dict` wrote.
-
-        >>> layer = Layer(8, 8, 4, 2, 16, None, (8, 8), 16, (Linear("q_proj", 8, 8, False, "attention"),), 80)
-        >>> shape = Shape("tiny", "Tiny", 200, (layer, layer), 40, 40, False, 5, 40, False, True, False, False)
-        >>> Shape.from_dict(shape.to_dict()) == shape
-        True
-        """
-        kinds = [
-            Layer(
-                **kind
-                | {"norm_inputs": tuple(kind["norm_inputs"]), "linears": tuple(Linear(*x) for x in kind["linears"])}
-            )
-            for kind in data["kinds"]
-        ]
-        rest = {key: value for key, value in data.items() if key != "kinds"}
-        return cls(**rest | {"layers": tuple(kinds[index] for index in data["layers"])})

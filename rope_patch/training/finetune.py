@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from rope_patch import checkpoints
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.modeling.scoring import fingerprint
 from rope_patch.options.finetune import RecipeOptions
+from rope_patch.runtime.folders import claimed
 from rope_patch.runtime.parallel import from_first
-from rope_patch.training.estimate import GIB, memory_advice
-from rope_patch.training.evaluating import Evaluations, suite_of
-from rope_patch.training.models import load_model, prepare, resolve
+from rope_patch.training.evaluating import measure, metrics, suite_of
+from rope_patch.training.models import load_model, prepare
 from rope_patch.training.results import write_results
-from rope_patch.training.runs import RunFolder, inspect_folder, one_command_in
-from rope_patch.training.setup import arguments, build_trainer, check
-from rope_patch.training.sources import make_rows, reading_processes
+from rope_patch.training.rows import make_rows
+from rope_patch.training.runs import RunFolder, inspect_folder
+from rope_patch.training.setup import arguments, check
 from rope_patch.training.trainer import LongTrainer
-
-BEFORE = "before.json"
-"""The evaluation before training, in the ``work`` folder of a run."""
 
 
 @dataclass(frozen=True)
@@ -65,49 +59,30 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         ValueError: options that do not fit the model or the data, or an output folder that holds another run.
         PatchError: the patch does not fit the model.
         BlockingIOError: another command works in the output folder.
-        torch.OutOfMemoryError: with the predicted memory of a step, and what to change.
+        torch.OutOfMemoryError: a step does not fit into memory.
     """
-    processes, source = reading_processes(), resolve(options.model.name)
     check(options)
-    for warning in options.warnings():
-        warnings.warn(warning, stacklevel=2)
     args = arguments(options, options.output.expanduser() / "work")
-
-    def inspect(identity: str | None = None) -> RunFolder:
-        return inspect_folder(options, processes, source=source, fingerprint=identity, restart=restart)
-
     PartialState()  # connects the processes
-    run = from_first(inspect)
-    if run.results is not None:
-        return _finished(run)
-    model, tokenizer = load_model(options.model, options.train.precision)
-    identity = from_first(lambda: fingerprint(model))  # under FSDP the other processes may have no weights yet
-    model = prepare(model, options)
-    suite = suite_of(options, tokenizer)
     with contextlib.ExitStack() as stack:
 
-        def begin() -> RunFolder:
-            """Take the folder, which another command may have changed while the model was loaded."""
-            stack.enter_context(one_command_in(run.work))
-            mine = inspect(identity)
-            if mine.results is None:
-                mine.begin()
-            return mine
+        def claim() -> RunFolder:
+            stack.enter_context(claimed(options.output.expanduser()))
+            return inspect_folder(options, restart=restart)
 
-        run = from_first(begin)
+        run = from_first(claim)
         if run.results is not None:
-            return _finished(run)
+            return Result(run.out, run.results if PartialState().is_main_process else {}, finished_before=True)
+        model, tokenizer = load_model(options.model, options.train.precision)
+        model = prepare(model, options)
+        suite = suite_of(options, tokenizer)
+        from_first(run.begin)  # only now is it certain that the options fit the model
         try:
             return _train(options, run, args, model, tokenizer, suite, command)
         except torch.OutOfMemoryError as error:
-            cuda = args.device.type == "cuda"
-            memory = torch.cuda.get_device_properties(args.device).total_memory / GIB if cuda else None
-            raise torch.OutOfMemoryError(f"{error}\n{memory_advice(options, memory)}") from error
-
-
-def _finished(run: RunFolder) -> Result:
-    """Return the results of a finished run, in the first process alone."""
-    return Result(run.out, run.results or {} if PartialState().is_main_process else {}, finished_before=True)
+            raise torch.OutOfMemoryError(
+                f"{error}\nWith --dry-run this command predicts the memory of a step and says what to change."
+            ) from error
 
 
 def _train(
@@ -120,33 +95,26 @@ def _train(
     command: str,
 ) -> Result:
     """Train a prepared model, evaluate it and write the output folder."""
-    processes, is_first, began = reading_processes(), PartialState().is_main_process, time.perf_counter()
-    from_first(lambda: bool(make_rows(options, tokenizer, run.work, processes=processes)))  # packs them for all
-    rows = make_rows(options, tokenizer, run.work, processes=processes)
-    evaluations = Evaluations(suite, run.work / BEFORE)
-    args.eval_on_start = options.evaluation.before and run.checkpoint is None
-    trainer = build_trainer(model, args, rows, options, tokenizer, evaluations)
+    is_first = PartialState().is_main_process
+    from_first(lambda: bool(make_rows(options, tokenizer, run.work)))  # packs them for all
+    rows = make_rows(options, tokenizer, run.work)
+    trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(measure(suite, model)))
     if is_first:
         resumed = "" if run.checkpoint is None else f", from {run.checkpoint.name} on"
-        text = f"trains on {rows.tokens(len(rows)):,} tokens in {options.train.steps} steps{resumed}"
+        text = f"trains on {len(rows) * options.data.length:,} tokens in {options.train.steps} steps{resumed}"
         print(f"{text}; each evaluation reads {suite.tokens:,} tokens", file=sys.stderr)
     trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
     trained: Any = trainer.model
-    state = _gathered_weights(trainer)
+    gathered: dict[str, Any] = {}
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # each device holds a share of the weights
+        gathered["state_dict"] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if is_first:  # saved before the last evaluation: if that fails, the adapter is there
-        weights: dict[str, Any] = {} if state is None else {"state_dict": state}
-        checkpoints.save(trained, run.out, tokenizer=tokenizer, **weights)
-    final = evaluations.final(trained, trainer.state)
+        checkpoints.save(trained, run.out, tokenizer=tokenizer, **gathered)
+    after, before = measure(suite, trained), None
+    if options.evaluation.before and options.lora.rank:
+        with trained.disable_adapter():  # which leaves the model that was trained on
+            before = measure(suite, trained)
     trainer.accelerator.wait_for_everyone()
     if not is_first:
         return Result(run.out, {})
-    seconds = None if run.checkpoint is not None else time.perf_counter() - began  # an earlier command's are unknown
-    return Result(run.out, write_results(run.out, options, command, trainer, rows, evaluations, final, seconds))
-
-
-def _gathered_weights(trainer: LongTrainer) -> dict[str, Any] | None:
-    """Return the weights gathered from all devices, where each holds a share of them; else None."""
-    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        return None
-    state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return state
+    return Result(run.out, write_results(run.out, options, command, trainer, before, after))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from rope_patch import checkpoints
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
-from rope_patch.options.finetune import LoraOptions, ModelOptions, RecipeOptions
+from rope_patch.options.finetune import ModelOptions, RecipeOptions
 from rope_patch.options.plan import ALL_LINEAR
 from rope_patch.packaged import data_path
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
-from rope_patch.runtime.text import did_you_mean
 
 ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 """What transformers calls the kernels."""
@@ -100,7 +99,8 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
             already and that does not fit the options.
     """
     patch = options.patch
-    names = target_names(model, options.lora.target_modules) if options.lora.rank else []
+    lora = options.lora
+    targets = target_pattern(model, lora.target_modules) if lora.rank else ""  # raises before anything is changed
     own = locate(model).record
     if patch.method is None and own is not None:
         _check_own_patch(own, options)
@@ -119,9 +119,22 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
             freeze_at=patch.patching.freeze_at,
             replace=patch.replace,
         )
-    if not options.lora.rank:
-        return model.float() if options.model.dtype == "float32" else model
-    return _adapt(model, options.lora, names, options.train.seed, options.model.revision)
+    if not lora.rank:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(options.train.seed)  # of the adapters' initial values
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha or 2 * lora.rank,
+            lora_dropout=lora.dropout,
+            target_modules=targets,
+            revision=options.model.revision,
+            task_type="CAUSAL_LM",
+        ),
+    )
 
 
 def _stated_context(model: PreTrainedModel, options: RecipeOptions) -> int | None:
@@ -134,97 +147,40 @@ def _stated_context(model: PreTrainedModel, options: RecipeOptions) -> int | Non
 def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:
     """Refuse options that would be ignored because the checkpoint keeps its patch, and rows beyond its context."""
     check_one_table(own.to_method(), "a model in training")
-    patch = options.patch
-    given = {"layer_types": patch.patching.layer_types, "freeze_at": patch.patching.freeze_at, "replace": patch.replace}
-    ignored = [name for name, value in given.items() if value]
-    if ignored:
+    patching = options.patch.patching
+    if patching.layer_types or patching.freeze_at or options.patch.replace:
         raise ValueError(
-            f"patch.{ignored[0]} without patch.method would change nothing: the checkpoint keeps its own "
+            "patch.layer_types, freeze_at and replace need patch.method: without it the checkpoint keeps its own "
             f"{own.to_method()}"
         )
     if own.target_length is not None and options.target_length > own.target_length:
         raise ValueError(
             f"the checkpoint's own {own.to_method()} was applied for a context of {own.target_length} tokens, not of "
-            f"{options.target_length}: give shorter data.lengths or patch.target_length, or patch.method with "
+            f"{options.target_length}: give shorter data.length or patch.target_length, or patch.method with "
             "patch.replace=true"
         )
 
 
-def _adapt(model: PreTrainedModel, options: LoraOptions, names: list[str], seed: int, revision: str | None) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    beside = long_lora_modules(model) if options.long_lora else []
-    tied = bool(beside) and model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    torch.manual_seed(seed)  # of the adapters' initial values
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=options.rank,
-            lora_alpha=options.alpha or 2 * options.rank,
-            lora_dropout=options.dropout,
-            target_modules=pattern(model, names),
-            modules_to_save=beside or None,
-            ensure_weight_tying=tied,
-            revision=revision,
-            task_type="CAUSAL_LM",
-        ),
-    )
-
-
-def pattern(model: PreTrainedModel, names: list[str]) -> str:
-    """Return the regular expression of projections with these last names in the text decoder's layers."""
-    return rf"{re.escape(_decoder_path(model))}\.layers\..*\.({'|'.join(map(re.escape, names))})"
-
-
-def _decoder_path(model: PreTrainedModel) -> str:
-    decoder = model.get_decoder()
-    return next(str(name) for name, module in model.named_modules() if module is decoder)
-
-
-def target_names(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Return the last names of the projections that get an adapter, read from the model.
+def target_pattern(model: PreTrainedModel, targets: Sequence[str]) -> str:
+    """Return the regular expression of the projections that get an adapter, in the layers of the text decoder alone.
 
     Args:
         model: a causal language model of transformers, bare.
-        targets: names; or ``"all-linear"`` or ``"attention"`` alone.
+        targets: last names of projections, ``"all-linear"`` (attention and MLP) or ``"attention"``.
 
     Raises:
         ValueError: a name that matches nothing.
     """
-    layers = model.get_decoder().layers
-    linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
-    attention = _last(name for name in linear if "attn" in name)
-    known = _last(name for name in linear if "attn" in name or "mlp" in name)
-    if tuple(targets) in ((ALL_LINEAR,), ("attention",)):
-        return known if targets[0] == ALL_LINEAR else attention
-    for name in targets:
-        if name not in known:
-            raise ValueError(
-                f"lora.target_modules: {name!r} matches no projection of {type(model).__name__}."
-                f"{did_you_mean(name, [*known, ALL_LINEAR, 'attention'])} "
-                f"Known: {ALL_LINEAR}, attention, {', '.join(known)}"
-            )
-    return list(targets)
-
-
-def _last(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-
-
-def long_lora_modules(model: PreTrainedModel) -> list[str]:
-    """Return the paths of embeddings and norms, which LongLoRA trains beside its adapters.
-
-    The paths are whole because PEFT matches a name with every module that ends in it: ``norm`` would match a vision
-    tower's ``post_layernorm``.
-
-    *Source*: Chen et al. (2023), LongLoRA, arXiv:2309.12307, section 3.3. An output projection that is not tied to the
-    embeddings stays frozen, as theirs does.
-    """
-    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
-    path = _decoder_path(model)
-    names = [f"{path}.{name}" for name, module in decoder.named_modules() if module is embedding]
-    for name, module in decoder.named_modules():
-        weights = dict(module.named_parameters(recurse=False))
-        if set(weights) <= {"weight", "bias"} and "weight" in weights and weights["weight"].ndim == 1:
-            names.append(f"{path}.{name}")
-    return names
+    decoder = model.get_decoder()
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    linears = [name for name, module in decoder.layers.named_modules() if isinstance(module, nn.Linear)]
+    attention = {name.rpartition(".")[2]: None for name in linears if "attn" in name}
+    every = {name.rpartition(".")[2]: None for name in linears if "attn" in name or "mlp" in name}
+    groups = {ALL_LINEAR: every, "attention": attention}
+    names = [name for target in targets for name in groups.get(target, [target])]
+    if unknown := [name for name in names if name not in every]:
+        raise ValueError(
+            f"lora.target_modules: {unknown[0]!r} matches no projection of {type(model).__name__}. "
+            f"Known: {', '.join([*groups, *every])}"
+        )
+    return rf"{re.escape(path)}\.layers\..*\.({'|'.join(map(re.escape, names))})"

@@ -3,28 +3,61 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+import yaml
 
-from rope_patch import __version__
+from rope_patch.evaluation.compare import environment
+from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.writing import to_dict
+from rope_patch.options.writing import to_dict, to_yaml
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.folders import write_atomically
-from rope_patch.training.card import card
-from rope_patch.training.evaluating import Evaluations, best_step, changes, metrics
-from rope_patch.training.models import resolve
+from rope_patch.training.evaluating import changes, metrics
+from rope_patch.training.models import BUNDLED
+from rope_patch.training.rows import rows_per_step
 from rope_patch.training.runs import RESULTS
-from rope_patch.training.sources import PackedRows, reading_processes
 from rope_patch.training.trainer import LongTrainer
+
+CARD = """---
+{head}---
+# {model}, {patch}, {length} tokens
+
+```python
+import rope_patch
+
+model = rope_patch.load("THIS FOLDER", dtype="{dtype}")
+```
+{warning}
+## Scores
+
+{scores}
+
+Retrieval: exact match of greedy decoding on {asked} {task} prompts per length. Perplexity: by position, over {windows}
+windows of held-out text. {population}
+
+{sentences}
+
+## Training
+
+```bash
+{command}
+```
+
+{steps} steps, {tokens:,} tokens{best}. Environment: {environment}.
+```yaml
+{options}```
+"""
+
+ADAPTER_WARNING = """
+`peft` alone would load this adapter onto the original rotary table without a warning, and the model would be wrong:
+`rope_patch.json` beside it says which patch it needs, and the line above applies it.
+"""
 
 
 def write_results(
@@ -32,10 +65,8 @@ def write_results(
     options: RecipeOptions,
     command: str,
     trainer: LongTrainer,
-    rows: PackedRows,
-    evaluations: Evaluations,
-    final: EvalResult,
-    seconds: float | None,
+    before: EvalResult | None,
+    after: EvalResult,
 ) -> dict[str, Any]:
     """Write results, evaluations and card of a finished run; return the contents of ``results.json``.
 
@@ -44,28 +75,35 @@ def write_results(
         options: the options of the run.
         command: the command that started it.
         trainer: the trainer, after training.
-        rows: the rows that were trained on.
-        evaluations: the evaluations of the run.
-        final: the evaluation of the model that was saved.
-        seconds: the time of the whole run, evaluations included; None for a resumed one [s].
+        before: the evaluation of the model without its adapter; None where it was not asked for.
+        after: the evaluation of the model that was saved.
     """
-    before = evaluations.before()
-    compared = [] if before is None else changes(before, final)
+    compared = [] if before is None else changes(before, after)
     for change in compared:
         if change["verdict"] == "worse":
             warnings.warn(f"{change['sentence']}; the card says so", stacklevel=2)
+    model: Any = trainer.model
+    state, record = trainer.state, locate(model).record
+    best = state.best_model_checkpoint
     results = {
-        **_description(options, command, trainer, rows),
-        "seconds": None if seconds is None else round(seconds, 1),
+        "command": command or " ".join(sys.argv),
+        "options": to_dict(options),
+        "patch": None if record is None else str(record.to_method()),
+        "steps": state.global_step,
+        "best_step": None if best is None else int(Path(best).name.rpartition("-")[2]),
+        "target_length": (record.target_length if record else None) or options.target_length,
+        "tokens": state.global_step * rows_per_step(options) * options.data.length,
+        "losses": [{"step": entry["step"], "loss": entry["loss"]} for entry in state.log_history if "loss" in entry],
+        "environment": environment(model),
         "before": None if before is None else metrics(before),
-        "curve": _curve(trainer.state.log_history),
-        "after": metrics(final),
+        "curve": _curve(state.log_history),
+        "after": metrics(after),
         "changes": compared,
-        "notes": _notes(trainer.model, before, final),
+        "notes": _notes(model, before, after),
     }
-    scores = {"before": None if before is None else before.to_dict(), "after": final.to_dict()}
+    scores = {"before": None if before is None else before.to_dict(), "after": after.to_dict()}
     write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
-    write_atomically(out / "README.md", card(options, results, final))
+    write_atomically(out / "README.md", card(options, results, after))
     write_atomically(out / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")  # last: it means finished
     return results
 
@@ -88,28 +126,48 @@ def _notes(model: Any, before: EvalResult | None, after: EvalResult) -> list[str
     return unpatched_missing(measured, trained_length(model), "rope-patch compare MODEL --methods default measures it")
 
 
-def _description(options: RecipeOptions, command: str, trainer: LongTrainer, rows: PackedRows) -> dict[str, Any]:
-    """Return what was run, on what, and its losses."""
-    model: Any = trainer.model
-    state, record, source = trainer.state, locate(model).record, resolve(options.model.name)
-    processes = reading_processes()
-    items = state.global_step * options.train.batch * options.train.accumulate * processes
-    return {
-        "command": command or " ".join(sys.argv),
-        "options": to_dict(options),
-        "base": source if options.model.name != source else None,
-        "patch": None if record is None else str(record.to_method()),
-        "steps": state.global_step,
-        "best_step": best_step(state),
-        "target_length": (record.target_length if record else None) or options.target_length,
-        "tokens": rows.tokens(items),
-        "losses": [{"step": e["step"], "loss": e["loss"]} for e in state.log_history if "loss" in e],
-        "environment": {
-            "rope_patch": __version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-            "processes": processes,
-        },
-    }
+def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> str:
+    """Return the model card.
+
+    Args:
+        options: the options of the run.
+        results: the contents of ``results.json``.
+        after: the evaluation of the model that was saved.
+    """
+    adapter, (retrieval,) = options.lora.rank > 0, after.retrieval.values()
+    sentences = [f"- {change['sentence']}" for change in results["changes"]]
+    sentences += [f"- **Note**: {sentence}." for sentence in results["notes"]]
+    best = f"; step {results['best_step']} had the best score (exact match, then perplexity) and is this one"
+    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    if options.model.name not in BUNDLED:  # these are on no hub
+        head["base_model"] = options.model.name
+    head["tags"] = ["rope_patch", "long-context"]
+    return CARD.format(
+        head=yaml.safe_dump(head, sort_keys=False),
+        dtype=options.model.dtype,
+        model=options.model.name,
+        patch="a learned table" if "table:" in str(results["patch"]) else results["patch"] or "no patch",
+        length=results["target_length"],
+        warning=ADAPTER_WARNING if adapter and results["patch"] not in (None, "default") else "",
+        scores=_scores(results),
+        asked=len(retrieval.samples(after.spec.lengths[0])),
+        task=options.evaluation.task,
+        windows=after.perplexity.windows if after.perplexity else 0,
+        population=f"{OF_WINDOWS} {OF_PROMPTS}",
+        sentences="\n".join(sentences),
+        command=results["command"],
+        steps=results["steps"],
+        tokens=results["tokens"],
+        best="" if results["best_step"] is None else best,
+        environment=", ".join(f"{name} {value}" for name, value in results["environment"].items()),
+        options=to_yaml(options, comments=False),
+    )
+
+
+def _scores(results: dict[str, Any]) -> str:
+    """Return the metrics before and after training as a table."""
+    lines, before = ["| | before | after |", "|---|---|---|"], results["before"] or {}
+    for name, value in list(results["after"].items())[1:]:
+        earlier = f"{before[name]:.3g}" if name in before else ""
+        lines.append(f"| {name.replace('_', ' ')} | {earlier} | {value:.3g} |")
+    return "\n".join(lines)

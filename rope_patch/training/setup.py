@@ -1,4 +1,4 @@
-"""From a recipe's options to transformers' Trainer: its arguments, its collator, its callbacks."""
+"""From a recipe's options to the arguments of transformers' Trainer, and what cannot be trained."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
 
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.training.collators import Collator, PackedCollator, PoSECollator
-from rope_patch.training.sources import PackedRows
-from rope_patch.training.trainer import LongTrainer
 
 _CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
@@ -35,13 +32,11 @@ def check(options: RecipeOptions) -> None:
     if options.patch.method is not None:
         check_one_table(as_method(options.patch.method), "a model in training")
     TASKS.find(options.evaluation.task)
-    if options.data.retrieval:
-        TASKS.find(options.data.task)
     quantized = options.model.quantization != "none"
-    if quantized and not torch.cuda.is_available() and (options.evaluation.every or options.evaluation.before):
+    if quantized and not torch.cuda.is_available() and options.evaluation.every:
         raise ValueError(
             "on a CPU bitsandbytes packs quantized weights anew when a model is first evaluated, and trains it wrongly "
-            "after that: set evaluation.every=0 and evaluation.before=false, so that only the end is evaluated"
+            "after that: set evaluation.every=0, so that only the end is evaluated"
         )
     if quantized and options.train.liger:
         raise ValueError("train.liger replaces the MLPs that model.quantization would quantize: use one of the two")
@@ -89,41 +84,4 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         ddp_timeout=6 * 3600,  # seconds; the other processes wait while the first packs rows
         use_cpu=not torch.cuda.is_available(),
-        restore_callback_states_from_checkpoint=True,  # the patience that a resumed run has left
-    )
-
-
-def collator(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Collator:
-    """Return the collator that gives rows their positions and masks.
-
-    Args:
-        options: of the run.
-        tokenizer: of the model.
-    """
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    seed = options.train.seed
-    if options.data.positions == "pose":
-        return PoSECollator(pad, seed, target=options.target_length, chunks=options.data.chunks)
-    if options.data.boundaries == "apart":
-        return PackedCollator(pad, seed)
-    return Collator(pad, seed)
-
-
-def build_trainer(
-    model: PreTrainedModel,
-    args: TrainingArguments,
-    rows: PackedRows,
-    options: RecipeOptions,
-    tokenizer: PreTrainedTokenizerBase,
-    evaluate: Any = None,
-) -> LongTrainer:
-    """Return the trainer of a run, with its rows, positions and early stop."""
-    patience = options.evaluation.patience
-    return LongTrainer(
-        model,
-        args,
-        rows,
-        collator(options, tokenizer),
-        evaluator=evaluate,
-        callbacks=[EarlyStoppingCallback(patience)] if patience else [],
     )

@@ -1,4 +1,4 @@
-"""transformers' Trainer for long rows: loss from slices of the logits, weighted labels, fixed order, patch records."""
+"""transformers' Trainer for long rows: loss from slices of the logits, fixed order, patch records."""
 
 from __future__ import annotations
 
@@ -13,29 +13,23 @@ from transformers import Trainer, TrainingArguments
 from rope_patch.checkpoints.adapters import RopePatchCallback
 from rope_patch.modeling.loss import fuse
 from rope_patch.patching.locate import locate
-from rope_patch.training.collators import Collator
-from rope_patch.training.sharding import ShardedCollator, check_windows, weight_of
 
 
 class LongTrainer(Trainer):
-    """Train on rows of :func:`~rope_patch.training.data.pack`, under one of :mod:`~rope_patch.training.collators`.
+    """Train on rows of :mod:`~rope_patch.training.rows`, read in the order given.
 
-    The loss is the mean over all labels of a step, accumulated passes and devices together, each counting its weight.
-    Rows are read in the order given, so that lengths can be scheduled and a resumed run reads the rows it would have
-    read. On a patched model every checkpoint has the patch's record.
+    On a patched model every checkpoint has the patch's record.
 
     Args:
         model: a causal language model, bare or under PEFT; its ``forward`` is fused in place.
-        args: the arguments of transformers. ``remove_unused_columns`` and ``train_sampling_strategy`` are set here.
-        rows: the rows to train on, a sequence; an item is a row or a list of rows.
-        collator: gives rows their positions and masks.
-        evaluator: called with model and step where transformers would evaluate; returns numbers by name, which are
-            logged with the prefix ``eval_`` and choose the best checkpoint.
+        args: the arguments of transformers. Those that say how rows are read are set here.
+        rows: the rows to train on.
+        evaluator: called with the model where transformers would evaluate; returns numbers by name, which are logged
+            with the prefix ``eval_`` and choose the best checkpoint.
         callbacks: further callbacks.
-        **kwargs: further arguments of Trainer.
 
     Raises:
-        ValueError: no rows, or a row with no label.
+        ValueError: several GPUs in one process, or rows that GPUs cannot share.
     """
 
     def __init__(
@@ -43,34 +37,29 @@ class LongTrainer(Trainer):
         model: nn.Module,
         args: TrainingArguments,
         rows: Any,
-        collator: Collator,
         *,
-        evaluator: Callable[[Any, int], dict[str, float]] | None = None,
+        evaluator: Callable[[Any], dict[str, float]] | None = None,
         callbacks: Sequence[Any] = (),
-        **kwargs: Any,
     ) -> None:
-        if not len(rows):
-            raise ValueError("there is nothing to train on: no rows")
         args.remove_unused_columns = False
         args.train_sampling_strategy = "sequential"
         args.label_names = ["labels"]
         self.guard = RopePatchCallback() if locate(model).record is not None else None
         self.evaluator = evaluator
-        if evaluator is not None:
-            kwargs["eval_dataset"] = rows  # transformers requires one; the evaluator has its own texts and prompts
-        callbacks = [*([self.guard] if self.guard else []), *callbacks]
-        super().__init__(fuse(model), args, train_dataset=rows, data_collator=collator, callbacks=callbacks, **kwargs)
+        super().__init__(
+            fuse(model),
+            args,
+            train_dataset=rows,
+            eval_dataset=rows if evaluator else None,  # transformers requires one; the evaluator has its own texts
+            callbacks=[*([self.guard] if self.guard else []), *callbacks],
+        )
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"one process would use {self.args.n_gpu} GPUs: start one for each with accelerate launch or torchrun, "
                 "or show it one with CUDA_VISIBLE_DEVICES=0"
             )
-        if self.get_sp_size() > 1:
-            raise ValueError("rows shared under DeepSpeed's Ulysses ignore weights: use context parallelism (cp_size)")
         if self.get_cp_size() > 1:
-            check_windows(model.config)
-            self.data_collator = ShardedCollator(collator, self.get_cp_size())
-            self.data_collator([rows[0]])  # raises before any training where rows cannot be split
+            check_shareable(model.config, rows[0])
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one forward and backward pass.
@@ -100,32 +89,32 @@ class LongTrainer(Trainer):
         """Return what the evaluator measures, and log it; without one evaluate as transformers does."""
         if self.evaluator is None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        scores = self.evaluator(self.model, self.state.global_step)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluator(self.model).items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the divisor of a step's summed loss: the weights of its labels, over all devices."""
-        if not batch_samples:
-            return None
-        total = torch.stack([weight_of(batch) for batch in batch_samples]).sum().to(device)
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            total = self.accelerator.gather(total).sum() / self.get_tp_size()
-        # After the gathering, so that a device whose own rows have no label does not leave the others waiting. A number
-        # and no tensor, which FSDP2 would round to the precision it computes in.
-        number = float(total) / self.get_cp_size()  # devices that share a row have all counted it
-        if number == 0:
-            raise ValueError("a step has no label to learn: give longer rows, or more of them")
-        return number
+        """Return the number of a step's labels as a number: FSDP2 would round a tensor to the precision it uses."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        return None if count is None else float(count)
 
-    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut the weights where transformers cuts the labels."""
-        context: Any
-        context, inputs = super()._prepare_context_parallel_inputs(model, inputs)
-        if "shift_weights" in inputs:
-            context.keywords["buffers"].append(inputs["shift_weights"])
-            context.keywords["buffer_seq_dims"].append(1)
-            context.keywords["no_restore_buffers"].add(inputs["shift_weights"])
-        return context, inputs
+
+def check_shareable(config: Any, row: Any) -> None:
+    """Refuse rows and models that context parallelism would train wrongly.
+
+    It drops every mask and attends causally over the whole row, whatever the positions (accelerate 1.15,
+    ``_attach_context_parallel_hooks``).
+
+    Raises:
+        ValueError: rows of documents that are kept apart, or a model with sliding windows.
+    """
+    if "attention_mask" not in row:
+        raise ValueError("context parallelism joins documents: set data.boundaries=join, or cp_size 1")
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention"} or (not kinds and getattr(text, "sliding_window", None)):
+        raise ValueError(
+            "rows that devices share are attended to in full, and this model has sliding windows: train on rows that "
+            "one device holds (cp_size 1)"
+        )

@@ -239,7 +239,7 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path, name, text):
     (tmp_path / "model" / name).write_text(text)
     training = (
         "model.name=model",
-        "data.lengths=64",
+        "data.length=64",
         "patch.method=yarn:factor=4",
         "output=out",
         "train.steps=1",

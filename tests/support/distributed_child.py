@@ -20,36 +20,40 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
 
 import rope_patch
 from rope_patch.checkpoints import adapters
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import loss as loss_module
-from rope_patch.modeling.loss import fuse, token_loss
+from rope_patch.modeling.loss import IGNORED, fuse, token_loss
+from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader, fingerprint
 from rope_patch.patching.locate import PatchError
-from rope_patch.training.collators import PoSECollator
-from rope_patch.training.sharding import ShardedCollator, weight_of
 from rope_patch.training.trainer import LongTrainer
 from support.scored import bold_model
 from support.tiny import ids
 
 PROCESSES = 2
 TEXT = ids(96, batch=1, seed=7)[0]
-COLLATOR = PoSECollator(target=96, seed=1)
 
 
 def rows(count=16, size=24):
-    """Rows whose labels weigh from nothing to a lot, so that a mean of means is far from the mean."""
+    """Rows at skipped positions with unequal numbers of labels, so that a mean of means is far from the mean."""
     examples = []
     for i in range(count):
-        rng = random.Random(i)
-        heavy = 5.0 if i % 4 == 0 else 0.5
-        weights = [heavy * rng.randint(0, 2) for _ in range(size)]
+        rng, tokens = random.Random(i), ids(size, batch=1, seed=i)[0]
+        learned = torch.tensor([rng.random() < (0.9 if i % 4 == 0 else 0.2) for _ in range(size)])
         if i in (2, 3):  # all that the second of two processes sees first
-            weights = [0.0] * size
-        examples.append({"ids": ids(size, batch=1, seed=i)[0].tolist(), "index": i, "starts": [0], "weights": weights})
+            learned[:] = False
+        examples.append(
+            {
+                "input_ids": tokens,
+                "labels": tokens.masked_fill(~learned, IGNORED),
+                "position_ids": skipped_positions(random.Random(f"1/{i}"), size, 96),
+                "attention_mask": torch.ones_like(tokens),
+            }
+        )
     return examples
 
 
@@ -98,7 +102,7 @@ def train(folder, steps, resume=False):
         disable_tqdm=True,
         seed=3,
     )
-    trainer, written = LongTrainer(tuned(), arguments, rows(), COLLATOR), []
+    trainer, written = LongTrainer(tuned(), arguments, rows()), []
     stock = adapters.write_atomically
     adapters.write_atomically = lambda path, content: (written.append(str(path)), stock(path, content))
     try:
@@ -115,24 +119,14 @@ def train(folder, steps, resume=False):
     }
 
 
-def nothing_to_learn(folder):
-    """The error of a step without labels, which every process must raise; one alone would leave the others waiting."""
-    empty = [{**row, "weights": [0.0] * len(row["ids"])} for row in rows()]
-    arguments = TrainingArguments(folder, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
-    try:
-        LongTrainer(tuned(), arguments, empty, COLLATOR).train()
-    except ValueError as error:
-        return str(error)
-
-
 # --- sharded models
 
 
 def step(model, processes=1, rank=0):
     """Loss and gradients of a step of two passes, each process on its share of the rows."""
     model.zero_grad()
-    passes = [COLLATOR([row]) for row in rows(4)]
-    total = float(sum(weight_of(batch) for batch in passes))
+    passes = [default_data_collator([row]) for row in rows(4)]
+    total = float(sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in passes))
     summed = torch.zeros(())
     for batch in passes[rank::processes]:
         loss = model(**batch, num_items_in_batch=total)["loss"]
@@ -237,11 +231,12 @@ def loaded_by_one(folder, rank):
 def cut_by_torch(mesh):
     """The loss of rows cut by torch's context parallelism, from states cut alike: attention needs a GPU, this not."""
     model = bold_model()
-    batch = ShardedCollator(COLLATOR, cp_size=PROCESSES)(rows(4, size=23))
+    batch = default_data_collator(rows(4))
+    ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
     with torch.no_grad():
         hidden = model.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).last_hidden_state
-        shared = [hidden.clone(), batch["shift_labels"], batch["shift_weights"]]
-        with context_parallel(mesh, buffers=shared, buffer_seq_dims=[1] * 3, no_restore_buffers=set(shared)):
+        shared = [hidden.clone(), ahead]
+        with context_parallel(mesh, buffers=shared, buffer_seq_dims=[1] * 2, no_restore_buffers=set(shared)):
             total = torch.stack(token_loss(Reader(model), *shared, shifted=True))
     dist.all_reduce(total)
     return {"total": total.tolist(), "tokens": shared[0].shape[1], "hidden": hidden}
@@ -253,7 +248,6 @@ def main(folder):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a wait that has no end fails soon
     results = {"whole": train(folder / "whole", 2), "cut": train(folder / "cut", 1)}
     results["resumed"] = train(folder / "cut", 2, resume=True)
-    results["nothing"] = nothing_to_learn(folder / "nothing")
     mesh = init_device_mesh("cpu", (PROCESSES,))
     loss_module.SLICE = 8  # several slices, so that the head runs more than once
     results["sharded"] = sharded(rank)

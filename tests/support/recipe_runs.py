@@ -15,7 +15,7 @@ SMALL = [
     "model.dtype=float32",
     "patch.method=yarn:factor=4",
     "patch.target_length=1024",
-    "data.lengths=128",
+    "data.length=128",
     "train.steps=4",
     "train.batch=1",
     "train.accumulate=2",

@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 from support.recipe_runs import recipe
-from support.subsets import full
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.options.finetune import RecipeOptions
@@ -24,7 +23,7 @@ from rope_patch.training.setup import arguments
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 GIB = 2**30
-BASE = ("model.name=llama", "data.lengths=512", "output=x")
+BASE = ("model.name=llama", "data.length=512", "output=x")
 FILES = sorted(CONFIGS.glob("*.yaml"))
 PAIRS = [
     (CONFIGS / f"{first}.yaml", second)
@@ -33,8 +32,7 @@ PAIRS = [
 ]
 NAMED = [path for path in FILES if re.search(r"-\d+k$", path.stem)]
 ALONE = [(path,) for path in FILES if path not in {second for _, second in PAIRS}]  # the others go after one of these
-LONG = [full(files) if files[1].stem == "long_lora" else files for files in PAIRS]  # seconds each
-every_run = pytest.mark.parametrize("files", ALONE + LONG, ids=lambda files: "+".join(path.stem for path in files))
+every_run = pytest.mark.parametrize("files", ALONE + PAIRS, ids=lambda files: "+".join(path.stem for path in files))
 every_named_config = pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,20 +12,17 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from support import distributed_child as child
-from support.distributed_child import COLLATOR, rows
+from support.distributed_child import rows
 from support.forks import together
 from support.scored import bold_model
-from support.tiny import ids
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
-from transformers import TrainingArguments
+from transformers import TrainingArguments, default_data_collator
 
 from rope_patch import packaged as _paths
 from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
 from rope_patch.modeling import loss as loss_module
 from rope_patch.modeling.loss import IGNORED, fuse, token_loss
 from rope_patch.modeling.scoring import Reader
-from rope_patch.training.collators import PackedCollator, PoSECollator
-from rope_patch.training.sharding import ShardedCollator, weight_of
 from rope_patch.training.trainer import LongTrainer
 
 SHARDED = ["by accelerate", "tied", "whole"]
@@ -64,7 +60,7 @@ def steps():
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_train_as_one_does(two, one, rank):
-    """Rows of unequal weight, some of none at all: neither a mean of means nor an average of sums is the mean."""
+    """Rows with unequal numbers of labels, some of none at all: no mean of means or average of sums is the mean."""
     result = two[1][rank]["whole"]
     assert result["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert result["norms"] == pytest.approx(one["norms"], rel=1e-4)
@@ -86,14 +82,6 @@ def test_a_checkpoint_is_written_by_one_process_and_resumed_by_both(two):
         assert rank["resumed"]["losses"] == pytest.approx(rank["whole"]["losses"], abs=1e-5)
         for name, tensor in rank["whole"]["adapter"].items():
             assert torch.allclose(rank["resumed"]["adapter"][name], tensor, atol=1e-6), name
-
-
-@pytest.mark.slow
-def test_a_step_without_labels_is_refused_by_every_process(two):
-    """In the run above the second process has a pass without labels, which is no error."""
-    assert [rank["nothing"] for rank in two[1]] == [
-        "a step has no label to learn: give longer rows, or more of them"
-    ] * 2
 
 
 @pytest.mark.slow
@@ -146,12 +134,11 @@ def test_the_engines_read_a_sharded_model(two, steps, name):
 
 @pytest.mark.slow
 def test_rows_cut_by_torch_sum_to_the_whole(two):
-    batch, model = COLLATOR(rows(4, size=23)), bold_model()
+    batch, model = default_data_collator(rows(4)), bold_model()
     for rank in two[1]:
         result = rank["cut by torch"]
-        assert result["tokens"] == 12, "23 are padded to 24, each process has half"
-        hidden = result["hidden"][:, :23]
-        total, count = token_loss(Reader(model), hidden, batch["labels"], batch["weights"])
+        assert result["tokens"] == 12, "each process has half"
+        total, count = token_loss(Reader(model), result["hidden"], batch["labels"])
         assert result["total"] == pytest.approx([total.item(), count.item()], rel=1e-5)
 
 
@@ -160,73 +147,38 @@ def test_rows_cut_by_torch_sum_to_the_whole(two):
 
 def test_labels_shifted_before_a_cut_give_the_loss_of_the_whole(monkeypatch):
     monkeypatch.setattr(loss_module, "SLICE", 5)
-    model, batch = bold_model(), COLLATOR(rows(3))
-    cut = ShardedCollator(COLLATOR, cp_size=2)(rows(3))
-    assert cut["shift_labels"][:, :-1].equal(batch["labels"][:, 1:]) and (cut["shift_labels"][:, -1] == IGNORED).all()
-    hidden = model.model(batch["input_ids"], use_cache=False).last_hidden_state
-    total, count = token_loss(Reader(model), hidden, batch["labels"], batch["weights"])
-    halves = []
-    for part in (slice(0, 12), slice(12, 24)):
-        labels, weights = (cut[name][:, part] for name in ("shift_labels", "shift_weights"))
-        halves.append(token_loss(Reader(model), hidden[:, part], labels, weights, shifted=True))
-    assert sum(half.item() for half, _ in halves) == pytest.approx(total.item(), rel=1e-6)
-    assert (
-        sum(number.item() for _, number in halves) == count.item() == weight_of(cut).item() == weight_of(batch).item()
-    )
-    fuse(model)
-    ids_only = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask")}
-    expected = model(**ids_only, labels=batch["labels"], weights=batch["weights"]).loss
-    shifted = {name: cut[name] for name in ("labels", "shift_labels", "shift_weights")}
-    assert model(**ids_only, **shifted).loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    with pytest.raises(ValueError, match="shifted"):
-        model(**ids_only, labels=batch["labels"], shift_weights=cut["shift_weights"])
-
-
-def test_rows_are_padded_to_what_devices_can_share():
-    """Torch's ring gives each device a piece from either end: 2 * cp_size pieces."""
-    examples = [{"ids": ids(size, batch=1)[0].tolist(), "index": size} for size in (18, 15)]
-    cut = ShardedCollator(PoSECollator(pad=2, target=96), cp_size=4)(examples)
-    assert {tensor.shape for tensor in cut.values()} == {(2, 24)}
-    assert cut.keys() == {"input_ids", "labels", "shift_labels", "shift_weights", "position_ids", "attention_mask"}
-    assert {*cut["input_ids"][0, 18:].tolist()} == {2} and {*cut["labels"][0, 18:].tolist()} == {IGNORED}
-    assert cut["attention_mask"].all() and bool((cut["position_ids"].diff()[:, 17:] == 1).all())
-    assert weight_of(cut) == 17 + 14
+    batch, model = default_data_collator(rows(3)), fuse(bold_model())
+    ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    expected = model(**batch).loss
+    assert model(**batch, shift_labels=ahead).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def arguments(folder, **changes):
     return TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True, **changes)
 
 
-def test_the_trainer_cuts_weights_and_counts_them_once(tmp_path, monkeypatch):
-    """Devices that share a row have all counted its labels, and torch is told to cut the weights with the labels."""
+def test_what_devices_cannot_share_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(LongTrainer, "get_cp_size", lambda self: 2)
-    trainer = LongTrainer(bold_model(), arguments(tmp_path), rows(), COLLATOR)
-    assert trainer.data_collator == ShardedCollator(COLLATOR, cp_size=2)
-    batch = trainer.data_collator(rows(4))
-    counted = trainer._get_num_items_in_batch([batch, batch], torch.device("cpu"))
-    assert counted == weight_of(COLLATOR(rows(4))).item() and isinstance(counted, float), "a tensor would be rounded"
-    asked = {}
-    trainer.accelerator = SimpleNamespace(
-        parallelism_config=ParallelismConfig(cp_size=2), maybe_context_parallel=lambda **options: asked.update(options)
-    )
-    context, inputs = trainer._prepare_context_parallel_inputs(trainer.model, batch)
-    context()
-    tensors = [inputs[name] for name in inputs]
-    assert len(asked["buffers"]) == len(tensors) == len(asked["buffer_seq_dims"]) == len(asked["no_restore_buffers"])
-    for tensor in tensors:
-        assert any(tensor is buffer for buffer in asked["buffers"])
-        assert any(tensor is buffer for buffer in asked["no_restore_buffers"])
-    with pytest.raises(ValueError, match=r"^PackedCollator keeps documents apart"):
-        LongTrainer(bold_model(), arguments(tmp_path), rows(), PackedCollator())
+    LongTrainer(bold_model(), arguments(tmp_path), rows())
+    apart = [{name: row[name] for name in row if name != "attention_mask"} for row in rows()]
+    with pytest.raises(ValueError, match="context parallelism joins documents"):
+        LongTrainer(bold_model(), arguments(tmp_path), apart)
     with pytest.raises(ValueError, match="attended to in full"):
-        LongTrainer(bold_model("gemma3"), arguments(tmp_path), rows(), COLLATOR)
+        LongTrainer(bold_model("gemma3"), arguments(tmp_path), rows())
+
+
+def test_the_labels_of_a_step_are_counted_as_a_number(tmp_path):
+    trainer, batch = LongTrainer(bold_model(), arguments(tmp_path), rows()), default_data_collator(rows(4))
+    counted = trainer._get_num_items_in_batch([batch, batch], torch.device("cpu"))
+    assert isinstance(counted, float), "a tensor would be rounded"
+    assert counted == 2 * (batch["labels"][:, 1:] != IGNORED).sum().item()
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
     """The fused forward of a replica would run the first GPU's model."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(ValueError, match=r"^one process would use 2 GPUs: .* accelerate launch or torchrun"):
-        LongTrainer(bold_model(), arguments(tmp_path), rows(), COLLATOR)
+        LongTrainer(bold_model(), arguments(tmp_path), rows())
 
 
 # --- configs for accelerate launch

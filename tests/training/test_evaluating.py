@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.training.evaluating import Evaluations, changes, from_json, metrics, score, suite_of
+from rope_patch.training.evaluating import changes, measure, metrics, score, suite_of
 
 
 def result(answers, losses=()):
@@ -73,13 +72,6 @@ def test_one_window_gives_no_interval():
     assert change["verdict"] == "no significant difference" and change["low"] is None, "JSON has no infinity"
 
 
-@pytest.mark.parametrize("losses", [(), (2.0, 2.5)])
-def test_an_evaluation_is_read_back_from_its_file(losses):
-    """A resumed run compares with the evaluation that an earlier command wrote."""
-    evaluation = result([[1, 0], [0, 1]], losses)
-    assert from_json(json.loads(json.dumps(evaluation.to_dict())), evaluation.spec) == evaluation
-
-
 def test_perplexity_only_parts_equals():
     """The worst perplexity does not outweigh a single prompt."""
     assert score(result([[1, 1]], [99.0])) > score(result([[1, 0]], [0.01]))
@@ -87,19 +79,16 @@ def test_perplexity_only_parts_equals():
 
 
 def options(*words):
-    small = ("model.name=llama", "data.lengths=64", "output=x", "evaluation.lengths=48 64", "evaluation.samples=1")
+    small = ("model.name=llama", "data.length=64", "output=x", "evaluation.lengths=48 64", "evaluation.samples=1")
     return recipe(*small, "evaluation.depths=[0.0,1.0]", "evaluation.windows=2", *words)
 
 
-def test_an_evaluation_is_numbers_by_length_and_is_kept(tmp_path, capfd):
+def test_an_evaluation_is_numbers_by_length(capfd):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).train()
-    suite = suite_of(options(), AutoTokenizer.from_pretrained(LLAMA))
-    evaluate = Evaluations(suite, tmp_path / "before.json")
-    numbers = evaluate(model, 0)
+    numbers = metrics(measure(suite_of(options(), AutoTokenizer.from_pretrained(LLAMA)), model))
     assert model.training, "left as it was"
     assert list(numbers) == ["score", "retrieval_48", "retrieval_64", "perplexity_0_48", "perplexity_48_64"]
     assert "evaluating: " in capfd.readouterr().err
-    assert metrics(Evaluations(suite, tmp_path / "before.json").before()) == numbers
 
 
 @pytest.mark.parametrize("word", ["evaluation.windows=90000", "evaluation.lengths=16"])

@@ -14,10 +14,9 @@ from rope_patch.cli.finetune import smaller
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.writing import from_dict, to_dict, to_yaml
 from rope_patch.training.setup import check
-from rope_patch.training.sources import plan_stages
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
-BASE = ("model.name=llama", "data.lengths=512", "output=x")
+BASE = ("model.name=llama", "data.length=512", "output=x")
 every_config = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 
 
@@ -54,7 +53,7 @@ def test_numbers_are_read_as_people_write_them(file):
     assert words(file("train:\n  learning_rate: 1e-4\n  warmup: 3\n")).train.learning_rate == 1e-4
     assert words("train.learning_rate=1e-4").train.learning_rate == 1e-4
     assert words(file("data: {config: 20231101.10}")).data.config == "20231101.10"
-    assert words("data.lengths=1k").stages == words(file("data: {lengths: 1024}")).stages == ((1024, 1.0),)
+    assert words("data.length=1k").data.length == words(file("data: {length: 1024}")).data.length == 1024
     assert words("patch.target_length=4096").target_length == words("patch.target_length=4k").target_length == 4096
     assert words("evaluation.lengths=4096").evaluation_lengths == (4096,)
     assert words(file("evaluation: {lengths: 4096}")).evaluation_lengths == (4096,)
@@ -87,23 +86,20 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
         ("model.dtype=int8", "model.dtype"),
         ("train.liger=maybe", "train.liger"),
         ("lora.rank=-1", "lora.rank must be >= 0"),
-        ("data.retrieval=nan", "data.retrieval"),
         ("train.learning_rate=0", "train.learning_rate"),
-        ("evaluation.patience=2", "evaluation.every"),
         ("evaluation.depths=[0.5,1.5]", "depths"),
         ("evaluation.task=haystack", "unknown task"),
         ("patch.method=yarm", "yarn"),
         ("patch.target_length=256", "longer than patch.target_length"),
         ("data.positions=pose", "patch.target_length"),
-        ("data.lengths=4k 8k", "share"),
-        ("data.lengths=4k:x 8k", "LENGTH:SHARE"),
-        ("data.lengths=8k:0.5", "add up to 1"),
-        ("data.lengths=3k:0.5 8k", "divide"),
+        ("data.length=4k 8k", "data.length"),
+        ("data.length=[512]", "a length is a number of tokens"),
+        ("data.lengths=4k", "Did you mean 'data.length'"),
         ("lora.rank=0", "model.dtype=float32"),
         ("lora.rank=0 model.quantization=nf4", "model.quantization"),
         ("evaluation.every=100 train.save_every=150", "train.save_every"),
         ("data.positions=pose patch.target_length=1k data.boundaries=apart", "data.boundaries"),
-        ("data.positions=pose patch.target_length=1k data.lengths=8 data.chunks=9", "data.chunks"),
+        ("data.positions=pose patch.target_length=1k data.length=8 data.chunks=9", "data.chunks"),
     ],
 )
 def test_wrong_values_are_named(word, named):
@@ -138,45 +134,8 @@ def test_an_option_without_default_is_required(left_out):
 def test_what_looks_like_those_is_allowed():
     assert words("evaluation.every=100").save_every == 100, "by default where it is evaluated"
     assert words("train.steps=50").save_every == 10 and words("train.steps=3").save_every == 1
-    assert words("data.positions=pose", "patch.target_length=1k", "data.boundaries=whole").data.chunks == 2
     assert words("lora.rank=0", "model.dtype=float32").lora.rank == 0
-    assert words("data.task=needle").data.retrieval == 0, "not asked for"
     assert words("evaluation.lengths=64k").evaluation_lengths == (65536,), "beyond the target: that may be the point"
-
-
-# --- stages
-
-
-@pytest.mark.parametrize(
-    ("lengths", "stages"),
-    [
-        ("4k:0.25 16k:0.25 32k", ((4096, 0.25), (16384, 0.25), (32768, 0.5))),
-        ("32K:0.5  8k", ((32768, 0.5), (8192, 0.5))),
-        ("512:1", ((512, 1.0),)),
-    ],
-)
-def test_schedules(lengths, stages):
-    parsed = words(f"data.lengths={lengths}")
-    assert [length for length, _ in parsed.stages] == [length for length, _ in stages]
-    assert [share for _, share in parsed.stages] == pytest.approx([share for _, share in stages], abs=1e-12)
-    assert parsed.target_length == max(length for length, _ in stages)
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    shares=st.lists(st.floats(0.05, 0.3), min_size=0, max_size=3),
-    steps=st.integers(40, 600),
-    accumulate=st.integers(1, 3),
-    processes=st.integers(1, 3),
-)
-def test_every_step_sees_as_many_tokens(shares, steps, accumulate, processes):
-    """Items of a stage hold as many tokens as a row of the longest length, and all steps are shared out."""
-    schedule = " ".join([f"{2**i * 64}:{share}" for i, share in enumerate(shares)] + ["512"])
-    given = (f"data.lengths={schedule}", f"train.steps={steps}", f"train.accumulate={accumulate}")
-    stages = plan_stages(words(*given), processes)
-    assert all(length * per == 512 for length, _, per in stages)
-    assert sum(items for _, items, _ in stages) == steps * accumulate * processes
-    assert all(items % (accumulate * processes) == 0 for _, items, _ in stages)
 
 
 # --- there and back
@@ -189,7 +148,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), mi
 @given(name=TEXT, output=TEXT, rate=st.floats(1e-9, 1e3), depths=st.lists(st.floats(0, 1), min_size=1, unique=True))
 @example(name="1e10", output="null", rate=1e-4, depths=[0.0])
 def test_what_a_run_writes_is_read_back(tmp_path_factory, name, output, rate, depths):
-    sections = {"model": {"name": name, "revision": name}, "data": {"lengths": "512"}, "train": {"learning_rate": rate}}
+    sections = {"model": {"name": name, "revision": name}, "data": {"length": "512"}, "train": {"learning_rate": rate}}
     parsed = from_dict(RecipeOptions, {**sections, "evaluation": {"depths": depths}, "output": output})
     path = tmp_path_factory.mktemp("yaml") / "a.yaml"
     for comments in (True, False):
@@ -205,7 +164,6 @@ def test_its_smoke_run_keeps_the_method_and_is_small(path):
     parsed = words(path)
     small = words(path, *smaller(parsed))
     assert small.patch.method == parsed.patch.method and small.lora == parsed.lora
-    assert small.data.positions == parsed.data.positions and len(small.stages) <= len(parsed.stages)
+    assert small.data.positions == parsed.data.positions
     assert small.model.name in ("llama", "gemma3") and small.data.source == "builtin"
     assert small.train.steps <= 4 and small.target_length == 1024 and small.output != parsed.output
-    assert plan_stages(small)

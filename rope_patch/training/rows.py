@@ -1,0 +1,245 @@
+"""From documents to rows of tokens: read with ``datasets``, packed once, the same for every process and restart.
+
+A row has the columns that any Trainer hands to a model: ``input_ids``, ``labels`` and ``position_ids``, all of the
+length asked for, so that nothing is padded. The first token of a row is predicted by nothing, so its label is ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from rope_patch.evaluation.documents import encode
+from rope_patch.evaluation.text import builtin_text
+from rope_patch.modeling.loss import IGNORED
+from rope_patch.modeling.positions import skipped_positions
+from rope_patch.options.finetune import DataOptions, RecipeOptions
+
+READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""The reader of ``datasets`` for each kind of file."""
+
+ROWS = "rows.arrow"
+"""The packed rows, in the ``work`` folder of a run."""
+
+DOCUMENTS_CHECKED = 1000
+"""If none of so many documents is as long as a row, the run is refused."""
+
+
+def open_source(options: DataOptions, seed: int) -> Any:
+    """Return the documents as a ``datasets`` dataset, shuffled if asked; one of the hub is read while it is downloaded.
+
+    Args:
+        options: the options of the data.
+        seed: the seed of the order.
+
+    Raises:
+        FileNotFoundError: no such file, folder or dataset.
+        ValueError: files of several kinds, or a file that cannot be read.
+    """
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    path = Path(options.source)
+    if options.source == "builtin":
+        dataset: Any = datasets.Dataset.from_dict({"text": list(builtin_text("train").documents)})
+    elif path.is_dir() or path.suffix in READERS:
+        files = [str(p) for p in sorted(path.rglob("*")) if p.suffix in READERS] if path.is_dir() else [str(path)]
+        kinds = {READERS[Path(file).suffix] for file in files}
+        if len(kinds) != 1:
+            raise ValueError(f"data.source: {path} must hold files of one kind, of {', '.join(READERS)}")
+        arguments = {"sample_by": "document"} if kinds == {"text"} else {}
+        try:
+            dataset = datasets.load_dataset(kinds.pop(), data_files=files, split="train", **arguments)
+        except (DatasetGenerationError, StopIteration) as error:  # the second where there is nothing in a JSON file
+            raise ValueError(f"data.source: cannot read {path}: {error.__cause__ or 'it is empty'}") from error
+    else:
+        dataset = datasets.load_dataset(options.source, options.config, split=options.split, streaming=True)
+    return dataset.shuffle(seed=seed) if options.shuffle else dataset
+
+
+def conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], learn: str
+) -> tuple[list[int], list[int]]:
+    """Return the tokens and labels of a conversation in the model's chat template.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        messages: turns of ``role`` and ``content``, as transformers' ``apply_chat_template`` takes them.
+        learn: which labels count: all, or those of the assistant's turns with the tokens that end each. A turn that
+            opens the conversation does not count: where its rendering begins cannot be found.
+
+    Raises:
+        ValueError: no chat template, one that refuses these messages, or one whose rendering of a turn depends on
+            those after it.
+    """
+
+    def render(count: int, ask: bool = False) -> list[int]:
+        try:
+            return list(tokenizer.apply_chat_template(messages[:count], add_generation_prompt=ask, return_dict=False))
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses a conversation: {error}") from error
+
+    ids = render(len(messages))
+    if learn == "all":
+        return ids, ids
+    labels = [IGNORED] * len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and i:
+            before, after = render(i, ask=True), render(i + 1)
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                raise ValueError(
+                    "this chat template renders earlier turns differently once later ones follow, or joins turns into "
+                    "one token, so the assistant's tokens cannot be found: set data.learn=all"
+                )
+            labels[len(before) : len(after)] = after[len(before) :]
+    return ids, labels
+
+
+def read_documents(
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield tokens and labels of every document that is not empty.
+
+    Raises:
+        ValueError: no such column, neither text nor messages in it, or text under ``data.learn=assistant``.
+    """
+    for row in open_source(options, seed):
+        if options.column not in row:
+            raise ValueError(f"data.column: there is no column {options.column!r}. Known: {', '.join(row)}")
+        value = row[options.column]
+        if isinstance(value, str) and options.learn == "all":
+            for document in encode(tokenizer, [value]) if value.strip() else ():
+                ids = document.ids.tolist()
+                yield ids, ids
+        elif isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
+            if value:
+                yield conversation(tokenizer, value, options.learn)
+        else:
+            expected = "lists of messages" if options.learn == "assistant" else "text or lists of messages"
+            raise ValueError(f"data.column must hold {expected}, got {type(value).__name__}")
+
+
+def pack(
+    documents: Iterable[tuple[list[int], list[int]]], length: int, *, apart: bool = False
+) -> Iterator[dict[str, list[int]]]:
+    """Yield rows of ``length`` tokens that hold every token once, in order, until the documents end within a row.
+
+    Args:
+        documents: tokens and labels of each.
+        length: the length of a row [tokens].
+        apart: whether positions start at 0 in each document (and in the rest of one that begins in an earlier row),
+            which keeps transformers' attention within it. Otherwise documents attend to those before them in their row.
+    """
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for tokens, learned in documents:
+        done = 0
+        while done < len(tokens):
+            part = slice(done, done + length - len(ids))
+            start = 0 if apart else len(ids)
+            positions += range(start, start + len(tokens[part]))
+            ids, labels, done = ids + tokens[part], labels + learned[part], part.stop
+            if len(ids) == length:
+                heard = [IGNORED if at == 0 else label for at, label in zip(positions, labels, strict=True)]
+                yield {"input_ids": ids, "labels": heard, "position_ids": positions}
+                ids, labels, positions = [], [], []
+
+
+def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder: Path, *, quiet: bool = False) -> Any:
+    """Pack the rows of a whole run into a file, or open the file, so that a resumed run reads the rows it began with.
+
+    Only as many documents are read as the run needs. Data that ends earlier is read again, in another order.
+
+    Args:
+        options: the options of the run.
+        tokenizer: the tokenizer of the model.
+        folder: the folder of the file, which holds rows of this run alone.
+        quiet: whether to show no progress bar.
+
+    Returns:
+        A ``datasets`` dataset of tensors.
+
+    Raises:
+        ValueError: no document is as long as a row, and ``data.allow_short`` is not set.
+    """
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    path = folder / ROWS
+    if not path.exists():
+        tokens = datasets.List(datasets.Value("int32"))
+        columns = ("input_ids", "labels", "position_ids", *(["attention_mask"] if _masked(options) else []))
+        features = datasets.Features(dict.fromkeys(columns, tokens))
+        part = folder / f".{ROWS}"
+        count = options.train.steps * rows_per_step(options)
+        with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
+            for row in tqdm(itertools.islice(_rows(options, tokenizer), count), "packing", count, disable=quiet):
+                writer.write(row)
+            writer.finalize()
+        os.replace(part, path)
+    return datasets.Dataset.from_file(str(path)).with_format("torch")
+
+
+def rows_per_step(options: RecipeOptions) -> int:
+    """Return the rows of a step, over all processes of the launcher.
+
+    Processes that share a row (context or tensor parallel) count as one.
+    """
+    from accelerate.parallelism_config import ParallelismConfig
+
+    readers: int = int(os.environ.get("WORLD_SIZE", 1)) // ParallelismConfig().non_data_parallel_size
+    return options.train.batch * options.train.accumulate * max(1, readers)
+
+
+def _masked(options: RecipeOptions) -> bool:
+    """Tell whether rows have a mask of ones.
+
+    Without a mask transformers takes positions that do not rise by one for the start of another document.
+    """
+    return options.data.boundaries == "join"
+
+
+def _rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, list[int]]]:
+    data, seed = options.data, options.train.seed
+    _check_documents(options, tokenizer)
+    for index, row in enumerate(pack(_endless(options, tokenizer), data.length, apart=data.boundaries == "apart")):
+        if data.positions == "pose":
+            rng = random.Random(f"{seed}/{index}")
+            row["position_ids"] = skipped_positions(rng, data.length, options.target_length, data.chunks).tolist()
+        yield {**row, "attention_mask": [1] * data.length} if _masked(options) else row
+
+
+def _endless(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the documents again and again."""
+    for epoch in itertools.count():
+        if epoch == 1:
+            order = "another" if options.data.shuffle else "the same"
+            warnings.warn(f"the data ends before the run does: it is read again, in {order} order", stacklevel=2)
+        yield from read_documents(options.data, tokenizer, options.train.seed + epoch)
+
+
+def _check_documents(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse data without a document as long as a row, in which no two tokens are so far apart."""
+    data, count, longest = options.data, 0, 0
+    documents = read_documents(data, tokenizer, options.train.seed)
+    for count, (ids, _) in enumerate(itertools.islice(documents, DOCUMENTS_CHECKED), 1):  # noqa: B007
+        longest = max(longest, len(ids))
+        if longest >= data.length or data.allow_short:
+            return
+    if not count:
+        raise ValueError(f"data.source: {data.source} holds no text")
+    raise ValueError(
+        f"no document is as long as a row: the longest of {count} read has {longest} tokens, a row has {data.length}, "
+        "so nothing could be learned about such distances. Give longer documents or a shorter data.length, or set "
+        "data.allow_short=true to train on short documents joined into rows"
+    )
