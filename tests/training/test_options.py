@@ -88,7 +88,7 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
         ("lora.rank=-1", "lora.rank must be >= 0"),
         ("train.learning_rate=0", "train.learning_rate"),
         ("evaluation.depths=[0.5,1.5]", "depths"),
-        ("evaluation.task=haystack", "unknown task"),
+        ("evaluation.task=haystack", "unknown retrieval task"),
         ("patch.method=yarm", "yarn"),
         ("patch.target_length=256", "longer than patch.target_length"),
         ("data.positions=pose", "patch.target_length"),
