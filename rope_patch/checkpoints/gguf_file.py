@@ -139,14 +139,15 @@ def open_gguf(path: str | Path) -> GGUFFile:
         for name, field in reader.fields.items()
         if not name.startswith("GGUF.")  # of the reader's own
     }
-    pieces = [
-        Piece(each.name, tuple(map(int, reversed(each.shape))), each.tensor_type, lambda data=each.data: data)
-        for each in reader.tensors
-    ]
-    opened = GGUFFile(keys, tuple(pieces), int(reader.alignment))
+    opened = GGUFFile(keys, tuple(map(_piece, reader.tensors)), int(reader.alignment))
     if int(opened.value("split.count", 1)) > 1:
         raise ValueError(f"{path} is one part of a split model: join them with llama-gguf-split --merge")
     return opened
+
+
+def _piece(tensor: Any) -> Piece:
+    shape = tuple(map(int, reversed(tensor.shape)))
+    return Piece(tensor.name, shape, tensor.tensor_type, lambda: tensor.data)
 
 
 def _packed(text: str) -> bytes:

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.gguf_file import check_out, gguf
-from rope_patch.checkpoints.gguf_reader import read_once
+from rope_patch.checkpoints.gguf_file import check_out
+from rope_patch.checkpoints.gguf_reader import gguf, read_once
 from rope_patch.checkpoints.gguf_table import CHECKED
 from rope_patch.checkpoints.offline import check_free, skeleton
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED
