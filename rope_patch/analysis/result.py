@@ -10,7 +10,7 @@ from typing import Any
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.outliers import OutlierPair, outlier_pairs
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
-from rope_patch.analysis.views import HeadView
+from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture
 from rope_patch.runtime.finished import finite
@@ -30,7 +30,7 @@ class Analysis:
         rows: the text.
         capture: statistics of queries, keys and values.
         heads: where its heads attend.
-        views: single heads in detail.
+        single_heads: some heads in detail, on a short text.
         p_sweep: p-RoPE at several p, the unchanged table first; empty when the sweep was left out.
         p_sweep_positions: edges of the spans of positions whose perplexity the sweep measures [tokens].
         p_sweep_text: name of the text that the sweep measures.
@@ -46,7 +46,7 @@ class Analysis:
     rows: TextRows
     capture: Capture
     heads: Heads
-    views: tuple[HeadView, ...]
+    single_heads: tuple[SingleHead, ...]
     p_sweep: tuple[SweepPoint, ...]
     p_sweep_positions: tuple[int, ...]
     p_sweep_text: str

@@ -17,7 +17,7 @@ from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
 from rope_patch.analysis.result import Analysis
-from rope_patch.analysis.views import LIMIT, HeadView, view_heads
+from rope_patch.analysis.single_heads import LIMIT, SingleHead, read_single_heads
 from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source, TokenDocument
@@ -181,7 +181,9 @@ def analyze_rows(
     )
     measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
     with progress.unreported():
-        views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], list(chosen.heads) or _clearest(measured))
+        single_heads = read_single_heads(
+            model, rows.ids[0, : min(VIEWED, LIMIT)], list(chosen.heads) or _clearest(measured)
+        )
     points: tuple[SweepPoint, ...] = ()
     if chosen.p_values:
         points = sweep_p(
@@ -195,12 +197,12 @@ def analyze_rows(
         rows=rows,
         capture=statistics,
         heads=measured,
-        views=views,
+        single_heads=single_heads,
         p_sweep=points,
         p_sweep_positions=edges,
         p_sweep_text=text_name,
         advice=advise(points, chosen.tolerance, vocabulary=_vocabulary(model)),
-        token_texts=_token_texts(tokenizer, measured, views),
+        token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
     )
 
@@ -264,8 +266,8 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
     return list(dict.fromkeys((layer, head) for _, layer, head in best.values()))
 
 
-def _token_texts(tokenizer: Any, heads: Heads, views: Sequence[HeadView]) -> dict[int, str]:
-    named = [layer.sink_token for layer in heads.layers] + [view.token_ids for view in views]
+def _token_texts(tokenizer: Any, heads: Heads, single_heads: Sequence[SingleHead]) -> dict[int, str]:
+    named = [layer.sink_token for layer in heads.layers] + [head.token_ids for head in single_heads]
     different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist() if named else []
     return {token: tokenizer.decode([token]) for token in different if token >= 0}
 

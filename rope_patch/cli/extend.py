@@ -47,7 +47,7 @@ def extend(words: Sequence[str]) -> int:
             say(f"{settings.model} is an adapter: merged into its base")
             model = model.merge_and_unload().eval()
         run = Run(model, load_tokenizer(settings.model), settings, output)
-        run.look()
+        run.say_what_the_model_is()
         tokens = None if settings.budget is None else run.tokens_in_time()
         rounds, training = run.plan(tokens)
         for line in run.describe(rounds, training):

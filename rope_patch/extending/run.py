@@ -16,7 +16,7 @@ from rope_patch.evaluation.spec import LEAST_WINDOWS, tokens_computed, tokens_to
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import Choice, MethodEvaluator, short
-from rope_patch.extending.looking import look, slows_a_pair
+from rope_patch.extending.other_programs import describe_model, slows_a_pair
 from rope_patch.extending.result import Extended
 from rope_patch.extending.rounds import TOO_FEW, Round, cost_of, rounds_within
 from rope_patch.extending.writing import check, write
@@ -76,7 +76,7 @@ def extend(
     settings = from_dict(ExtendSettings, {"model": name, **options})
     check(settings, Path(output), overwrite)
     run = Run(model, tokenizer, settings, Path(output))
-    run.look()
+    run.say_what_the_model_is()
     return run.finish(overwrite=overwrite, tokens=tokens)
 
 
@@ -164,9 +164,9 @@ class Run:
             )
         return suite
 
-    def look(self) -> None:
+    def say_what_the_model_is(self) -> None:
         """Say what the model is."""
-        for line in look(self.model, self.options, self.trained_length):
+        for line in describe_model(self.model, self.options, self.trained_length):
             progress.say(line)
 
     def tokens_in_time(self) -> int:

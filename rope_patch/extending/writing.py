@@ -19,7 +19,7 @@ from rope_patch.checkpoints.offline import check_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.evaluation.spec import check_tasks
 from rope_patch.extending.card import card
-from rope_patch.extending.looking import other_programs
+from rope_patch.extending.other_programs import other_programs
 from rope_patch.extending.result import Extended
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table

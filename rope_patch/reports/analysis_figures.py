@@ -11,7 +11,7 @@ from torch import Tensor
 from rope_patch.analysis.heads import LayerHeads
 from rope_patch.analysis.outliers import RATIO, scatter
 from rope_patch.analysis.result import Analysis
-from rope_patch.analysis.views import HeadView
+from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.numbers import number_text, relative
 from rope_patch.reports.analysis_tables import ROLES, spans_of
 from rope_patch.reports.layer_kinds import kinds
@@ -59,7 +59,7 @@ def _stacked(rows: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def view(analysis: Analysis, shown: HeadView) -> Figure:
+def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
     """Return a single head."""
     terms = {distance: shown.mean_terms(distance) for distance in (0, 1)}
     logits = [number_text(float(shown.logits.diagonal(-distance).mean())) for distance in terms]

@@ -172,7 +172,7 @@ def _rise(change: tuple[float, float, float]) -> str:
 
 def tokens(analysis: Analysis) -> DataTable:
     """Return the text that single heads are shown on, token by token."""
-    ids = analysis.views[0].token_ids.tolist()
+    ids = analysis.single_heads[0].token_ids.tolist()
     rows: list[Cells] = [
         [str(start), *(Cell(token_text(analysis, token), style="token") for token in ids[start : start + LINE])]
         for start in range(0, len(ids), LINE)

@@ -186,7 +186,7 @@ def test_every_part_is_there(tokenizer, family):
     assert {stage for stage, _ in progress} == {"capture", "heads", "unchanged table", "p = 0.5"}
     assert sum(tokens for _, tokens in progress) == sum(announced)
     assert result.context == 64
-    assert all(result.token_text(int(token)) for view in result.views for token in view.token_ids)
+    assert all(result.token_text(int(token)) for view in result.single_heads for token in view.token_ids)
 
 
 def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):

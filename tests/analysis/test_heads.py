@@ -42,7 +42,7 @@ from rope_patch.analysis import attention_mass, attention_sums
 from rope_patch.analysis.attention_mass import OFFSETS, _check_reproduced, measure_heads, repeated_tokens
 from rope_patch.analysis.attention_sums import SETTLED, TOP
 from rope_patch.analysis.heads import FAR, Heads
-from rope_patch.analysis.views import view_heads
+from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric
 from rope_patch.modeling.capture import capture
 from rope_patch.runtime.progress import listen
@@ -295,7 +295,7 @@ def test_the_model_is_left_as_it_was(implementation):
         raise KeyboardInterrupt
 
     assert torch.equal(measure_heads(model, rows).layer(1).entropy, quiet.layer(1).entropy), "without dropout"
-    view_heads(model, rows[0], [(1, 2)])
+    read_single_heads(model, rows[0], [(1, 2)])
     with listen(stop), pytest.raises(KeyboardInterrupt):
         measure_heads(model, rows)
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
@@ -468,7 +468,7 @@ def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypat
     (states,) = attended(model, row[None], monkeypatch)
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    for view in view_heads(model, row, [(layer, head) for layer in range(layers) for head in range(heads)]):
+    for view in read_single_heads(model, row, [(layer, head) for layer in range(layers) for head in range(heads)]):
         recorded = states[view.layer]
         torch.testing.assert_close(view.pattern, torch.tensor(recorded.weights[view.head]), rtol=1e-4, atol=2e-5)
         logits = recorded.query[view.head] @ recorded.key[view.head].T * recorded.scaling
@@ -488,7 +488,7 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     model, row = model_of(name), text(20)
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
-    (view,) = view_heads(model, row, [(1, 2)])
+    (view,) = read_single_heads(model, row, [(1, 2)])
     n, scale = len(view.inv_freq), (0.1 * math.log(4) + 1) ** 2 if name == "llama-yarn" else 1.0
     assert view.attention_scaling**2 == pytest.approx(scale)
     groups = states["query"][1].shape[1] // states["key"][1].shape[1]
@@ -515,7 +515,7 @@ def test_an_adapter_is_part_of_the_model():
     got, same, bare = (measure_heads(model, rows).layer(1).entropy for model in (adapted, merged, model_of("llama")))
     torch.testing.assert_close(got, same, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(got, bare, atol=1e-3)
-    (view,), (other,) = (view_heads(model, rows[0], [(1, 3)]) for model in (adapted, merged))
+    (view,), (other,) = (read_single_heads(model, rows[0], [(1, 3)]) for model in (adapted, merged))
     torch.testing.assert_close(view.pattern, other.pattern, rtol=1e-3, atol=1e-4)
 
 
@@ -526,7 +526,7 @@ def test_a_model_in_bfloat16(monkeypatch):
         expected = loops(rows, [row[layer.index] for row in states], SLIDING["gemma3"][layer.index])
         for key in ("offset_mass", "entropy"):
             numpy.testing.assert_allclose(getattr(layer, key).numpy(), expected[key], rtol=0.03, atol=0.03, err_msg=key)
-    for view in view_heads(model, rows[0], [(0, 1), (1, 2)]):
+    for view in read_single_heads(model, rows[0], [(0, 1), (1, 2)]):
         numpy.testing.assert_allclose(view.pattern, states[0][view.layer].weights[view.head], atol=0.05)
 
 
@@ -579,14 +579,14 @@ def test_bad_input_of_measure_heads(tokens, options, message):
         (ids(8, 1), [(0, 0), (1, 4)], "heads"),
     ],
 )
-def test_bad_input_of_view_heads(tokens, heads, message):
+def test_bad_input_of_single_heads(tokens, heads, message):
     with pytest.raises(ValueError, match=message):
-        view_heads(tiny_model(), tokens, heads)
-    assert view_heads(tiny_model(), ids(8, 1), []) == ()
+        read_single_heads(tiny_model(), tokens, heads)
+    assert read_single_heads(tiny_model(), ids(8, 1), []) == ()
 
 
 def test_terms_of_keys_that_a_query_does_not_see():
-    sliding, full = view_heads(model_of("gemma3"), text(40), [(0, 0), (1, 0)])
+    sliding, full = read_single_heads(model_of("gemma3"), text(40), [(0, 0), (1, 0)])
     sliding.terms(39, 24)
     for view, query, key in ((full, 3, 4), (full, 40, 0), (full, -1, -1), (full, 3, -1), (sliding, 39, 23)):
         with pytest.raises(ValueError, match="sees"):
@@ -604,7 +604,7 @@ def test_weights_that_are_no_numbers_are_named():
         measure_heads(model, rows, block=7)
     assert len(measure_heads(model, rows, layers=[0]).layers) == 1
     with pytest.raises(ValueError, match="layer 1"):
-        view_heads(model, rows[0], [(1, 0)])
+        read_single_heads(model, rows[0], [(1, 0)])
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
@@ -712,6 +712,6 @@ def test_models_that_cannot_be_measured(config, message):
 
 def test_a_learned_prompt_is_refused():
     model = peft.get_peft_model(tiny_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    for measure in (measure_heads, lambda model, row: view_heads(model, row, [(0, 0)])):
+    for measure in (measure_heads, lambda model, row: read_single_heads(model, row, [(0, 0)])):
         with pytest.raises(ValueError, match="prompt"):
             measure(model, ids(8, 1))

@@ -24,7 +24,7 @@ from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending import extend
 from rope_patch.extending.card import card
 from rope_patch.extending.choosing import BASIS
-from rope_patch.extending.looking import other_programs
+from rope_patch.extending.other_programs import other_programs
 from rope_patch.extending.run import Run
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.writing import from_dict, to_dict

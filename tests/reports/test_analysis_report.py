@@ -19,7 +19,7 @@ from rope_patch.analysis.outliers import scatter
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.run import Chosen, analyze_rows
-from rope_patch.analysis.views import HeadView
+from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
@@ -113,7 +113,7 @@ def random_analysis(
         attended.append(random_heads(draw, index, heads))
     ids = torch.arange(tokens) % len(WORDS)
     first = captured[0]
-    view = HeadView(
+    view = SingleHead(
         layer=0,
         head=1,
         token_ids=ids,
@@ -141,7 +141,7 @@ def random_analysis(
         rows=TextRows(ids.expand(2, tokens), groups, "a text", "ab" * 32, (0,)),
         capture=Capture("TinyForCausalLM", 2 * tokens, 2, "c" * 16, 0, tuple(captured)),
         heads=Heads("TinyForCausalLM", 2 * tokens, 2, "c" * 16, tuple(attended)),
-        views=(view,),
+        single_heads=(view,),
         p_sweep=points,
         p_sweep_positions=(0, 256, 1024),
         p_sweep_text="some text",
@@ -221,7 +221,7 @@ def test_numbers_of_outliers_and_p_are_those_of_the_analysis(page):
 def test_nothing_found_is_said(figures):
     """No head types, sinks, outliers, single heads or p sweep."""
     advice = Advice(None, "The p sweep was left out, so no p is advised.")
-    analysis = random_analysis(groups=("all",), views=(), p_sweep=(), advice=advice)
+    analysis = random_analysis(groups=("all",), single_heads=(), p_sweep=(), advice=advice)
     none = ("offset_mass", "first_mass", "sink_mass", "sink_weight")
     zeros = [{name: torch.zeros_like(getattr(layer, name)) for name in none} for layer in analysis.heads.layers]
     idle = [replace(layer, **values) for layer, values in zip(analysis.heads.layers, zeros, strict=True)]
@@ -315,8 +315,8 @@ def test_unrotated_pairs_stand_at_the_end_of_the_scale(figures):
 
 def test_a_view_shows_its_head(figures):
     analysis = random_analysis()
-    (view,) = analysis.views
-    shown = analysis_figures.view(analysis, replace(view, window=6))
+    (view,) = analysis.single_heads
+    shown = analysis_figures.single_head(analysis, replace(view, window=6))
     query, key, *_ = [axes.images[0] for axes in figures[0].axes if axes.images]
     numpy.testing.assert_allclose(query.get_array().data, view.query_norms.T)
     numpy.testing.assert_allclose(key.get_array().data, view.key_norms.T)

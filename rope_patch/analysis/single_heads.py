@@ -21,7 +21,7 @@ LIMIT = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class HeadView:
+class SingleHead:
     """The states of one head on one text. Tensors are float64 on the CPU.
 
     Attributes:
@@ -127,7 +127,7 @@ class HeadView:
         return query, key
 
 
-def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]]) -> tuple[HeadView, ...]:
+def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]]) -> tuple[SingleHead, ...]:
     """Take single heads out of one forward pass over a short text.
 
     Args:
@@ -156,7 +156,7 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
             captured.setdefault((layer.index, role), []).append(states.cpu().double())
 
     stream(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
-    views = []
+    found = []
     for index, head in heads:
         query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))
         if not 0 <= head < query.shape[1]:
@@ -166,8 +166,8 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
             if not bool(torch.isfinite(states).all()):
                 raise ValueError(f"layer {index}, query head {head}: its {role} states are no finite numbers")
         source = sources[index]
-        views.append(
-            HeadView(
+        found.append(
+            SingleHead(
                 layer=index,
                 head=head,
                 token_ids=rows[0],
@@ -181,4 +181,4 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
                 interleaved=source.interleaved,
             )
         )
-    return tuple(views)
+    return tuple(found)

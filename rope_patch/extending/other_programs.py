@@ -1,4 +1,4 @@
-"""What a checkpoint is before it is extended, and what other programs compute from it."""
+"""What other programs compute from a checkpoint that is extended, and what it is before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rope_patch.planning import plan
 from rope_patch.runtime.folders import is_gguf
 
 
-def look(model: PreTrainedModel, options: ExtendSettings, trained_length: int) -> list[str]:
+def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_length: int) -> list[str]:
     """Return what a model is, a sentence each.
 
     Args:
