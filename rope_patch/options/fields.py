@@ -21,6 +21,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from numbers import Real
 from os import PathLike
 from pathlib import Path
@@ -81,7 +82,7 @@ class Option:
         if self.read is not None:
             return self.read(word)
         if self.kind is bool:
-            return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(word, word)
+            return {"true": True, "false": False}.get(word, word)
         with contextlib.suppress(ValueError):
             return self.kind(word) if self.kind in (int, float) else word
         return word
@@ -170,30 +171,16 @@ def option(help: str, default: Any = MISSING, **more: Any) -> Any:
     return field(default=default, metadata={_KEY: Option(help, **more)})
 
 
-def tokens(help: str, default: Any = MISSING, *, least: int = 1, **more: Any) -> Any:
-    """Return a field for a number of tokens, written as 8192 or 8k."""
-    what: dict[str, Any] = {"metavar": "TOKENS", "kind": int, "unit": "tokens", **more}
-    return option(help, default, read=parse_length, least=least, **what)
-
-
-def whole(help: str, default: Any = MISSING, *, metavar: str = "COUNT", **more: Any) -> Any:
-    """Return a field for a whole number."""
-    return option(help, default, metavar=metavar, kind=int, **more)
-
-
-def number(help: str, default: Any = MISSING, *, metavar: str = "NUMBER", **more: Any) -> Any:
-    """Return a field for a number."""
-    return option(help, default, metavar=metavar, kind=float, **more)
-
-
-def word(help: str, default: Any = MISSING, *, metavar: str = "NAME", **more: Any) -> Any:
-    """Return a field for a word or a sentence."""
-    return option(help, default, metavar=metavar, **more)
-
-
-def path(help: str, default: Any = MISSING, *, metavar: str = "PATH", **more: Any) -> Any:
-    """Return a field for a file or a folder."""
-    return option(help, default, metavar=metavar, kind=Path, **more)
+whole = partial(option, metavar="COUNT", kind=int)
+"""A field for a whole number."""
+tokens = partial(option, metavar="TOKENS", kind=int, unit="tokens", read=parse_length, least=1)
+"""A field for a number of tokens, written as 8192 or 8k."""
+number = partial(option, metavar="NUMBER", kind=float)
+"""A field for a number."""
+word = partial(option, metavar="NAME")
+"""A field for a word or a sentence."""
+path = partial(option, metavar="PATH", kind=Path)
+"""A field for a file or a folder."""
 
 
 def flag(help: str, default: bool = False, **more: Any) -> Any:
