@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.loading import check_device, check_patch, load_model, load_tokenizer, prepare
+from rope_patch.cli.loading import check_patch, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import command_line, resumable
 from rope_patch.options.analyze import AnalyzeOptions
@@ -30,8 +30,7 @@ def analyze(words: Sequence[str]) -> None:
     patch, machine = options.patching.arguments(), options.machine
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
-    check_device(machine.device)
-    prepare(machine.threads)
+    prepare(machine)
     engine.Chosen(**what).check(read_config(options.model))  # before any weight is read
     tokenizer = load_tokenizer(options.model)
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rope_patch.cli.loading import (
-    check_device,
-    check_texts,
     load_model,
     load_tokenizer,
     prepare,
@@ -41,9 +39,7 @@ def compare(words: Sequence[str]) -> None:
         importlib.import_module("rope_patch.reports.comparison")
     spec, machine = check_tasks(options.evaluation), options.machine
     compared = list(map(as_method, options.methods))
-    check_device(machine.device)
-    check_texts(spec)
-    prepare(machine.threads)
+    prepare(machine, spec.text, spec.haystack)
     finished = options.output / RESULT_CACHE
     files = ["comparison.json", RESULT_CACHE, *["report.html"] * options.report]
     with working_together(options.output, files) as first:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rope_patch.cli.loading import check_device, check_texts, load_model, load_tokenizer, prepare
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import command_line, print_json, resumable
 from rope_patch.cli.processes import working_together
@@ -31,10 +31,8 @@ def extend(words: Sequence[str]) -> int:
         from rope_patch.reports import comparison as report
         from rope_patch.reports import page
     settings, output = options.settings, options.output
-    check_device(settings.machine.device)
-    check_texts(settings.evaluation)
     check(settings, output, options.force)
-    prepare(settings.machine.threads)
+    prepare(settings.machine, settings.evaluation.text, settings.evaluation.haystack)
     work = output.with_name(f"{output.name}.work")
     fresh = not work.exists()
     with working_together(work, [CACHE, "comparison.json"]) as first:

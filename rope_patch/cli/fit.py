@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rope_patch.cli.loading import (
-    check_device,
-    check_paths,
     load_model,
     load_tokenizer,
     prepare,
@@ -45,12 +43,10 @@ def fit(words: Sequence[str]) -> None:
     from rope_patch.runtime.folders import claimed, holds_files, write_atomically
 
     settings, output = options.settings, options.output
-    check_device(options.machine.device)
     _check_source(options.model)
     if holds_files(output):
         raise FileExistsError(f"{output} is not empty: give a new folder")
-    check_paths(options.text)
-    prepare(None)
+    prepare(options.machine, options.text)
     with claimed(output):
         tokenizer, model = load_tokenizer(options.model), load_model(options.model, options.machine)
         spec = fitting.held_out_spec(model, settings.target_length, seed=settings.seed)

@@ -9,8 +9,6 @@ from typing import Any
 
 from rope_patch.cli.kv_check_tables import print_check, print_presets
 from rope_patch.cli.loading import (
-    check_device,
-    check_texts,
     load_model,
     load_tokenizer,
     prepare,
@@ -47,9 +45,7 @@ def kv_check(words: Sequence[str]) -> None:
     )
     spec = replace(options.evaluation, bucket=options.evaluation.longest)
     engine.check_spec(spec)
-    check_texts(spec)
-    check_device(machine.device)
-    prepare(machine.threads)
+    prepare(machine, spec.text, spec.haystack)
     output, finished = options.output, options.output / RESULT_CACHE
     files = ["kv-check.json", *["kv-check.html"] * options.report]
     with working_together(output, [*files, RESULT_CACHE]) as first:

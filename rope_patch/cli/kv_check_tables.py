@@ -84,7 +84,8 @@ def print_presets() -> None:
     from rope_patch.kv_cache.formats import FORMATS
     from rope_patch.kv_cache.schemes import PRESETS, SWITCHES, Scheme, effective_bits
 
-    table = new_table("preset", "text", f"bits at head_dim {HEAD_DIM}: keys", "values", "source", right=["text"])
+    table = new_table("preset", "text", f"bits at head_dim {HEAD_DIM}: keys", "values", "source")
+    table.columns[1].no_wrap = True
     for name, preset in PRESETS.items():
         scheme = Scheme.parse(name)
         bits = [f"{effective_bits(side, HEAD_DIM):.2f}" for side in (scheme.key, scheme.value)]

@@ -9,20 +9,32 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.shared import Machine
 
 BALANCED = "balanced"
 """The device that stands for all GPUs, among which accelerate divides the layers."""
 
 
-def prepare(threads: int | None) -> None:
-    """Set the number of CPU threads, and leave progress bars to this package."""
+def prepare(machine: Machine, *texts: str | Path | None) -> None:
+    """Check device and texts before anything is loaded, set CPU threads, and leave progress bars to this package.
+
+    Args:
+        machine: where a model will run.
+        *texts: files and folders, or words for texts that are built in.
+
+    Raises:
+        ValueError: an unknown device, or one that is not there.
+        FileNotFoundError: no such text.
+    """
     import torch
     from transformers.utils import logging as hf_logging
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    check_device(machine.device)
+    for text in texts:
+        if text not in (None, "builtin", "noise") and not Path(text).exists():
+            raise FileNotFoundError(f"no file or folder {str(text)!r}")
+    if machine.threads is not None:
+        torch.set_num_threads(machine.threads)
     hf_logging.disable_progress_bar()
 
 
@@ -63,28 +75,6 @@ def choose_device(device: str) -> str:
     if device not in ("auto", "cuda"):
         return device
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-
-
-def check_paths(*paths: str | Path | None) -> None:
-    """Raise where a text is not there; words such as ``"builtin"`` are none.
-
-    Raises:
-        FileNotFoundError: no such file or folder.
-    """
-    for path in paths:
-        if isinstance(path, Path) and not path.exists():
-            raise FileNotFoundError(f"no file or folder {str(path)!r}")
-
-
-def check_texts(spec: EvalSpec) -> None:
-    """Raise where a text of an evaluation is not there.
-
-    Raises:
-        FileNotFoundError: no such file or folder.
-    """
-    for text in (spec.text, spec.haystack):
-        if text not in (None, "builtin", "noise"):
-            check_paths(Path(text))
 
 
 def check_patch(method: str | None, options: Mapping[str, Any]) -> None:

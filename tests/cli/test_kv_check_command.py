@@ -119,7 +119,7 @@ def test_help_and_list_name_every_preset():
         (("--schemes", "kivi2"), "Did you mean 'kivi-2'"),
         (("--schemes", "fp8 k=int4.token;v=int4.tokn"), "k=int4.token;v=int4.tokn: unknown word 'tokn'"),
         (("--schemes", "none"), "at least one scheme beside none"),
-        (("--depths", "half"), "--depths"),
+        (("--depths", "half"), "depths must be a number, got 'half'"),
         (("--text", "/nowhere"), "nowhere"),
         (("--schemes", "fp8 nf4 fp8.token"), "'fp8' and 'fp8.token' both mean"),
         (("--tolerance", "-1"), "tolerance must be >= 0, got -1"),
