@@ -232,26 +232,15 @@ def check_adapters(
                 f"here: others were put in their place. If these belong to {record.to_method()}: "
                 f"save(…, trust_adapters=[{name!r}])"
             )
-    chosen = selected or list(known)
-    strange = [
-        name
-        for name, config in known.items()
-        if getattr(config, TABLES_ATTRIBUTE, None) is None and config.inference_mode and name not in trusted
-    ]
-    unsure = [
-        name for name in chosen if getattr(known.get(name), TABLES_ATTRIBUTE, None) is None and name not in trusted
-    ]
-    if strange and unsure:
-        name = next((name for name in strange if name in chosen), unsure[0])
-        why = (
-            "PEFT loaded it, or combined it from adapters that were loaded"
-            if name in strange
-            else f"it may hold a part of {strange[0]!r}, which PEFT loaded"
-        )
+    unknown = [name for name in known if not hasattr(known[name], TABLES_ATTRIBUTE) and name not in trusted]
+    loaded = [name for name in unknown if known[name].inference_mode]
+    saved = [name for name in unknown if not selected or name in selected]
+    if loaded and saved:
         raise PatchError(
-            f"nothing shows under which tables the adapter {name!r} was trained: {why}. If it belongs to "
-            f"{record.to_method()}, say so: save(…, trust_adapters=[{name!r}]). Adapters that "
-            "rope_patch.load_adapter(model, FOLDER, adapter_name=…) loads are checked"
+            f"nothing shows under which tables the adapter {saved[0]!r} was trained: PEFT loaded {loaded[0]!r}, or "
+            f"combined it from adapters that were loaded. If it belongs to {record.to_method()}, say so: "
+            f"save(…, trust_adapters=[{saved[0]!r}]). Adapters that rope_patch.load_adapter(model, FOLDER, "
+            "adapter_name=…) loads are checked"
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-import inspect
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,14 +35,12 @@ from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import wrong_in_load, wrong_tensors
 from rope_patch.errors import blamed_on
-from rope_patch.methods import METHODS, MethodLike, as_method
-from rope_patch.methods.parameters import written
+from rope_patch.methods import MethodLike, as_method
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.record import PatchRecord, hashes, same_tables
 from rope_patch.patching.verify import verify_model
-from rope_patch.registry import is_built_in
 from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf
 from rope_patch.runtime.parallel import processes
 
@@ -150,7 +146,6 @@ def load(
 
     Raises:
         PatchError: the record does not fit what was loaded, or ``method`` meets a model that is patched already.
-        TypeError: a parameter of a method, which ``from_pretrained`` would ignore.
         ValueError: a bad method, options of a patch without one, no such folder, or one without a checkpoint.
         OSError: nothing that can be loaded, weights that are not the model's, or no such repository; the message says
             what to do.
@@ -161,43 +156,14 @@ def load(
         "replace": replace,
         "freeze_at": freeze_at,
     }
-    _refuse_parameters(method, options, from_pretrained)
     if method is None:
-        _refuse_options(options)
+        if given := [name for name, value in options.items() if value]:
+            raise ValueError(f"{given[0]} goes with a method: load(source, 'yarn', {given[0]}={options[given[0]]!r})")
         return _load(source, None, from_pretrained)
     chosen = as_method(method)  # before hours of loading
+    for name in [field.name for field in fields(chosen) if field.name in from_pretrained]:
+        raise TypeError(f"load takes no {name}=: write it into the method, load(source, '{chosen.name}:{name}=…')")
     return _load(source, lambda model: apply(model, chosen, **options), from_pretrained)  # type: ignore[arg-type]
-
-
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise where options of a patch are given without a method."""
-    defaults = inspect.signature(load).parameters
-    given = [name for name, value in options.items() if value != defaults[name].default]
-    if given:
-        name = given[0]
-        raise ValueError(f"{name} goes with a method: load(source, 'yarn', {name}={options[name]!r})")
-
-
-def _refuse_parameters(
-    method: MethodLike | None, of_patch: Mapping[str, Any], from_pretrained: Mapping[str, Any]
-) -> None:
-    """Raise where ``from_pretrained`` would ignore an option: of a method, or a misspelt one of the patch."""
-    classes = [cls for cls in METHODS.values() if is_built_in(cls)]
-    name = method if isinstance(method, str) and method in METHODS else "METHOD"
-    if name in METHODS:
-        classes.insert(0, METHODS[name])
-    options = inspect.signature(PreTrainedModel.from_pretrained).parameters
-    for key in from_pretrained.keys() - options:
-        if near := difflib.get_close_matches(key, of_patch, 1, 0.8):
-            raise TypeError(f"load takes no {key}=. Did you mean {near[0]}=?")
-        takes = [cls.name for cls in classes if key in {field.name for field in fields(cls)}]
-        if takes:
-            value = from_pretrained[key]
-            text = written(tuple(value) if isinstance(value, list) else value)
-            raise TypeError(
-                f"load takes no {key}=: it is a parameter of a method ({', '.join(dict.fromkeys(takes))}). Write it "
-                f"into the method: load(source, '{name}:{key}={text}')"
-            )
 
 
 def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretrained: dict[str, Any]) -> Any:

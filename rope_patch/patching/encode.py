@@ -55,46 +55,6 @@ class PatchRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class NewTables:
-    """What a method makes of the tables of a model.
-
-    Attributes:
-        method: with its factor.
-        layer_types: those that are patched.
-        before: the base tables; where nothing changes, the very same ones are in ``after``.
-        after: the new tables.
-        short: the tables of short sequences, of the patched layer types; empty where there is one table for all.
-    """
-
-    method: Method
-    layer_types: tuple[str | None, ...]
-    before: Tables
-    after: Tables
-    short: Tables
-
-
-def new_tables(location: Location, method: Method, options: PatchRequest, *, recorded: bool = False) -> NewTables:
-    """Apply a method to the base tables of a model.
-
-    Args:
-        location: where the model keeps them.
-        method: the method.
-        options: which of them are patched, and the context they are to reach.
-        recorded: the method is of a patch record: its factor is not checked again.
-
-    Raises:
-        ValueError: bad options, or a method that is not for these tables.
-    """
-    before = location.static_tables(options.freeze_at)
-    chosen = choose_layer_types(before, options.layer_types, method.named_layer_types)
-    if not recorded:
-        method = method.extended_to([before[kind] for kind in chosen], options.target_length)
-    after = {kind: method(table) if kind in chosen else table for kind, table in before.items()}
-    short = {kind: method.short_table(before[kind]) for kind in chosen} if isinstance(method, TwoTables) else {}
-    return NewTables(method, chosen, before, after, short)
-
-
-@dataclass(frozen=True, eq=False)
 class TableChange:
     """What a patch changes, in a model or in a file.
 
@@ -146,31 +106,38 @@ class PatchPlan(TableChange):
     """A patch that is not in place yet.
 
     Attributes:
-        source: the location that it was made from, which the base tables are read of.
-        short: the tables of short sequences, as in :class:`NewTables`.
+        short: the tables of short sequences, of the patched layer types; empty where there is one table for all.
         settings: what the config is to say.
     """
 
-    source: Location
     short: Tables
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def encode(location: Location, tables: NewTables, options: PatchRequest) -> PatchPlan:
-    """Find config settings from which the model's own rotary class rebuilds every table, to the last bit.
+def encode(location: Location, method: Method, options: PatchRequest, *, recorded: bool = False) -> PatchPlan:
+    """Apply a method to the base tables of a model, and find config settings that encode what comes of them.
 
-    The native encoding of each table is tried first, then the longrope form; what counts is what that class makes
-    of the config after a round trip through JSON. Tables whose last bits no factor reaches are canonicalised.
+    From the settings the model's own rotary class rebuilds every table, to the last bit. The native encoding of each
+    table is tried first, then the longrope form; what counts is what that class makes of the config after a round trip
+    through JSON. Tables whose last bits no factor reaches are canonicalised.
 
     Args:
         location: where the model keeps its rotary module.
-        tables: the base tables, and the new ones.
-        options: the context that the config is to state, and what the record holds.
+        method: the method.
+        options: which tables are patched, and the context that they are to reach and the config is to state.
+        recorded: the method is of a patch record: its factor is not checked again.
 
     Raises:
-        ValueError: no config of transformers gives a table, or not without changing what others read.
+        ValueError: bad options, a method that is not for these tables, or tables that no config of transformers gives,
+            or not without changing what others read.
     """
-    config, before = location.base_config, tables.before
+    before = location.static_tables(options.freeze_at)
+    chosen = choose_layer_types(before, options.layer_types, method.named_layer_types)
+    if not recorded:
+        method = method.extended_to([before[kind] for kind in chosen], options.target_length)
+    after = {kind: method(table) if kind in chosen else table for kind, table in before.items()}
+    short = {kind: method.short_table(before[kind]) for kind in chosen} if isinstance(method, TwoTables) else {}
+    config = location.base_config
     base_settings = settings_of(config)
     length = options.target_length or int(config.max_position_embeddings)
     settings = base_settings | {"max_position_embeddings": length}
@@ -179,29 +146,28 @@ def encode(location: Location, tables: NewTables, options: PatchRequest) -> Patc
         extras.append({READ_GLOBAL: True})
     if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
         extras.append({"head_dim": config.hidden_size // config.num_attention_heads})
-    after = dict(tables.after)
-    for kind, table in tables.after.items():
+    for kind, table in list(after.items()):
         if table is not before[kind] or table.rope_parameters is None or location.tables[kind].is_dynamic:
             stated = replace(table, max_position_embeddings=length)
             after[kind], settings = _encode_table(location, stated, [settings | extra for extra in extras])
     record = PatchRecord(
-        method=tables.method.to_dict(),
-        layer_types=tables.layer_types,
+        method=method.to_dict(),
+        layer_types=chosen,
         tables=records_of(after),
         base_tables=records_of(before),
-        short_tables=records_of(tables.short),
+        short_tables=records_of(short),
         base_config=base_settings,
         target_length=options.target_length,
         freeze_at=options.freeze_at,
         edited=tuple(key_of(kind) for kind, table in before.items() if table.rope_parameters is None),
     )
-    return PatchPlan(tables.method, before, after, record, location, tables.short, settings)
+    return PatchPlan(method, before, after, record, short, settings)
 
 
 def repeat(location: Location, record: PatchRecord) -> PatchPlan:
     """Return the plan of a patch that a record describes, made from the base tables again."""
     options = PatchRequest.of(record)
-    return encode(location, new_tables(location, record.to_method(), options, recorded=True), options)
+    return encode(location, record.to_method(), options, recorded=True)
 
 
 def _encode_table(

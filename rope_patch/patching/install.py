@@ -13,12 +13,12 @@ from torch import nn
 from transformers.utils import logging as hf_logging
 
 from rope_patch.methods import Default, Method, MethodLike, TwoTables, as_method
-from rope_patch.patching.encode import PatchPlan, PatchRequest, TableChange, encode, new_tables, repeat
-from rope_patch.patching.locate import Location, PatchError, device_of, locate, lock_of
+from rope_patch.patching.encode import PatchPlan, PatchRequest, TableChange, encode, repeat
+from rope_patch.patching.locate import Location, PatchError, device_of, locate
 from rope_patch.patching.record import PatchRecord, build_rotary, hashes, same_tables, settings_of, write_config
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.two_tables import Reach, TwoTableRotary, check_decoder, reaching
-from rope_patch.patching.verify import edits_since, measure
+from rope_patch.patching.verify import edits_since
 from rope_patch.tables import choose_layer_types
 
 logger = hf_logging.get_logger("rope_patch")
@@ -66,13 +66,12 @@ class Patch(TableChange):
             PatchError: another patch has replaced this one, or it was undone already.
         """
         location = self._location
-        with lock_of(location.model):
-            if location.model.get_submodule(location.path) is not self._module:
-                raise PatchError(f"the patch {self.method} is no longer in place: nothing to restore")
-            if getattr(location.config, "rope_patch", None) != self.record.to_dict():
-                raise PatchError(f"the config no longer says {self.method}: is it shared with another model?")
-            follow_device(location.module, location.model)
-            self.reinstate()
+        if location.model.get_submodule(location.path) is not self._module:
+            raise PatchError(f"the patch {self.method} is no longer in place: nothing to restore")
+        if getattr(location.config, "rope_patch", None) != self.record.to_dict():
+            raise PatchError(f"the config no longer says {self.method}: is it shared with another model?")
+        follow_device(location.module, location.model)
+        self.reinstate()
 
     def reinstate(self) -> None:
         """Put back what was there before the patch, whatever is in place now."""
@@ -127,24 +126,26 @@ def apply(
 
 def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callable[[str], None]) -> Patch:
     """Read a model, make new tables, find settings that encode them, check, install."""
-    with lock_of(model):
-        location = locate(model)
-        source, warnings = _source(location, options)
-        tables = new_tables(source, method, options)
-        plan = encode(source, tables, options)
-        if not (plan.record.changed or isinstance(method, Default)):
-            warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
-        _check(location, plan, warnings, warn)
-        return install(location, plan)
+    location = locate(model)
+    location.check_base()
+    warnings = []
+    if not options.replace:
+        _refuse_a_second_patch(location)
+    elif edits := edits_since(location):
+        warnings.append(f"replacing the patch drops what was changed in the config since: {'; '.join(edits)}")
+    plan = encode(location, method, options)
+    if not (plan.record.changed or isinstance(method, Default)):
+        warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
+    _check(location, plan, warnings, warn)
+    return install(location, plan)
 
 
 def install(location: Location, plan: PatchPlan) -> Patch:
     """Put a plan into a model: the only step that changes it. On any error the model is as it was."""
-    source = plan.source
-    options: Any = {"keep_float32": source.keeps_float32, "layout": source.layout}
+    options: Any = {"keep_float32": location.keeps_float32, "layout": location.layout}
     if isinstance(plan.method, TwoTables):
         options |= {"short": plan.short, "switch_at": plan.method.switch_at}
-    module = (TwoTableRotary if plan.short else PatchedRotary)(plan.after, source.original, **options)
+    module = (TwoTableRotary if plan.short else PatchedRotary)(plan.after, location.original, **options)
     module.train(location.module.training)
     hook = getattr(location.module, "_hf_hook", None)
     if hook is not None:  # of accelerate, which dispatches
@@ -174,12 +175,12 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
             or the model calls its rotary embedding with what a patched one cannot answer.
     """
     name, method, before = location.name, plan.method, plan.before
-    warnings = [*plan.source.warnings, *warnings]
+    warnings = [*location.warnings, *warnings]
     if isinstance(method, TwoTables):
         check_decoder(location.model, location.decoder)
         warnings += method.warnings([before[kind] for kind in plan.record.layer_types])
-    probe = plan.source.probe
-    if plan.settings["rope_parameters"] != plan.source.base_config.rope_parameters and probe.outside:
+    probe = location.probe
+    if plan.settings["rope_parameters"] != location.base_config.rope_parameters and probe.outside:
         raise ValueError(
             f"{', '.join(probe.outside)} of {name} reads config.rope_parameters besides the rotary embedding: another "
             "encoding would change more than the table. Such families are not supported"
@@ -196,54 +197,31 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
         warn(warning)
 
 
-def _source(location: Location, options: PatchRequest) -> tuple[Location, list[str]]:
-    """Return the location to read the base tables from, and warnings.
-
-    Raises:
-        PatchError: the model is patched already, and is not to be patched anew.
-    """
-    location.check_base()
-    if not options.replace:
-        _refuse_a_second_patch(location)
-    if location.record is None:
-        return location, []
-    if not (edits := edits_since(location)):
-        return location, []
-    return location, [
-        f"replacing {location.record.to_method()} drops what was changed in the config since: {'; '.join(edits)}"
-    ]
-
-
 def _refuse_a_second_patch(location: Location) -> None:
     record, name = location.record, location.name
     if record is None:
         if location.patched is not None:
             raise PatchError(f"{name} is patched, but its config has lost the record: load the model again")
         return
-    patched_already = f"{name} is already patched with {record.to_method()}"
-    measurable = location.patched is None and not location.without_numbers
-    if measurable and measure(location, location.module, record.tables, device_of(location.model)):
-        raise PatchError(
-            f"the config of this {name} says it is patched with {record.to_method()}, but it does not use that table. "
-            "Models built from one config object share it: give each its own copy (or pass replace=True here)"
-        )
-    raise PatchError(f"{patched_already}: restore it first, or pass replace=True (--replace)")
+    raise PatchError(
+        f"{name} is already patched with {record.to_method()}, or shares the config object of a model that is: restore "
+        "it first, or pass replace=True (--replace)"
+    )
 
 
 @contextlib.contextmanager
 def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator[Patch]:
     """Patch a model for the length of a ``with`` block; undone at its end, also after an exception.
 
-    Takes what :func:`apply` takes. Another thread that wants to patch the same model waits until then.
+    Takes what :func:`apply` takes.
     """
     own = {each.name: options.pop(each.name) for each in fields(PatchRequest) if each.name in options}
     chosen = as_method(method, **options)
-    with lock_of(model):
-        patch = _apply(model, chosen, PatchRequest(**own), logger.warning_once)
-        try:
-            yield patch
-        finally:
-            patch.restore()
+    patch = _apply(model, chosen, PatchRequest(**own), logger.warning_once)
+    try:
+        yield patch
+    finally:
+        patch.restore()
 
 
 def reapply(model: nn.Module, record: PatchRecord) -> Patch:
@@ -252,19 +230,18 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
     Raises:
         PatchError: the model's base tables are not those the record was made on.
     """
-    with lock_of(model):
-        location = locate(model)
-        location.check_base()
-        plan = repeat(location, record)
-        for name in ("base_tables", "tables", "short_tables"):
-            recorded, rebuilt = getattr(record, name), getattr(plan.record, name)
-            if not same_tables(recorded, rebuilt):
-                raise PatchError(
-                    f"the record of {record.to_method()} was made on another model: its {name.replace('_', ' ')} "
-                    f"({hashes(recorded)}) are not this model's ({hashes(rebuilt)})"
-                )
-        _check(location, plan, [], logger.warning)
-        return install(location, plan)
+    location = locate(model)
+    location.check_base()
+    plan = repeat(location, record)
+    for name in ("base_tables", "tables", "short_tables"):
+        recorded, rebuilt = getattr(record, name), getattr(plan.record, name)
+        if not same_tables(recorded, rebuilt):
+            raise PatchError(
+                f"the record of {record.to_method()} was made on another model: its {name.replace('_', ' ')} "
+                f"({hashes(recorded)}) are not this model's ({hashes(rebuilt)})"
+            )
+    _check(location, plan, [], logger.warning)
+    return install(location, plan)
 
 
 def restore(model: nn.Module) -> None:
@@ -273,15 +250,14 @@ def restore(model: nn.Module) -> None:
     Raises:
         PatchError: the model is not patched.
     """
-    with lock_of(model):
-        location = locate(model)
-        record = location.record
-        if record is None:
-            raise PatchError(f"{location.name} carries no patch record: nothing to restore")
-        location.check_base()
-        if record.edited and location.patched is None:
-            raise PatchError("the base table was edited by hand before the patch; its config alone cannot restore it")
-        _reset(location, location.original, record.base_config)
+    location = locate(model)
+    record = location.record
+    if record is None:
+        raise PatchError(f"{location.name} carries no patch record: nothing to restore")
+    location.check_base()
+    if record.edited and location.patched is None:
+        raise PatchError("the base table was edited by hand before the patch; its config alone cannot restore it")
+    _reset(location, location.original, record.base_config)
 
 
 def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -239,20 +237,6 @@ def locate(model: nn.Module) -> Location:
     configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
     distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
     return Location(base, decoder, path, module, tuple(distinct.values()), getattr(configs[0], "rope_patch", None))
-
-
-_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_all_locks = threading.Lock()
-
-
-def lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock that a thread holds while it patches a model, or has it in a ``patched`` block.
-
-    Raises:
-        TypeError: not a transformers model.
-    """
-    with _all_locks:
-        return _locks.setdefault(_unwrapped(model), threading.RLock())
 
 
 def not_a_model(given: Any) -> TypeError:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.patches import module_of
 from support.round_trip import assert_round_trip
 from support.subsets import needs_transformers
-from support.tiny import LLAMA3, SIZE, ids, logits, tiny_config, tiny_model
+from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
@@ -26,7 +25,6 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.utils import logging
 
 import rope_patch
 from rope_patch import PatchError
@@ -300,28 +298,6 @@ def test_edits_of_the_config_are_named_when_they_are_dropped(monkeypatch):
     patch = rope_patch.apply(model, "default", replace=True)
     assert "128 -> 256" in warnings[0] and "rope_parameters.factor" in warnings[0]
     assert patch.after[None].rope_type == "default" and model.config.max_position_embeddings == 64
-
-
-# --- threads ----------------------------------------------------------------------------------------------------------
-
-
-def test_two_patches_of_one_model_wait_for_each_other_and_leave_transformers_logging_alone():
-    model, verbosity = tiny_model(), logging.get_verbosity()
-    before, expected = logits(model), {}
-    for name in ("yarn:factor=4", "pi:factor=4"):
-        with rope_patch.patched(model, name):
-            expected[name] = logits(model)
-
-    def work(name):
-        for _ in range(10):
-            with rope_patch.patched(model, name):
-                assert torch.equal(logits(model), expected[name]) and logging.get_verbosity() == verbosity
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, expected))  # which raises what a thread raised
-    assert torch.equal(logits(model), before)
-    assert tiny_config("llama").rope_parameters == model.config.rope_parameters
-    assert logging.get_verbosity() == verbosity
 
 
 # --- encoders and decoders --------------------------------------------------------------------------------------------
