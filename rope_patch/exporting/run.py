@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ def export(
     request.check(adapter=hasattr(model, "peft_config"))
     origin = str(getattr(model.config, "name_or_path", "")) if hasattr(model, "config") else ""
     with scratch_folder(output.with_name(f"{output.name}.model")) as folder:
-        _save(model, folder, origin)
+        _save(model, folder, [origin] if origin else [])
         return _export(folder, output, request, name_of(origin) if origin else type(model).__name__)
 
 
@@ -198,16 +198,17 @@ def _gguf(
     return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}
 
 
-def _save(model: nn.Module, folder: Path, origin: str) -> None:
-    """Save a model in memory, patched or not, with the tokenizer of the checkpoint it came from if that is found."""
+def _save(model: nn.Module, folder: Path, places: Sequence[str | Path]) -> None:
+    """Save a model in memory, patched or not, with the tokenizer of the first of some checkpoints that has one."""
     if locate(model).record is not None:
         checkpoints.save(model, folder)
     else:
         pretrained: Any = model
         pretrained.save_pretrained(folder)
-    if origin:
+    for place in places:
         with contextlib.suppress(ValueError, OSError):
-            checkpoints.read_tokenizer(origin).save_pretrained(folder)
+            checkpoints.read_tokenizer(place).save_pretrained(folder)
+            break
 
 
 @contextlib.contextmanager
@@ -226,15 +227,8 @@ def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Itera
     progress.say("copying base and adapter, merged")
     merged = loaded.merge_and_unload()
     with scratch_folder(output) as folder:
-        if locate(merged).record is not None:
-            checkpoints.save(merged, folder)
-        else:
-            merged.save_pretrained(folder)
+        _save(merged, folder, [source, base])
         del loaded, merged
-        for place in (source, base):
-            with contextlib.suppress(ValueError):
-                checkpoints.read_tokenizer(place).save_pretrained(folder)
-                break
         yield skeleton(folder), folder
 
 
