@@ -95,6 +95,7 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     """Fit, compare, and write a cell."""
     import rope_patch
     from rope_patch.evaluation.compare import compare
+    from rope_patch.evaluation.metrics import Span
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.options.evaluation import EvalSpec
 
@@ -117,7 +118,8 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
         row["retrieval"][name] = {str(n): prompts.accuracy(n) for n in lengths}
     row["fitted_minus_yarn"] = {}
     for kind, (low, high) in itertools.product(("perplexity", "retrieval"), buckets):
-        change = comparison.difference(own, yarn, kind, high, low)
+        span = Span(high, low) if kind == "perplexity" else Span(high, task="passkey")
+        change = comparison.difference(own, yarn, kind, span)
         row["fitted_minus_yarn"][f"{kind} {high}"] = [change.estimate, change.low, change.high]
     write_atomically(place(root, cell), json.dumps(row))
     return cell

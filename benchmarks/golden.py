@@ -326,8 +326,7 @@ def _compared(report: Mapping[str, Any]) -> Numbers:
         results[row["method"]] = numbers
     for column in report["columns"]:
         name = f"{column['metric']} {column['task'] or column['start']} {column['stop']}"
-        intervals = {one["method"]: [one["estimate"], one["low"], one["high"]] for one in column["differences"]}
-        results[name] = {"values": column["values"], "differences": intervals}
+        results[name] = {"values": column["values"], "differences": column["differences"]}
     return results
 
 

@@ -41,23 +41,15 @@ class HouseNumber(NeedleTask, name="own_house"):
     digits = 3
 '''
 METRIC = '''
-from rope_patch.evaluation.metrics import METRICS, Metric, Span
+from rope_patch.evaluation.metrics import Metric
 
-class AnswerLogProbability(Metric):
+class AnswerLogProbability(Metric, name="own_logprob"):
     """Log-probability of the right answer."""
 
-    name, unit, lower_is_better = "own_logprob", "nats", False
-
-    def spans(self, spec):
-        return [Span(self.name, length, task=task) for task in spec.tasks for length in spec.lengths]
-
-    def at(self, spec, length):
-        return [span for span in self.spans(spec) if span.stop == length]
+    unit, lower_is_better = "nats", False
 
     def values(self, result, span):
         return [sample.logprob for sample in result.retrieval[span.task].samples(span.stop)]
-
-METRICS.add("own_logprob", AnswerLogProbability())
 '''
 
 
@@ -96,20 +88,24 @@ def test_the_current_directory_does_not_come_before_installed_packages_afterward
 
 def compared(folder, *words):
     measured = "--methods default --lengths 64 --samples 1 --depths 0.5 --windows 1 --no-report"
-    run("compare", rope_patch.data_path("assets") / "llama", *measured.split(" "), "-o", folder / "out", *words)
-    return json.loads((folder / "out" / "comparison.json").read_text())
+    printed = run(
+        "compare", rope_patch.data_path("assets") / "llama", *measured.split(" "), "-o", folder / "out", *words
+    )
+    return json.loads((folder / "out" / "comparison.json").read_text()), printed
 
 
 def test_a_command_measures_a_task_of_a_users_module(folder):
     (folder / "own_tasks.py").write_text(TASK)
-    made = compared(folder, "--tasks", "own_house", "--import", "own_tasks")
+    made, _ = compared(folder, "--tasks", "own_house", "--import", "own_tasks")
     (cell,) = made["rows"][0]["retrieval"]["own_house"]["cells"]
     assert re.fullmatch(r"\d{3}", cell["samples"][0]["expected"])
 
 
 def test_a_command_shows_a_metric_of_a_users_module(folder):
     (folder / "own_metrics.py").write_text(METRIC)
-    made = compared(folder, "--import", "own_metrics")
+    made, printed = compared(folder, "--import", "own_metrics", "--report")
+    assert "own_logprob passkey 64" in printed
+    assert "own_logprob, passkey, at length" in (folder / "out" / "report.html").read_text()
     (sample,) = made["rows"][0]["retrieval"]["passkey"]["cells"][0]["samples"]
     (column,) = (column for column in made["columns"] if column["metric"] == "own_logprob")
     assert column["values"] == [sample["logprob"]]

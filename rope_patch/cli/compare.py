@@ -117,7 +117,7 @@ def print_table(comparison: Any) -> None:
 def print_differences(comparison: Any) -> None:
     """Print how each method differs from the unpatched model; from the first method where that was not measured."""
     from rope_patch.evaluation.effective_length import UNPATCHED
-    from rope_patch.evaluation.metrics import METRICS
+    from rope_patch.evaluation.metrics import METRICS, change_sentence
 
     names = [row.label for row in comparison.rows]
     first = UNPATCHED if UNPATCHED in names else names[0]
@@ -128,15 +128,15 @@ def print_differences(comparison: Any) -> None:
         if name == first:
             continue
         changes = []
-        for span in (column.span for column in comparison.columns()):
-            change = comparison.difference(name, first, span.metric, span.stop, span.start or 0, span.task)
-            changes.append(f"{METRICS[span.metric].heading(span)}: {METRICS[span.metric].describe(change)}")
+        for column in comparison.columns():
+            change = comparison.difference(name, first, column.metric, column.span)
+            changes.append(f"{column.heading}: {change_sentence(METRICS[column.metric], change)}")
         print(f"  {name}: {'; '.join(changes)}")
 
 
 def print_scores(comparison: Any) -> Any:
     """Print the scores of every method, those that are significantly ahead in green with a star; return the columns."""
-    from rope_patch.evaluation.metrics import METRICS
+    from rope_patch.evaluation.metrics import METRICS, value_text
 
     columns = comparison.columns()
     title = f"{comparison.model}, trained at {comparison.trained_length} tokens"
@@ -144,7 +144,7 @@ def print_scores(comparison: Any) -> Any:
     for i, row in enumerate(comparison.rows):
         cells = []
         for column in columns:
-            value = METRICS[column.metric].format(column.values[i])
+            value = value_text(METRICS[column.metric], column.values[i])
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.label else value)
         table.add_row(row.label, *cells)
     show(table)

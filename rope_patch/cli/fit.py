@@ -68,7 +68,7 @@ def fit(words: Sequence[str]) -> None:
 def described(patch: FittedPatch) -> Iterator[str]:
     """Yield a line for each table, the changes of the one in use from its start, and what to know before its use."""
     from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
-    from rope_patch.evaluation.metrics import METRICS
+    from rope_patch.evaluation.metrics import METRICS, change_sentence
     from rope_patch.fitting.candidates import MEASURED
 
     for candidate in patch.candidates:
@@ -83,7 +83,8 @@ def described(patch: FittedPatch) -> Iterator[str]:
     else:
         yield f"Chosen: {patch.chosen}. Change from the start, with 95 % intervals:"
         for kind, several in patch.winner.changes(patch.candidates[0]).items():
-            parts = (f"{n}: {METRICS[MEASURED[kind][0]].describe(change)}" for n, change in several.items())
+            metric = METRICS[MEASURED[kind][0]]
+            parts = (f"{n}: {change_sentence(metric, change)}" for n, change in several.items())
             yield f"- {kind} to {', '.join(parts)}"
         yield f"{OF_WINDOWS} {OF_PROMPTS} {CARRIES_OVER}"
     for sentence in patch.warnings:

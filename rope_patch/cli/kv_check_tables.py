@@ -46,7 +46,7 @@ def _print_length(checked: Any, length: int) -> None:
     """Print the rows of every method at a length."""
     from rich.markup import escape
 
-    from rope_patch.evaluation.metrics import spans_at
+    from rope_patch.evaluation.metrics import change_text, spans_at
 
     colors = {"safe": "green", "unsafe": "red", "undecided": "yellow"}
     metrics, heads = list(spans_at(checked.spec, length)), ["bits"]
@@ -61,7 +61,7 @@ def _print_length(checked: Any, length: int) -> None:
         cells, full = [f"{row.cache_bits[length]:.2f}"], row.divergence is None
         for metric, span in metrics:
             change = checked.change(row, metric, span)
-            moved, low, high = map(metric.format_change, change)
+            moved, low, high = (change_text(metric, value) for value in change)
             interval = f"{low} to {high}" if math.isfinite(change.high - change.low) else "one window"
             differences = [moved, *([interval] if span.task is None else [])]
             cells += [f"{metric.value(row.scores, span):.2f}", *([""] * len(differences) if full else differences)]

@@ -18,7 +18,7 @@ from torch import nn
 from rope_patch import __version__
 from rope_patch.checkpoints.gguf import weights_in_file
 from rope_patch.evaluation.effective_length import EffectiveLengths, effective_lengths
-from rope_patch.evaluation.metrics import METRICS, Metric, Span
+from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, Span, column_heading, spans_of
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.modeling.scoring import name_of
@@ -30,7 +30,7 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite, open_cache
 from rope_patch.tables import RotaryTable
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True)
@@ -65,60 +65,35 @@ def labelled(method: str, trained: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How a method differs from the best one of a column, on the same windows or prompts.
-
-    Attributes:
-        method: the label of its row.
-        estimate: its score minus the best one's, in the unit of the metric.
-        low: lower end of the interval of the difference.
-        high: upper end.
-    """
-
-    method: str
-    estimate: float
-    low: float
-    high: float
-
-    @property
-    def significant(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low > 0 or self.high < 0
-
-
-@dataclass(frozen=True)
 class Column:
     """One metric of every method.
 
     Attributes:
         metric: its name, a key of :data:`~rope_patch.evaluation.metrics.METRICS`.
-        task: retrieval task; None for text.
-        start: first position of the perplexity [tokens]; None for retrieval.
-        stop: one past the last; the prompt length of retrieval [tokens].
+        span: what it is measured over.
         values: of each row.
         best: the row with the best value; the first of equals.
         winner: the method whose lead over every other one excludes zero; None when there is none.
-        differences: of every other method from the best.
+        differences: of every other method from the best, by the label of its row, in the unit of the metric.
     """
 
     metric: str
-    task: str | None
-    start: int | None
-    stop: int
+    span: Span
     values: tuple[float, ...]
     best: int
     winner: str | None
-    differences: tuple[Difference, ...]
-
-    @property
-    def span(self) -> Span:
-        """What was measured."""
-        return Span(self.metric, self.stop, self.start, self.task)
+    differences: dict[str, PairedDifference]
 
     @property
     def heading(self) -> str:
         """Head of the column in a printed table."""
-        return METRICS[self.metric].heading(self.span)
+        return column_heading(METRICS[self.metric], self.span)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the column as JSON values."""
+        values: dict[str, Any] = finite(asdict(self))
+        values |= values.pop("span")
+        return values
 
 
 @dataclass(frozen=True)
@@ -183,7 +158,7 @@ class Comparison:
 
     def columns(self) -> list[Column]:
         """Return the table, metric by metric, with the differences that are significant."""
-        return [self._column(metric, span) for metric in METRICS.values() for span in metric.spans(self.spec)]
+        return [self._column(metric, span) for metric in METRICS.values() for span in spans_of(metric, self.spec)]
 
     def effective_lengths(self) -> EffectiveLengths | None:
         """Return up to which length each method does as well as the unpatched model at its trained length.
@@ -194,46 +169,30 @@ class Comparison:
             return None
         return effective_lengths({row.label: row.scores for row in self.rows}, self.trained_length, self.confidence)
 
-    def difference(
-        self, method: str, other: str, metric: str, stop: int, start: int = 0, task: str | None = None
-    ) -> Difference:
+    def difference(self, method: str, other: str, metric: str, span: Span) -> PairedDifference:
         """Return how one method differs from another in one metric, at this comparison's plain confidence.
 
         Args:
             method: the label of its row.
             other: that of the one it is compared with.
             metric: key of :data:`~rope_patch.evaluation.metrics.METRICS`.
-            stop: one past the last position of perplexity, or length of the prompts [tokens].
-            start: first position of perplexity [tokens].
-            task: of retrieval; by default the first one of the spec.
-
-        Raises:
-            ValueError: an unknown method, metric or span.
+            span: positions of the text between two edges of buckets, or prompts of a task.
         """
-        rows = {row.label: row for row in self.rows}
-        for name in (method, other):
-            if name not in rows:
-                raise ValueError(f"no method {name!r} in this comparison. Known: {', '.join(rows)}")
-        if metric not in METRICS:
-            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
-        first = next(iter(METRICS[metric].at(self.spec, stop)), Span(metric, stop))
-        span = Span(metric, stop, first.start if first.start is None else start, task or first.task)
-        change = METRICS[metric].difference(rows[method].scores, rows[other].scores, span, self.confidence)
-        return Difference(method, *change)
+        rows = {row.label: row.scores for row in self.rows}
+        return METRICS.find(metric).difference(rows[method], rows[other], span, self.confidence)
 
     def _column(self, metric: Metric, span: Span) -> Column:
         values = [metric.value(row.scores, span) for row in self.rows]
         best = (min if metric.lower_is_better else max)(range(len(values)), key=values.__getitem__)
         # Each so wide that those of all pairs hold together: the best was chosen by what was measured.
         each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
-        differences = tuple(
-            Difference(row.label, *metric.difference(row.scores, self.rows[best].scores, span, each))
+        differences = {
+            row.label: metric.difference(row.scores, self.rows[best].scores, span, each)
             for i, row in enumerate(self.rows)
             if i != best
-        )
-        wins = bool(differences) and all(difference.significant for difference in differences)
-        winner = self.rows[best].label if wins else None
-        return Column(span.metric, span.task, span.start, span.stop, tuple(values), best, winner, differences)
+        }
+        wins = bool(differences) and all(difference.significant for difference in differences.values())
+        return Column(metric.name, span, tuple(values), best, self.rows[best].label if wins else None, differences)
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -257,7 +216,7 @@ class Comparison:
         head |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "seed": self.spec.seed}
         names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
         head |= {name: getattr(self, name) for name in names}
-        head |= {"warnings": self.warnings, "columns": [finite(asdict(column)) for column in self.columns()]}
+        head |= {"warnings": self.warnings, "columns": [column.to_dict() for column in self.columns()]}
         effective = self.effective_lengths()
         head["effective_lengths"] = None if effective is None else asdict(effective)
         return json.dumps({**head, "rows": rows}, indent=1, allow_nan=False)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rope_patch.evaluation.intervals import effective_count, wilson
-from rope_patch.evaluation.metrics import EFFECTIVE_PERPLEXITY, EFFECTIVE_RETRIEVAL, METRICS, Metric, Span
+from rope_patch.evaluation.intervals import effective_count, paired_means, wilson
+from rope_patch.evaluation.metrics import METRICS, Metric, Span, spans_of
 from rope_patch.evaluation.suite import ANSWERED, EvalResult
+
+EFFECTIVE_RETRIEVAL = 0.9
+"""Share of what the unpatched model answers at its trained length that a method must answer at its effective length."""
+
+EFFECTIVE_PERPLEXITY = 1.05
+"""The perplexity at an effective length, as a multiple of the unpatched model's at its trained length, at most."""
 
 UNPATCHED = "default"
 """The method that leaves a model as it is."""
@@ -123,32 +130,50 @@ def effective_lengths(
     within = [length for length in spec.lengths if length <= trained_length]
     if not within:
         return None
-    lengths = [
-        _effective(metric, method, result, unpatched, max(within), confidence)
-        for method, result in scores.items()
-        for metric in METRICS.values()
-        if metric.held(spec, unpatched, max(within))
-    ]
-    retrieval = METRICS["retrieval"]
-    asked = _spans(retrieval, unpatched, max(within))
+    reference, retrieval = max(within), METRICS["retrieval"]
+    asked = [span for span in spans_of(retrieval, spec) if span.stop == reference]
     unanswered = tuple(str(span.task) for span in asked if retrieval.value(unpatched, span) < ANSWERED)
-    return EffectiveLengths(max(within), tuple(lengths), confidence, spec.samples, len(spec.depths), unanswered)
+    # LongPPL has no effective length: few windows have key tokens at two lengths, so that these cannot be paired.
+    metrics = [METRICS["perplexity"]] if spec.windows != 0 else []
+    if not unanswered:
+        metrics.append(retrieval)
+    lengths = [
+        _effective(metric, method, result, unpatched, reference, confidence)
+        for method, result in scores.items()
+        for metric in metrics
+    ]
+    return EffectiveLengths(reference, tuple(lengths), confidence, spec.samples, len(spec.depths), unanswered)
 
 
 def _effective(
     metric: Metric, method: str, result: EvalResult, unpatched: EvalResult, reference: int, confidence: float
 ) -> EffectiveLength:
+    spans: dict[int, list[Span]] = {}
+    for span in spans_of(metric, result.spec):
+        spans.setdefault(span.stop, []).append(span)
     reached = None
     for length in result.spec.lengths:
-        other = min(length, reference) if metric.by_position else reference
-        spans = zip(_spans(metric, result, length), _spans(metric, result, other), strict=True)
-        verdicts = [metric.holds(result, span, unpatched, theirs, confidence) for span, theirs in spans]
-        if not all(verdicts):
-            return EffectiveLength(method, metric.name, reached, length, fails=False in verdicts)
+        other = min(length, reference) if metric.of_text else reference
+        holds = []
+        for span, theirs in zip(spans[length], spans[other], strict=True):
+            low, high, limit = _loss(metric, result, span, unpatched, theirs, confidence)
+            holds.append(True if high < limit else False if low >= limit else None)
+        if not all(holds):
+            return EffectiveLength(method, metric.name, reached, length, fails=False in holds)
         reached = length
     return EffectiveLength(method, metric.name, reached, None, fails=False)
 
 
-def _spans(metric: Metric, result: EvalResult, length: int) -> list[Span]:
-    """What a metric is measured over at a length alone, without what lies before it."""
-    return [span for span in metric.spans(result.spec) if span.stop == length]
+def _loss(
+    metric: Metric, ours: EvalResult, span: Span, unpatched: EvalResult, theirs: Span, confidence: float
+) -> tuple[float, float, float]:
+    """Return the interval of what is lost against the unpatched model, and what may be lost.
+
+    For perplexity that is a change of the loss, paired over windows [nats/token]; for retrieval the share of prompts
+    that are answered, with its sign changed.
+    """
+    if metric.is_perplexity:
+        low, high = paired_means(metric.values(ours, span), metric.values(unpatched, theirs), confidence)
+        return low, high, math.log(EFFECTIVE_PERPLEXITY)
+    low, high = ours.retrieval[str(span.task)].interval(span.stop, confidence)
+    return -high, -low, -EFFECTIVE_RETRIEVAL * metric.value(unpatched, theirs)

@@ -1,63 +1,147 @@
-"""The metrics that are measured of a model.
+"""What is measured of a model, and how two results differ.
 
-Tables, reports and verdicts go through :data:`METRICS`, so that a metric that is entered there appears in all of them.
+Tables, reports and verdicts go through :data:`METRICS`, so that a metric that is defined appears in all of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import paired_means, paired_shares, ratio_of_sums
 from rope_patch.evaluation.losses import PerplexityResult
-from rope_patch.evaluation.metric import Metric, PairedDifference, Span, VerdictKind
 from rope_patch.evaluation.numbers import number_text, percent, perplexity_text, relative
-from rope_patch.evaluation.retrieval import RetrievalResult, effective_prompts
-from rope_patch.evaluation.suite import ANSWERED, EvalResult
+from rope_patch.evaluation.retrieval import effective_prompts
+from rope_patch.evaluation.suite import EvalResult
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.registry import Registry
 
-__all__ = [
-    "LOST",
-    "METRICS",
-    "LongPerplexity",
-    "Metric",
-    "PairedDifference",
-    "Perplexity",
-    "Retrieval",
-    "Span",
-    "spans_at",
-]
+VerdictKind = Literal["safe", "unsafe", "undecided"]
 
 LOST = 0.02
 """Share of prompts that a change may lose, as measured, and still be called safe."""
 
-EFFECTIVE_RETRIEVAL = 0.9
-"""Share of what the unpatched model answers at its trained length that a method must answer at its effective length."""
-
-EFFECTIVE_PERPLEXITY = 1.05
-"""The perplexity at an effective length, as a multiple of the unpatched model's at its trained length, at most."""
+METRICS: Registry[Metric] = Registry("metric", "rope_patch.metrics")
+"""Every metric by name, in the order of their columns. A subclass of :class:`Metric` enters itself."""
 
 
-class Perplexity(Metric):
+@dataclass(frozen=True)
+class Span:
+    """What one value of a metric is measured over: positions of the text, or the prompts of a task and length.
+
+    Attributes:
+        stop: one past the last position, or the length of the prompts [tokens].
+        start: first position [tokens]; None for prompts.
+        task: of the prompts; None for text.
+    """
+
+    stop: int
+    start: int | None = None
+    task: str | None = None
+
+    def __str__(self) -> str:
+        """Return the positions or the length [tokens]."""
+        return str(self.stop) if self.start is None else f"{self.start}-{self.stop}"
+
+
+class PairedDifference(NamedTuple):
+    """A difference between two results of the same windows or prompts, with its interval.
+
+    Attributes:
+        estimate: the one minus the other.
+        low: lower end of the interval.
+        high: upper end.
+    """
+
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+
+class Metric(ABC):
+    """One number that is measured of a model: the mean of a value of each window or prompt, unless ``value`` differs.
+
+    Attributes:
+        name: key of :data:`METRICS`, and of results as JSON.
+        unit: of its differences.
+        lower_is_better: its direction.
+        of_text: it is measured on windows of text, by position; otherwise on the prompts of every task, by length.
+        is_perplexity: its values are perplexities, and its differences those of the loss [nats/token].
+        title: what reports call it; its name by default.
+        heading: what columns of a table are called; its name by default.
+        difference_name: what differences are called in JSON; its name by default.
+    """
+
+    name: ClassVar[str]
+    unit: ClassVar[str]
+    lower_is_better: ClassVar[bool]
+    of_text: ClassVar[bool] = False
+    is_perplexity: ClassVar[bool] = False
+    title: ClassVar[str]
+    heading: ClassVar[str]
+    difference_name: ClassVar[str]
+
+    def __init_subclass__(cls, name: str) -> None:
+        """Enter the metric under its name.
+
+        Raises:
+            ValueError: another metric has this name.
+        """
+        cls.name = name
+        for attribute in ("title", "heading", "difference_name"):
+            if attribute not in vars(cls):
+                setattr(cls, attribute, name)
+        METRICS.add(name, cls())
+
+    def is_measured(self, spec: EvalSpec) -> bool:
+        """Tell whether an evaluation measures it."""
+        return not self.of_text or spec.windows != 0
+
+    @abstractmethod
+    def values(self, result: EvalResult, span: Span) -> Sequence[float]:
+        """Return the value of each window or prompt; two results of one spec have the same ones."""
+
+    def value(self, result: EvalResult, span: Span) -> float:
+        """Return the value that is shown."""
+        values = self.values(result, span)
+        return math.fsum(values) / len(values)
+
+    def difference(
+        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
+    ) -> PairedDifference:
+        """Return how one result differs from another: by default Student's interval over pairs of values."""
+        a, b = self.values(ours, span), self.values(theirs, span)
+        estimate = math.fsum(a) / len(a) - math.fsum(b) / len(b)
+        return PairedDifference(estimate, *paired_means(a, b, confidence))
+
+    def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
+        """Return whether a change is harmless.
+
+        By default one that is significantly for the worse is unsafe, and one that is not for the worse at all is safe.
+
+        Args:
+            change: the difference from what the model did before.
+            tolerance: the rise of perplexity that is accepted, relative.
+        """
+        worse = change if self.lower_is_better else PairedDifference(-change.estimate, -change.high, -change.low)
+        return "unsafe" if worse.low > 0 else "safe" if worse.estimate <= 0 else "undecided"
+
+
+class Perplexity(Metric, name="perplexity"):
     """Perplexity of text by position; its differences are those of the loss."""
 
-    name = "perplexity"
-    unit = "nats/token"
-    difference_name = "nll"
-    lower_is_better = True
-    by_position = True
-
-    def spans(self, spec: EvalSpec) -> list[Span]:
-        """Return the positions between the lengths."""
-        if spec.windows == 0:
-            return []
-        return [Span(self.name, stop, start) for start, stop in itertools.pairwise([0, *spec.lengths])]
-
-    def at(self, spec: EvalSpec, length: int) -> list[Span]:
-        """Return the positions below the length."""
-        return [Span(self.name, length, 0)] if spec.windows != 0 else []
+    unit, lower_is_better = "nats/token", True
+    of_text = is_perplexity = True
+    title, heading, difference_name = "Perplexity", "ppl", "nll"
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return the mean loss of each window [nats/token]."""
@@ -69,87 +153,29 @@ class Perplexity(Metric):
         """Return the perplexity over all tokens."""
         return _text_of(result).between(span.start or 0, span.stop)
 
-    def held(self, spec: EvalSpec, reference: EvalResult, length: int) -> bool:
-        """Tell whether windows of text were read."""
-        return spec.windows != 0
-
-    def holds(
-        self, ours: EvalResult, span: Span, reference: EvalResult, reference_span: Span, confidence: float
-    ) -> bool | None:
-        """Tell whether the interval of the change of perplexity, paired over windows, lies below 5 %."""
-        one, other = self.values(ours, span), self.values(reference, reference_span)
-        low, high = paired_means(one, other, confidence)
-        limit = math.log(EFFECTIVE_PERPLEXITY)
-        return True if high < limit else False if low >= limit else None
-
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
         """Return safe where the whole interval lies below the tolerance, unsafe where it lies above."""
         limit = math.log1p(tolerance)
         return "unsafe" if change.low > limit else "safe" if change.high <= limit else "undecided"
 
-    def heading(self, span: Span) -> str:
-        """Return the head of a column in a printed table."""
-        return f"ppl {span.start}-{span.stop}"
 
-    def format(self, value: float) -> str:
-        """Return a perplexity with one decimal."""
-        return f"{value:.1f}"
-
-    def format_long(self, value: float) -> str:
-        """Return a perplexity with three or four digits that count."""
-        return perplexity_text(value)
-
-    def format_difference(self, value: float) -> str:
-        """Return a difference of the loss [nats/token]."""
-        return number_text(value, 4, sign=True)
-
-    def relative_change(self, value: float) -> float:
-        """Return a difference of the loss as one of perplexity, as a share of it."""
-        return relative(value)
-
-    def format_change(self, value: float) -> str:
-        """Return a difference of the loss as one of perplexity [%]."""
-        share = 100 * relative(value)
-        digits = 2 if abs(share) < 10 else 1 if abs(share) < 1000 else 0
-        return f"{number_text(share, digits, sign=True)} %"
-
-    def estimate_text(self, change: PairedDifference) -> str:
-        """Return a change of the loss as one of perplexity, relative."""
-        return percent(change.estimate)
-
-    def describe(self, change: PairedDifference) -> str:
-        """Return a change of the loss as one of perplexity, relative, with its interval."""
-        ends = f"{percent(change.low)} to {percent(change.high)}"
-        known = math.isfinite(change.high - change.low)
-        return f"{percent(change.estimate)} ({ends if known else 'no interval from one window'})"
-
-
-class LongPerplexity(Perplexity):
+class LongPerplexity(Perplexity, name="longppl"):
     """Perplexity over key tokens alone, those that need a long context; differences are those of their loss."""
 
-    name = "longppl"
     unit = "nats/key token"
-    difference_name = "key_nll"
+    title, heading, difference_name = "LongPPL", "LongPPL", "key_nll"
 
-    def spans(self, spec: EvalSpec) -> list[Span]:
-        """Return the positions between the lengths, where it is measured."""
-        return super().spans(spec) if spec.longppl else []
-
-    def held(self, spec: EvalSpec, reference: EvalResult, length: int) -> bool:
-        """Return False: few windows have key tokens at two lengths, so that these cannot be compared in pairs."""
-        return False
-
-    def at(self, spec: EvalSpec, length: int) -> list[Span]:
-        """Return the positions below the length, where it is measured."""
-        return super().at(spec, length) if spec.longppl else []
+    def is_measured(self, spec: EvalSpec) -> bool:
+        """Tell whether an evaluation measures it."""
+        return spec.longppl
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return the mean loss over the key tokens of each window that has some [nats/token]."""
-        return [nll / tokens for nll, tokens in self._sums(result, span)]
+        return [nll / tokens for nll, tokens in _key_sums(result, span)]
 
     def value(self, result: EvalResult, span: Span) -> float:
         """Return the perplexity over all key tokens; nan where there are none."""
-        sums = self._sums(result, span)
+        sums = _key_sums(result, span)
         tokens = sum(count for _, count in sums)
         return 1 + relative(math.fsum(nll for nll, _ in sums) / tokens) if tokens else math.nan
 
@@ -157,98 +183,81 @@ class LongPerplexity(Perplexity):
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
     ) -> PairedDifference:
         """Return the difference of the mean loss, with the interval of a ratio: windows differ in their key tokens."""
-        a, b = self._sums(ours, span), self._sums(theirs, span)
+        a, b = _key_sums(ours, span), _key_sums(theirs, span)
         differences = [mine - other for (mine, _), (other, _) in zip(a, b, strict=True)]
         return PairedDifference(*ratio_of_sums(differences, [tokens for _, tokens in a], confidence))
 
-    def heading(self, span: Span) -> str:
-        """Return the head of a column in a printed table."""
-        return f"LongPPL {span.start}-{span.stop}"
 
-    def format(self, value: float) -> str:
-        """Return a perplexity with one decimal, a dash where no key token is."""
-        return "–" if math.isnan(value) else super().format(value)
-
-    def title(self, span: Span, *, of_differences: bool = False) -> str:
-        """Return what stands above neighbouring columns in a report."""
-        return f"LongPPL at positions [tokens]{f', {self.unit}' if of_differences else ''}"
-
-    def _sums(self, result: EvalResult, span: Span) -> list[tuple[float, int]]:
-        """Loss and number of the key tokens of each window that has some."""
-        if result.key_tokens is None:
-            raise ValueError("LongPPL was not measured: give longppl=True")
-        score = _text_of(result)
-        inside = score.inside(span.start or 0, span.stop)
-        sums = [
-            (math.fsum(d.key_nll[i] for i in inside), sum(d.key_tokens[i] for i in inside)) for d in score.documents
-        ]
-        return [(nll, tokens) for nll, tokens in sums if tokens]
-
-
-class Retrieval(Metric):
+class Retrieval(Metric, name="retrieval"):
     """Share of the prompts that are answered exactly."""
 
-    name = "retrieval"
-    unit = "share of prompts"
-    lower_is_better = False
-
-    def spans(self, spec: EvalSpec) -> list[Span]:
-        """Return every task at every length."""
-        return [Span(self.name, length, task=task) for task in spec.tasks for length in spec.lengths]
-
-    def at(self, spec: EvalSpec, length: int) -> list[Span]:
-        """Return every task at the length."""
-        return [Span(self.name, length, task=task) for task in spec.tasks]
+    unit, lower_is_better = "share of prompts", False
+    title, heading = "Retrieval", ""  # the task stands behind it
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return 1 for each prompt that is answered, else 0."""
-        return [float(sample.correct) for sample in _prompts_of(result, span).samples(span.stop)]
-
-    def interval(self, result: EvalResult, span: Span, confidence: float) -> tuple[float, float]:
-        """Return Wilson's interval over as many independent prompts as the haystacks are worth."""
-        return _prompts_of(result, span).interval(span.stop, confidence)
+        return [float(sample.correct) for sample in result.retrieval[span.task or ""].samples(span.stop)]
 
     def difference(
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
     ) -> PairedDifference:
         """Return Newcombe's interval over as many independent prompts as the haystacks are worth."""
-        one, other = _prompts_of(ours, span), _prompts_of(theirs, span)
-        a = [sample.correct for sample in one.samples(span.stop)]
-        b = [sample.correct for sample in other.samples(span.stop)]
-        count = _independent(one, other, span.stop, confidence)
+        task, length = span.task or "", span.stop
+        a, b = ([sample.correct for sample in one.retrieval[task].samples(length)] for one in (ours, theirs))
+        pairs = zip(ours.retrieval[task].haystacks(length), theirs.retrieval[task].haystacks(length), strict=True)
+        changes = [
+            [float(x.correct) - float(y.correct) for x, y in zip(mine, others, strict=True)] for mine, others in pairs
+        ]
+        count = effective_prompts(task, changes, confidence)
         return PairedDifference((sum(a) - sum(b)) / len(a), *paired_shares(a, b, confidence, count=count))
-
-    def held(self, spec: EvalSpec, reference: EvalResult, length: int) -> bool:
-        """Tell whether the unpatched model answers each task at the length, so that a share of that says something."""
-        return all(self.value(reference, span) >= ANSWERED for span in self.at(spec, length))
-
-    def holds(
-        self, ours: EvalResult, span: Span, reference: EvalResult, reference_span: Span, confidence: float
-    ) -> bool | None:
-        """Tell whether the interval of the share answered lies above 90 % of what the unpatched model answers."""
-        low, high = self.interval(ours, span, confidence)
-        limit = EFFECTIVE_RETRIEVAL * self.value(reference, reference_span)
-        return True if low > limit else False if high <= limit else None
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
         """Return unsafe where prompts were significantly lost, safe where at most :data:`LOST` of them were."""
         return "unsafe" if change.high < 0 else "safe" if change.estimate >= -LOST else "undecided"
 
-    def heading(self, span: Span) -> str:
-        """Return the head of a column in a printed table."""
-        return f"{span.task} {span.stop}"
 
-
-METRICS: Registry[Metric] = Registry("metric", "rope_patch.metrics")
-"""Every metric by name, in the order of their columns."""
-METRICS.update({metric.name: metric for metric in (Perplexity(), LongPerplexity(), Retrieval())})
+def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:
+    """Return what a metric is measured over, its columns: positions between the lengths, or every task and length."""
+    if not metric.is_measured(spec):
+        return []
+    if metric.of_text:
+        return [Span(stop, start) for start, stop in itertools.pairwise([0, *spec.lengths])]
+    return [Span(length, task=task) for task in spec.tasks for length in spec.lengths]
 
 
 def spans_at(spec: EvalSpec, length: int) -> Iterator[tuple[Metric, Span]]:
-    """Yield every metric with what it is measured over at one length [tokens]."""
+    """Yield every metric with what tells how a model does at one length: all positions below it, or its prompts."""
     for metric in METRICS.values():
-        for span in metric.at(spec, length):
-            yield metric, span
+        if metric.of_text and metric.is_measured(spec):
+            yield metric, Span(length, 0)
+        else:
+            yield from ((metric, span) for span in spans_of(metric, spec) if span.stop == length)
+
+
+# --- how metrics are written
+
+
+def column_heading(metric: Metric, span: Span) -> str:
+    """Return the head of a column in a printed table, such as ``ppl 0-4096`` or ``passkey 4096``."""
+    return " ".join(word for word in (metric.heading, span.task, str(span)) if word)
+
+
+def value_text(metric: Metric, value: float) -> str:
+    """Return a value for a table or a sentence; a dash where there is none."""
+    return perplexity_text(value) if metric.is_perplexity else number_text(value)
+
+
+def change_text(metric: Metric, value: float) -> str:
+    """Return a difference, or an end of its interval: of the loss as one of perplexity [%]."""
+    return percent(value) if metric.is_perplexity else number_text(value, sign=True)
+
+
+def change_sentence(metric: Metric, change: PairedDifference) -> str:
+    """Return a change with its interval."""
+    estimate, low, high = (change_text(metric, value) for value in change)
+    if math.isinf(change.high - change.low):
+        return f"{estimate} (no interval from one {'window' if metric.of_text else 'prompt'})"
+    return f"{estimate} ({low} to {high})"
 
 
 def _text_of(result: EvalResult) -> PerplexityResult:
@@ -257,16 +266,11 @@ def _text_of(result: EvalResult) -> PerplexityResult:
     return result.perplexity
 
 
-def _prompts_of(result: EvalResult, span: Span) -> RetrievalResult:
-    if span.task is None or span.task not in result.retrieval:
-        raise ValueError(f"no task {span.task!r} was measured. Known: {', '.join(result.retrieval)}")
-    return result.retrieval[span.task]
-
-
-def _independent(one: RetrievalResult, other: RetrievalResult, length: int, confidence: float) -> float:
-    """How many independent pairs of answers those at a length are worth."""
-    haystacks = [
-        [float(a.correct) - float(b.correct) for a, b in zip(mine, theirs, strict=True)]
-        for mine, theirs in zip(one.haystacks(length), other.haystacks(length), strict=True)
-    ]
-    return effective_prompts(one.task, haystacks, confidence)
+def _key_sums(result: EvalResult, span: Span) -> list[tuple[float, int]]:
+    """Loss and number of the key tokens of each window that has some."""
+    if result.key_tokens is None:
+        raise ValueError("LongPPL was not measured: give longppl=True")
+    score = _text_of(result)
+    inside = score.inside(span.start or 0, span.stop)
+    sums = [(math.fsum(d.key_nll[i] for i in inside), sum(d.key_tokens[i] for i in inside)) for d in score.documents]
+    return [(nll, tokens) for nll, tokens in sums if tokens]

@@ -13,11 +13,13 @@ def relative(nats: float) -> float:
 def percent(nats: float) -> str:
     """Return a change of the loss as one of perplexity.
 
-    >>> percent(math.log(1.5)), percent(20.0)
-    ('+50.0%', 'over +1000%')
+    >>> percent(math.log(1.5)), percent(-0.0003), percent(20.0)
+    ('+50.0 %', '−0.03 %', 'over +1000 %')
     """
-    share = relative(nats)
-    return f"{share:+.1%}" if share < 10 else "over +1000%"
+    share = 100 * relative(nats)
+    if share > 1000:
+        return "over +1000 %"
+    return f"{number_text(share, 2 if abs(share) < 10 else 1, sign=True)} %"
 
 
 def perplexity_text(value: float) -> str:
@@ -44,12 +46,3 @@ def four_digits(value: float | None, missing: str = "none") -> str:
     if value is None:
         return missing
     return (f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}").replace("-", "−")
-
-
-def percent_text(share: float | None) -> str:
-    """Return a share in per cent with its sign; "" for None.
-
-    >>> percent_text(-0.066), percent_text(None)
-    ('−6.6 %', '')
-    """
-    return "" if share is None else f"{number_text(100 * share, 1, sign=True)} %"

@@ -14,7 +14,7 @@ from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.evaluation.compare import Comparison, Row, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
-from rope_patch.evaluation.metrics import METRICS, Span, spans_at
+from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
 from rope_patch.extending.choosing import BASIS, short
 from rope_patch.extending.result import Extended
 
@@ -149,19 +149,17 @@ def scores(comparison: Comparison, chosen: str) -> str:
         for metric, span in spans_at(comparison.spec, length):
             before, after = metric.value(rows[UNPATCHED], span), metric.value(rows[chosen], span)
             change = metric.difference(rows[chosen], rows[UNPATCHED], span)
-            if metric is METRICS["retrieval"]:
-                text = f"{change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
-            else:
-                text = metric.describe(change) if math.isfinite(change.estimate) else "–"
-            lines.append(f"| {_what(span)} | {metric.format(before)} | {metric.format(after)} | {text} |")
-            if span.task is not None:
+            text = change_sentence(metric, change) if math.isfinite(change.estimate) else "–"
+            values = " | ".join(value_text(metric, value) for value in (before, after))
+            lines.append(f"| {_what(metric, span)} | {values} | {text} |")
+            if metric.name == "retrieval" and span.task is not None:
                 shares = (rows[name].retrieval[span.task].first_choice(length) for name in (UNPATCHED, chosen))
                 cells = " | ".join(f"{share:.2f}" for share in shares)
                 lines.append(f"| {span.task} prompts of {length} tokens whose answer is first choice | {cells} | |")
     return "\n".join(lines)
 
 
-def _what(span: Span) -> str:
-    if span.task is not None:
+def _what(metric: Metric, span: Span) -> str:
+    if metric.name == "retrieval":
         return f"{span.task} prompts of {span.stop} tokens that are answered"
-    return f"{span.metric} at positions {span.start or 0} to {span.stop}"
+    return f"{metric.name} at positions {span}" if metric.of_text else f"{metric.name} of {span.task} prompts of {span}"

@@ -10,8 +10,7 @@ from typing import Any
 
 from rope_patch.evaluation.compare import Comparison, Row, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
-from rope_patch.evaluation.metric import PairedDifference
-from rope_patch.evaluation.metrics import METRICS
+from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span
 from rope_patch.evaluation.numbers import percent, perplexity_text, relative
 
 REACHED = 0.5
@@ -127,14 +126,14 @@ class MethodEvaluator:
 
     def evaluate(self, row: Row) -> EvaluatedMethod:
         """Return what speaks for and against a method."""
-        change = PairedDifference(*self._against(row.label, UNPATCHED, "perplexity", self.within))
+        change = self.comparison.difference(row.label, UNPATCHED, "perplexity", Span(self.within, 0))
         answered, perplexity = self.answered(row, self.target), self.perplexity(row, self.target)
         failures = []
         rise = relative(change.estimate)
         if not rise <= self.tolerance:
             failures.append(
                 f"within the trained {self.within} tokens perplexity changes by {percent(change.estimate)}, where "
-                f"{self.tolerance:+.1%} are allowed"
+                f"{percent(math.log1p(self.tolerance))} are allowed"
             )
         possible = self.answered(self.unpatched, self.within)
         if possible >= REACHED and answered < REACHED * possible:
@@ -246,20 +245,17 @@ class MethodEvaluator:
     def _sign(self, method: str, other: str, metric: str) -> int:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
         signs = set()
-        for task in self.comparison.spec.tasks if metric == "retrieval" else (None,):
-            start = self.comparison.spec.edge_at(self.target // 2) if metric == "perplexity" else 0
-            change = self._against(method, other, metric, self.target, start, task)
+        spec = self.comparison.spec
+        spans = [Span(self.target, task=task) for task in spec.tasks]
+        if metric == "perplexity":
+            spans = [Span(self.target, spec.edge_at(self.target // 2))]
+        for span in spans:
+            change = self.comparison.difference(method, other, metric, span)
             better = change.high < 0 if METRICS[metric].lower_is_better else change.low > 0
             worse = change.low > 0 if METRICS[metric].lower_is_better else change.high < 0
             signs.add(1 if better else -1 if worse else 0)
         signs.discard(0)
         return signs.pop() if len(signs) == 1 else 0
-
-    def _against(
-        self, method: str, other: str, metric: str, stop: int, start: int = 0, task: str | None = None
-    ) -> PairedDifference:
-        found = self.comparison.difference(method, other, metric, stop, start, task)
-        return PairedDifference(found.estimate, found.low, found.high)
 
     def _why_none(self, evaluated: Sequence[EvaluatedMethod]) -> str:
         best = evaluated[0]

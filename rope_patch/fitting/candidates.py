@@ -13,8 +13,7 @@ from torch import nn
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.intervals import paired_shares
-from rope_patch.evaluation.metric import Metric, PairedDifference, Span
-from rope_patch.evaluation.metrics import METRICS
+from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, Span, spans_of
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import effective_prompts
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
@@ -80,7 +79,7 @@ class Candidate:
         """Return a number of each kind and span; none of the second domain where there is none."""
         found: dict[str, dict[int, Any]] = {}
         for kind, (name, of) in MEASURED.items():
-            spans = METRICS[name].spans(self.scores.spec) if getattr(self, of) else []
+            spans = spans_of(METRICS[name], self.scores.spec) if getattr(self, of) else []
             found[kind] = {span.stop: measure(METRICS[name], of, span) for span in spans}
         return found
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, Span, spans_at
+from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.kv_evaluation.captions import counted
-from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, find_verdict
+from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, find_verdict, label
 from rope_patch.modeling.statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
@@ -102,8 +102,10 @@ class KVCheck:
 
         That loss is what the interval of no difference reaches: with few prompts, verdicts rest on perplexity.
         """
-        metric, sentences = METRICS["retrieval"], []
-        for span in metric.at(self.spec, length):
+        sentences = []
+        for metric, span in spans_at(self.spec, length):
+            if metric.name != "retrieval":
+                continue
             result = self.rows[0].scores.retrieval[str(span.task)]
             task = f" ({span.task})" if len(self.spec.tasks) > 1 else ""
             sentences.append(
@@ -161,7 +163,7 @@ class KVCheck:
         for metric, span in spans_at(self.spec, length):
             moved = self.change(row, metric, span)
             if metric.name == "perplexity" or metric.verdict(moved, self.limits.tolerance) == "unsafe":
-                parts.append(f"{metric.label(self.spec, span)} {metric.estimate_text(moved)}")
+                parts.append(f"{label(metric, self.spec, span)} {change_text(metric, moved.estimate)}")
         return ", ".join(parts)
 
     def to_json(self) -> str:
@@ -202,7 +204,7 @@ class KVCheck:
             task = f"_{span.task}" if len(self.spec.tasks) > 1 and span.task else ""
             entry[f"{metric.name}{task}"] = metric.value(row.scores, span)
             if row.divergence is not None:
-                entry[f"{metric.difference_name or metric.name}{task}_change"] = self.change(row, metric, span)
+                entry[f"{metric.difference_name}{task}_change"] = self.change(row, metric, span)
         if row.divergence is not None:
             entry["verdict"] = asdict(self.verdict(row, length))
         return entry

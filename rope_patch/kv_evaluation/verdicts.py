@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rope_patch.evaluation.metric import VerdictKind
-from rope_patch.evaluation.metrics import spans_at
+from rope_patch.evaluation.metrics import Metric, Span, VerdictKind, change_sentence, spans_at
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_evaluation.attribution import Attribution
 from rope_patch.kv_evaluation.errors import LayerErrors
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.tables import RotaryTable
 
@@ -102,8 +102,13 @@ def find_verdict(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> 
     for metric, span in spans_at(row.scores.spec, length):
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
         kinds.add(metric.verdict(moved, limits.tolerance))
-        parts.append(f"{metric.label(row.scores.spec, span)} {metric.describe(moved)}")
+        parts.append(f"{label(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
         return Verdict("undecided", f"nothing is quantized at {length} tokens", idle=True)
     kind: VerdictKind = "unsafe" if "unsafe" in kinds else "safe" if kinds == {"safe"} else "undecided"
     return Verdict(kind, ", ".join(parts))
+
+
+def label(metric: Metric, spec: EvalSpec, span: Span) -> str:
+    """Return the name of a metric, with the task where a spec has several."""
+    return f"{metric.name} of {span.task}" if span.task and len(spec.tasks) > 1 else metric.name

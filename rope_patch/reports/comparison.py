@@ -10,7 +10,8 @@ from torch import Tensor
 from rope_patch.evaluation.answers import few_answers
 from rope_patch.evaluation.compare import Column, Comparison
 from rope_patch.evaluation.effective_length import UNPATCHED
-from rope_patch.evaluation.metrics import METRICS
+from rope_patch.evaluation.metrics import METRICS, value_text
+from rope_patch.evaluation.numbers import number_text
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
@@ -71,9 +72,7 @@ def summary(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
     """
     longest: dict[tuple[str, str | None], Column] = {}
     for column in columns:
-        known = longest.setdefault((column.metric, column.task), column)
-        if column.stop >= known.stop:
-            longest[column.metric, column.task] = column
+        longest[column.metric, column.span.task] = column
     return [_best(comparison, column, names) for column in longest.values() if all(map(math.isfinite, column.values))]
 
 
@@ -81,14 +80,14 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     metric = METRICS[column.metric]
     values = dict(zip(names, column.values, strict=True))
     best = comparison.rows[column.best].label
-    value, where = metric.format_long(values[best]), "in prompts of" if column.start is None else "at positions"
-    label = metric.title(column.span).partition(" at ")[0].partition(",")[0]
-    if column.task and len(comparison.spec.tasks) > 1:
-        label += f" of {column.task}"
-    text = f"{label} {where} {metric.span_text(column.span)} tokens: "
+    value, where = value_text(metric, values[best]), "at positions" if metric.of_text else "in prompts of"
+    label, task = metric.title, column.span.task
+    if task and len(comparison.spec.tasks) > 1:
+        label += f" of {task}"
+    text = f"{label} {where} {column.span} tokens: "
     if len(values) == 1:
         return f"{text}{value}."
-    equal = [names[one.method] for one in column.differences if not one.significant]
+    equal = [names[method] for method, one in column.differences.items() if not one.significant]
     if column.winner is not None:
         text += f"{names[best]} is best ({value}), ahead of every other method by the intervals"
     elif len(equal) == len(values) - 1:
@@ -99,7 +98,7 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     if UNPATCHED in values:
         patch = comparison.environment.get("patch before")
         given = "the unpatched model" if patch is None else f"the model as it was given ({patch})"
-        text += f"; {given} has {metric.format_long(values[UNPATCHED])}"
+        text += f"; {given} has {value_text(metric, values[UNPATCHED])}"
     return f"{text}."
 
 
@@ -116,21 +115,24 @@ def _table(
 
 
 def _head(column: Column, *, of_differences: bool = False) -> str:
-    metric = METRICS[column.metric]
-    return f"{metric.title(column.span, of_differences=of_differences)}: {metric.span_text(column.span)}"
+    metric, task = METRICS[column.metric], f", {column.span.task}," if column.span.task else ""
+    unit = f", {metric.unit}" if of_differences else ""
+    return f"{metric.title}{task} at {'positions' if metric.of_text else 'length'} [tokens]{unit}: {column.span}"
 
 
 def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> DataTable:
     shown = {}
     for column in columns:
         metric, cells = METRICS[column.metric], []
-        tied = {difference.method for difference in column.differences if not difference.significant}
+        tied = {method for method, difference in column.differences.items() if not difference.significant}
         tied |= {comparison.rows[column.best].label} if tied else set()
         for row, value in zip(comparison.rows, column.values, strict=True):
-            ends = metric.interval(row.scores, column.span, comparison.confidence)
-            note = "" if ends is None else " to ".join(map(metric.format_long, ends))
+            note = ""
+            if metric.name == "retrieval":
+                answers_of = row.scores.retrieval[str(column.span.task)]
+                note = " to ".join(map(number_text, answers_of.interval(column.span.stop, comparison.confidence)))
             style = "winner" if row.label == column.winner else "tied" if row.label in tied else ""
-            cells.append(Cell(metric.format_long(value), note, style))
+            cells.append(Cell(value_text(metric, value), note, style))
         shown[_head(column)] = cells
     several = (
         f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
@@ -146,15 +148,14 @@ def _differences(comparison: Comparison, names: Mapping[str, str], columns: Sequ
         return []
     shown = {}
     for column in columns:
-        text, cells = METRICS[column.metric].format_difference, []
-        found = {difference.method: difference for difference in column.differences}
+        digits, cells = 4 if METRICS[column.metric].is_perplexity else 2, []
         for i, row in enumerate(comparison.rows):
-            if i == column.best or row.label not in found:
+            if i == column.best:
                 cells.append(Cell("best", style="best"))
                 continue
-            one = found[row.label]
-            ends = f"{text(one.low)} to {text(one.high)}"
-            cells.append(Cell(text(one.estimate), ends, "" if one.significant else "tied"))
+            one = column.differences[row.label]
+            estimate, low, high = (number_text(value, digits, sign=True) for value in one)
+            cells.append(Cell(estimate, f"{low} to {high}", "" if one.significant else "tied"))
         shown[_head(column, of_differences=True)] = cells
     caption = (
         f"Each method minus the best of its column, with the {_percent(comparison)} interval, corrected for all pairs "

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.metrics import LOST, METRICS, Metric, Span, spans_at
-from rope_patch.evaluation.numbers import number_text
+from rope_patch.evaluation.metrics import LOST, Metric, Span, change_text, column_heading, spans_at, value_text
+from rope_patch.evaluation.numbers import number_text, percent, relative
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
@@ -60,7 +60,7 @@ def _results(check: KVCheck) -> Section:
 
 def _table(check: KVCheck, length: int) -> DataTable:
     metrics = list(spans_at(check.spec, length))
-    heads = [head for metric, span in metrics for head in (metric.heading(span), "Change")]
+    heads = [head for metric, span in metrics for head in (column_heading(metric, span), "Change")]
     columns = ("Scheme", "Verdict", "Bits", *heads, "KL [nats/token]", "Top choice kept")
     rows: list[Cells] = []
     for method in check.methods:
@@ -86,17 +86,17 @@ def _table(check: KVCheck, length: int) -> DataTable:
 
 def _value(metric: Metric, scores: EvalResult, span: Span) -> Cell:
     """A value, and below that of retrieval the share of answers that are first choice."""
-    value = metric.format_long(metric.value(scores, span))
+    value = value_text(metric, metric.value(scores, span))
     if metric.name != "retrieval" or span.task is None:
         return Cell(value)
     share = scores.retrieval[span.task].first_choice(span.stop)
-    return Cell(value, f"first choice {metric.format_long(share)}")
+    return Cell(value, f"first choice {number_text(share)}")
 
 
 def _change(check: KVCheck, row: CheckRow, metric: Metric, span: Span) -> Cell:
     """A change from full precision, and below it its interval where there is one."""
     change = check.change(row, metric, span)
-    estimate, low, high = map(metric.format_change, change)
+    estimate, low, high = (change_text(metric, value) for value in change)
     return Cell(estimate, f"{low} to {high}" if math.isfinite(change.high - change.low) else "")
 
 
@@ -113,22 +113,21 @@ def _bits(row: CheckRow, length: int) -> Cell:
 
 def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     """What each scheme costs in one metric at the longest length."""
-    scale = 100 if metric.name == "perplexity" else 1
     names = _schemes_of(check)
     panels = {}
     for method, name in _methods(check).items():
         base, *rows = check.of(method)
         costs = [plots.Cost("full precision", base.cache_bits[span.stop], 0.0, 0.0, 0.0, "")]
         for row in rows:
-            value, low, high = (scale * metric.relative_change(end) for end in check.change(row, metric, span))
+            change = check.change(row, metric, span)
+            value, low, high = (100 * relative(end) if metric.is_perplexity else end for end in change)
             verdict = check.verdict(row, span.stop).kind
             costs.append(plots.Cost(names[row.scheme], row.cache_bits[span.stop], value, low, high, verdict))
         panels[name] = costs
-    percent = metric.name == "perplexity"
-    xlabel = "change of perplexity [%], linear within ±1 %"
-    if not percent:
-        xlabel = f"change of {span.task or metric.name}, {metric.unit}"
-    limit = 100 * check.limits.tolerance if percent else None
+    xlabel = f"change of {span.task or metric.name}, {metric.unit}"
+    if metric.is_perplexity:
+        xlabel = f"change of {metric.name} [%], linear within ±1 %"
+    limit = 100 * check.limits.tolerance if metric.name == "perplexity" else None
     figure = plots.costs(
         panels,
         title=f"What schemes cost in {span.task or metric.name} at {span.stop} tokens",
@@ -181,7 +180,7 @@ def _attribution_row(check: KVCheck, row: CheckRow) -> Cells | None:
     lengths = [str(length) for length in check.lengths if check.verdict(row, length).kind == "unsafe"]
     if not lengths or row.attribution is None:
         return None
-    found, percent = row.attribution, METRICS["perplexity"].format_change
+    found = row.attribution
     why = f"keys alone cost {percent(found.keys)}, values alone {percent(found.values)}"
     if found.left is not None:
         why += f"; with these pairs in full precision the scheme costs {percent(found.left)}"

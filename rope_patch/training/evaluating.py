@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference
+from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, change_sentence, column_heading, spans_of
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime import progress
@@ -51,7 +51,7 @@ def metrics(result: EvalResult) -> dict[str, float]:
     """Return the numbers by name, such as ``retrieval_1024`` and ``perplexity_256_1024``."""
     numbers = {"score": score(result)}
     for metric in reversed(list(METRICS.values())):
-        for span in metric.spans(result.spec):
+        for span in spans_of(metric, result.spec):
             place = str(span.stop) if span.start is None else f"{span.start}_{span.stop}"
             value = metric.value(result, span)
             if not math.isnan(value):  # positions without a key token have no LongPPL
@@ -68,8 +68,8 @@ def changes(before: EvalResult, after: EvalResult) -> list[dict[str, Any]]:
     """
     compared = []
     for name, metric in METRICS.items():
-        for span in metric.spans(after.spec):
-            label, difference = metric.heading(span), metric.difference(after, before, span)
+        for span in spans_of(metric, after.spec):
+            label, difference = column_heading(metric, span), metric.difference(after, before, span)
             verdict, sentence = _verdict(metric, label, difference)
             values = {"metric": name, "label": label, **difference._asdict(), "verdict": verdict, "sentence": sentence}
             compared.append(finite(values))
@@ -77,7 +77,7 @@ def changes(before: EvalResult, after: EvalResult) -> list[dict[str, Any]]:
 
 
 def _verdict(metric: Metric, label: str, difference: PairedDifference) -> tuple[str, str]:
-    change = f"{metric.name} {metric.describe(difference)}"
+    change = f"{metric.name} {change_sentence(metric, difference)}"
     if not difference.significant:
         return "no significant difference", f"{label}: no significant difference from before training: {change}"
     verdict = "better" if (difference.low < 0) == metric.lower_is_better else "worse"

@@ -28,8 +28,10 @@ def test_compare_shows_differences_from_the_unpatched_model(capsys):
     worse = row("pi:factor=2", [1.2, 1.3], {(8, 0.5): 2})
     print_table(comparison(worse, row("default", [1.1, 1.2])))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  pi:factor=2: ppl"))
-    assert line.startswith("  pi:factor=2: ppl 0-4: +10.5% (+10.5% to +10.5%); ppl 4-8: +10.5% (+10.5% to +10.5%); ")
-    assert "; passkey 4: +0.00 (" in line and "; passkey 8: -0.22 (" in line
+    assert line.startswith(
+        "  pi:factor=2: ppl 0-4: +10.5 % (+10.5 % to +10.5 %); ppl 4-8: +10.5 % (+10.5 % to +10.5 %); "
+    )
+    assert "; passkey 4: +0.00 (" in line and "; passkey 8: −0.22 (" in line
 
 
 def test_compare_of_patched_models_alone_shows_differences_from_the_first(capsys):

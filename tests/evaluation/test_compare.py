@@ -21,6 +21,7 @@ from support.scored import spy_ids
 import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.compare import Comparison, Row
+from rope_patch.evaluation.metrics import Span
 from rope_patch.evaluation.spec import tokens_to_read
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.verify import inspect_model
@@ -62,7 +63,8 @@ def test_its_numbers_are_those_of_the_suite_under_each_method(bundled):
             alone = suite.run(model)
         assert (row.scores.perplexity, row.scores.retrieval) == (alone.perplexity, alone.retrieval)
     columns = result.columns()
-    assert [(c.metric, c.stop) for c in columns] == [(m, n) for m in ("perplexity", "retrieval") for n in (64, 128)]
+    measured = [(column.metric, column.span.stop) for column in columns]
+    assert measured == [(metric, length) for metric in ("perplexity", "retrieval") for length in (64, 128)]
     assert columns[1].values == tuple(row.scores.perplexity.between(64, 128) for row in result.rows)
     assert columns[3].values == tuple(row.scores.retrieval["passkey"].accuracy(128) for row in result.rows)
 
@@ -91,7 +93,7 @@ def test_a_winner_needs_every_interval_to_exclude_zero():
     hits = {"best": [True] * 30, "close": [True] * 29 + [False], "worse": [False] * 30}
     for column in made_up(losses, hits).columns():
         assert column.best == 0 and column.winner is None
-        assert [difference.significant for difference in column.differences] == [False, True]
+        assert [difference.significant for difference in column.differences.values()] == [False, True]
     for name, winner in (("close", "best"), ("worse", None)):  # alone there is nobody to win against
         del losses[name], hits[name]
         assert [column.winner for column in made_up(losses, hits).columns()] == [winner] * 4
@@ -105,14 +107,14 @@ def test_pairing_sees_what_the_means_alone_do_not():
     column = result.columns()[1]
     assert column.winner == "b"
     expected = stats.ttest_rel(WINDOWS, better).confidence_interval(0.95)
-    assert (column.differences[0].low, column.differences[0].high) == pytest.approx((expected.low, expected.high))
+    assert column.differences["a"][1:] == pytest.approx((expected.low, expected.high))
 
 
 def test_many_methods_make_wider_intervals():
     worse = [v + 0.3 + 0.1 * (i % 2) for i, v in enumerate(WINDOWS)]
     for names in ("ab", "abcdefghijkl"):
         losses = {name: WINDOWS if name == "a" else worse for name in names}
-        found = made_up(losses, {name: [True] for name in names}).columns()[0].differences[0]
+        found = made_up(losses, {name: [True] for name in names}).columns()[0].differences["b"]
         pairs = len(names) * (len(names) - 1) / 2
         expected = stats.ttest_rel(worse, WINDOWS).confidence_interval(1 - 0.05 / pairs)
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
@@ -124,7 +126,7 @@ def test_equal_methods_are_rarely_told_apart():
     for _ in range(150):
         losses = {name: [v + rng.gauss(0, 0.1) for v in WINDOWS] for name in "abcdefghijkl"}
         column = made_up(losses, {name: [True] for name in losses}).columns()[0]
-        significant += any(d.significant for d in column.differences)
+        significant += any(d.significant for d in column.differences.values())
     assert significant / 150 < 0.08
 
 
@@ -143,7 +145,7 @@ def test_answers_that_hang_together_count_as_one():
     for name, answers in (("together", together), ("apart", apart)):
         rows = grid("a", answers), grid("b", none)
         comparison = Comparison(rows, rows[0].scores.spec, 8, "", "made up", None)
-        found[name] = comparison.difference("a", "b", "retrieval", 8)
+        found[name] = comparison.difference("a", "b", "retrieval", Span(8, task="passkey"))
     assert found["together"].estimate == found["apart"].estimate == 0.4
     assert found["apart"].low > 0 > found["together"].low, "two haystacks of five are not ten answers"
 
@@ -152,21 +154,17 @@ def test_one_window_decides_nothing():
     result = made_up({"a": [1.0], "b": [9.0]}, {"a": [True], "b": [False]})
     assert [column.winner for column in result.columns()] == [None] * 4
     data = json.loads(result.to_json())
-    assert data["columns"][0]["differences"][0]["low"] is None, "infinite: JSON says null"
+    assert data["columns"][0]["differences"]["b"][1] is None, "infinite: JSON says null"
 
 
 def test_differences_are_asked_for_by_name():
     result = made_up({"a": [1.0, 2.0], "b": [2.0, 2.5]}, {"a": [True] * 9, "b": [False] * 9})
-    assert result.difference("b", "a", "perplexity", 8).estimate == pytest.approx(0.75)
-    found = result.difference("b", "a", "retrieval", 16)
+    assert result.difference("b", "a", "perplexity", Span(8, 0)).estimate == pytest.approx(0.75)
+    found = result.difference("b", "a", "retrieval", Span(16, task="passkey"))
     assert found.estimate == -1 and found.significant
-    for asked, message in (
-        (("c", "a", "retrieval", 16), "'c'"),
-        (("b", "a", "speed", 16), "speed"),
-        (("b", "a", "perplexity", 9), "buckets"),
-    ):
+    for metric, message in (("speed", "unknown metric 'speed'"), ("perplexity", "buckets")):
         with pytest.raises(ValueError, match=message):
-            result.difference(*asked)
+            result.difference("b", "a", metric, Span(9, 0))
 
 
 # --- what it takes

@@ -13,7 +13,7 @@ import rope_patch
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.key_tokens import choose_key_tokens, tokens_to_choose
-from rope_patch.evaluation.metrics import METRICS, Span
+from rope_patch.evaluation.metrics import METRICS, Span, value_text
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.options.evaluation import EvalSpec
@@ -89,7 +89,7 @@ def test_a_short_context_is_an_eighth_to_a_half(short):
 
 def test_longppl_is_the_perplexity_over_the_key_tokens():
     model, rows, spec = bold_model(), ids(40, 2), EvalSpec([20, 40], longppl=True)
-    metric, span = METRICS["longppl"], Span("longppl", 40, 20)
+    metric, span = METRICS["longppl"], Span(40, 20)
 
     def scores(*places):
         """Of windows whose key tokens stand at these positions."""
@@ -106,7 +106,8 @@ def test_longppl_is_the_perplexity_over_the_key_tokens():
     keys = [nll[0, 29], *nll[1, 24:27]]  # the loss of the token at position 30 stands at 29
     assert metric.value(found, span) == pytest.approx(math.exp(sum(keys) / 4), rel=1e-5)
     empty = scores([], [])
-    assert metric.format(metric.value(empty, span)) == "–" and not metric.difference(empty, empty, span).significant
+    assert value_text(metric, metric.value(empty, span)) == "–"
+    assert not metric.difference(empty, empty, span).significant
     with pytest.raises(ValueError, match="LongPPL"):
         metric.value(EvalResult(EvalSpec([20, 40]), found.perplexity, {}), span)
 
@@ -139,7 +140,7 @@ def test_all_methods_of_a_comparison_share_the_key_tokens_of_the_unpatched_model
     result = compare(model, tokenizer, ["pi", "default"], spec)
     assert {row.scores.key_tokens for row in result.rows} == {alone}
     assert alone.context == 256 and alone.short_context == 64
-    columns = {(c.metric, c.stop): c for c in result.columns()}
+    columns = {(c.metric, c.span.stop): c for c in result.columns()}
     assert columns["longppl", 512].values[0] > columns["longppl", 512].values[1]
     assert columns["longppl", 256].values[1] < columns["perplexity", 256].values[1]
 

@@ -14,7 +14,7 @@ from support.scored import bold_model, spy_ids
 
 import rope_patch
 from rope_patch.evaluation.documents import encode
-from rope_patch.evaluation.metrics import METRICS, Metric, Span
+from rope_patch.evaluation.metrics import METRICS, Metric
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.spec import tokens_to_read
@@ -150,29 +150,22 @@ def test_a_suite_of_files_is_one_of_the_same_text_in_memory(tokenizer, tmp_path)
 # --- a metric
 
 
-class WorstWindow(Metric):
-    """The loss of each window, of which the worst is shown."""
-
-    name, unit, lower_is_better = "worst_window", "nats/token", True
-
-    def spans(self, spec):
-        return [Span(self.name, spec.longest, 0)]
-
-    def at(self, spec, length):
-        return self.spans(spec)
-
-    def values(self, result, span):
-        return [document.total_nll / document.total_tokens for document in result.perplexity.documents]
-
-    def value(self, result, span):
-        return max(self.values(result, span))
-
-
 @pytest.fixture
 def worst_window(monkeypatch):
-    metric = WorstWindow()
-    monkeypatch.setitem(METRICS, "worst_window", metric)
-    return metric
+    monkeypatch.setattr(METRICS, "data", dict(METRICS.data))
+
+    class WorstWindow(Metric, name="worst_window"):
+        """The loss of each window, of which the worst is shown."""
+
+        unit, lower_is_better, of_text = "nats/token", True, True
+
+        def values(self, result, span):
+            return [document.total_nll / document.total_tokens for document in result.perplexity.documents]
+
+        def value(self, result, span):
+            return max(self.values(result, span))
+
+    return METRICS["worst_window"]
 
 
 def test_a_metric_that_is_entered_is_in_the_comparison_and_its_report(worst_window, tokenizer):
@@ -181,9 +174,10 @@ def test_a_metric_that_is_entered_is_in_the_comparison_and_its_report(worst_wind
     losses = [worst_window.values(row.scores, None) for row in made.rows]
     assert column.metric == "worst_window" and column.values == tuple(map(max, losses))
     means = [statistics.fmean(each) for each in losses]
-    assert column.differences[0].estimate == pytest.approx(means[1 - column.best] - means[column.best])
+    (change,) = column.differences.values()
+    assert change.estimate == pytest.approx(means[1 - column.best] - means[column.best])
     assert json.loads(made.to_json())["columns"][-1]["metric"] == "worst_window"
-    assert "Worst_window" in render(report.page([made]))
+    assert "worst_window" in render(report.page([made]))
     checked = check_cache(bold_model(vocab_size=len(tokenizer)), tokenizer, ["int4-token"], **ASKED)
     assert {"worst_window", "worst_window_change"} <= set(json.loads(checked.to_json())["rows"][1]["lengths"]["96"])
 

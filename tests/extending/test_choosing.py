@@ -97,7 +97,7 @@ def test_one_that_costs_too_much_gives_way_to_the_next():
     assert found.method == "ntk"
     assert [one.method for one in found.evaluated] == ["ntk", "yarn"]
     assert found.evaluated[1].failures == (
-        "within the trained 16 tokens perplexity changes by +10.5%, where +1.0% are allowed",
+        "within the trained 16 tokens perplexity changes by +10.5 %, where +1.00 % are allowed",
     )
 
 

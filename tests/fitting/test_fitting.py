@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.evaluation.compare import compare
+from rope_patch.evaluation.metrics import Span
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import SEED, held_out_spec, running
 from rope_patch.fitting.estimate import FitCost
@@ -236,8 +237,8 @@ def test_fitting_helps_the_bundled_checkpoint(positions):
     suite = EvalSuite(EvalSpec([256, 1024], windows=8, bucket=256, samples=2), TOKENIZER)
     comparison = compare(model, TOKENIZER, [yarn, ours], suite)
     for low, high in ((0, 256), (256, 1024)):
-        assert comparison.difference(ours, yarn, "perplexity", high, low).high < 0
-        assert comparison.difference(ours, yarn, "retrieval", high).high >= 0
+        assert comparison.difference(ours, yarn, "perplexity", Span(high, low)).high < 0
+        assert comparison.difference(ours, yarn, "retrieval", Span(high, task="passkey")).high >= 0
 
 
 # --- how much it reads

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch
 from rope_patch.evaluation.documents import spread_windows
-from rope_patch.evaluation.metrics import METRICS
+from rope_patch.evaluation.metrics import METRICS, spans_at
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.frequencies import unrotated
@@ -142,7 +142,8 @@ def test_json_says_all_and_is_standard(checked):
 
 
 def change(check, row, length, metric="perplexity"):
-    return check.change(row, METRICS[metric], METRICS[metric].at(check.spec, length)[0])
+    spans = {metric.name: span for metric, span in spans_at(check.spec, length)}
+    return check.change(row, METRICS[metric], spans[metric])
 
 
 def check_of(*rows, **changes):
@@ -187,11 +188,11 @@ def test_the_summary_says_what_to_do():
     rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, bits=8.0)]
     assert check_of(*rows).summary() == [
         "Safe at every length: b.",
-        *(f"m at {length} tokens: a is unsafe (perplexity +64.9%; {COST}); b is safe." for length in (4, 8)),
+        *(f"m at {length} tokens: a is unsafe (perplexity +64.9 %; {COST}); b is safe." for length in (4, 8)),
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
     (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost), lengths=(8,)).summary()
-    assert sentence == f"m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; {COST})."
+    assert sentence == f"m at 8 tokens: a is unsafe (perplexity +64.9 %, retrieval −1.00; {COST})."
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
     assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
 
@@ -204,7 +205,7 @@ def test_attribution_by_hand():
     assert worst_pairs(errors) == (1,)  # squares 2, 10 and 4: pair 1 carries over half
     assert worst_pairs([error(3, [[0, 0, 0], [0, 0, 0.0]])]) == ()
     assert [str(one) for one in (COST, replace(COST, left=None), replace(COST, pairs=(), values=0.5))] == [
-        "layers 1-2, pair 0 (+2.0% with these in full precision)",
+        "layers 1-2, pair 0 (+2.02 % with these in full precision)",
         "layers 1-2, pair 0",
         "values of layers 1-2",
     ]
@@ -433,4 +434,4 @@ def test_a_planted_fault_is_named(tokenizer):
     assert (broken.attribution.worst, broken.attribution.pairs) == ((0, 2), (14, 15))
     assert broken.attribution.left < broken.attribution.whole / 2, "without these pairs the others do no harm"
     (sentence,) = check.summary()
-    assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\)", sentence)
+    assert re.search(r"layers 0, 2, pairs 14-15 \([+−]\d\.\d\d % with these in full precision\)", sentence)

@@ -99,7 +99,7 @@ class TestNumbers:
 
     def test_the_answer_says_who_is_ahead(self):
         answer = "".join(shown(UNPATCHED, GOOD).text)
-        assert "Perplexity at positions 4–8 tokens: good is best (2.82), ahead of every other method" in answer
+        assert "Perplexity at positions 4-8 tokens: good is best (2.82), ahead of every other method" in answer
         assert "the unpatched model has 20.85." in answer
         assert "separate no method from the best value (2.82)." in "".join(shown(GOOD, NEAR).text)
         three = "".join(shown(UNPATCHED, GOOD, NEAR).text)
