@@ -20,11 +20,12 @@ def blamed_on(what: str) -> Iterator[None]:
     """Raise what a library raises in this block as one ``ValueError`` that begins with ``what``.
 
     Args:
-        what: the file and what failed: ``"DIR/config.json: transformers cannot build the model it describes"``.
+        what: the beginning of the message, which names the file and what failed: ``"DIR/config.json: transformers
+            cannot build the model it describes"``.
 
     Raises:
-        ValueError: with the library's own error as its cause. Errors of ours, missing files and packages, and used-up
-            memory pass as they are.
+        ValueError: raised in place of the library's own error, which is its cause. Errors of ours, missing files and
+            packages, and used-up memory pass as they are.
     """
     try:
         yield
@@ -40,6 +41,7 @@ def in_one_line(error: BaseException, most: int = 400) -> str:
     """Return an error's type and message on one line: a message alone may be no more than a key or a number."""
     message = " ".join(str(error).split())
     if isinstance(error, AssertionError) and not message:
+        # A bare `assert` of a library has no message.
         return type(error).__name__
     return f"{type(error).__name__}: {message if len(message) <= most else message[:most] + ' …'}"
 
@@ -48,10 +50,11 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """Return the object of a JSON file.
 
     Raises:
-        OSError: it cannot be read, is no JSON, or is a list, a word or a number.
+        OSError: the file cannot be read, is no JSON, or holds a list, a word or a number.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
+    # JSON that is nested too deeply ends in a RecursionError.
     except (ValueError, RecursionError) as error:
         raise OSError(f"{path} is damaged, it is no JSON ({error}): copy or download it again") from error
     if not isinstance(data, dict):
@@ -61,8 +64,10 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 def _is_ours(error: BaseException) -> bool:
     """Tell whether this package raised an error itself, in words that say what to do."""
+    # Errors of other types that arise in our code are defects, and say nothing of what to do.
     if not isinstance(error, ValueError | TypeError):
         return False
+    # The last frame of the traceback is the one that raised it.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -33,11 +33,11 @@ def geometric(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> T
     """Return the plain RoPE table ``rope_theta ** (-2 i / rotary_dim)``, or the beginning of it.
 
     Args:
-        rope_theta: base of the geometric sequence, > 0.
-        rotary_dim: number of features that rotate, even.
-        pairs: how many of the fastest pairs to compute; all of them by default. Fewer can differ from the beginning of
-            the whole table in the last bit, because the float32 power function of torch rounds differently in vectors
-            of other lengths.
+        rope_theta: the base of the geometric sequence, > 0.
+        rotary_dim: the number of features that rotate, even.
+        pairs: the number of pairs to compute, the fastest ones; all of them by default. Fewer can differ from the
+            beginning of the whole table in the last bit, because the float32 power function of torch rounds differently
+            in vectors of other lengths.
 
     Returns:
         inv_freq: (pairs,) or (rotary_dim / 2,) float32 [rad/token], fast to slow.
@@ -56,6 +56,8 @@ def _position_base(rope_theta: float, rotary_dim: int, pairs: int | None = None)
     """``rope_theta ** (2 i / rotary_dim)`` in the float32 arithmetic of transformers."""
     if not (math.isfinite(rope_theta) and rope_theta > 0):
         raise ValueError(f"rope_theta must be a finite number > 0, got {rope_theta}")
+    # Always on the CPU, although models are built with another default device, such as meta; and integers that become
+    # floats, as in transformers, so that the rounding is the same.
     end = rotary_dim if pairs is None else 2 * pairs
     exponents = torch.arange(0, end, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
     return rope_theta**exponents
@@ -182,20 +184,22 @@ def yarn(
     tables differ by up to 1.9 times at factor 4, and more at larger factors.
 
     Args:
-        rope_theta: base of the unscaled table.
-        rotary_dim: features that rotate, even.
-        factor: extension factor.
-        context: trained context [tokens].
-        beta_fast: turns above which a pair is left alone.
-        beta_slow: turns below which a pair is fully interpolated.
-        truncate: round the ramp's ends outwards to whole pairs.
+        rope_theta: the base of the unscaled table.
+        rotary_dim: the number of features that rotate, even.
+        factor: the factor by which the context is extended.
+        context: the context that the model was trained with [tokens].
+        beta_fast: the number of turns within the context above which a pair keeps its frequency.
+        beta_slow: the number of turns within the context below which a pair is divided by ``factor``.
+        truncate: whether the ends of the ramp are rounded outwards to whole pairs.
     """
     _check_rotary_dim(rotary_dim)
     low, high = _ramp(rope_theta, rotary_dim, context, beta_fast, beta_slow, truncate)
+    # As in transformers: a ramp without width would divide by 0.
     if low == high:
         high += 0.001
     ramp = torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
     base = _position_base(rope_theta, rotary_dim)
+    # 1 - share is not written as ramp, which differs in the last bit: this is transformers' order of operations.
     share = 1 - ramp
     return 1.0 / (factor * base) * (1 - share) + 1.0 / base * share
 
@@ -206,11 +210,13 @@ def _ramp(
     """Return the pairs that turn ``beta_fast`` and ``beta_slow`` times in a context; ``truncate`` rounds outwards."""
 
     def pair_turning(rotations: float) -> float:
+        # The i for which context * rope_theta ** (-2 i / rotary_dim) is 2 pi * rotations.
         return (rotary_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(rope_theta))
 
     low, high = pair_turning(beta_fast), pair_turning(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
+    # Transformers bounds the index of a pair by the number of features, which is twice as many; so do we, to equal it.
     return max(low, 0), min(high, rotary_dim - 1)
 
 
@@ -247,6 +253,7 @@ def llama3(inv_freq: Table, *, factor: float, low_freq_factor: float, high_freq_
     length = 2 * math.pi / inv_freq
     table = torch.where(length > slow_from, inv_freq / factor, inv_freq)
     smooth = (context / length - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    # Written operation by operation as in transformers, so that the tables are equal to the last bit.
     between = ~(length < fast_to) * ~(length > slow_from)
     return torch.where(between, (1 - smooth) * table / factor + smooth * table, table)
 
@@ -269,6 +276,7 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
     """
     base = _position_base(rope_theta, 2 * len(inv_freq))
     target = zero_unrotated(inv_freq.float().cpu())
+    # In float64, so that only the last step rounds.
     guess = (1.0 / (target.double() * base.double())).float()
     candidates = [guess]
     up = down = guess
@@ -292,6 +300,7 @@ def fingerprint(inv_freq: Table, attention_scaling: float) -> str:
     True
     """
     values = zero_unrotated(inv_freq.float().cpu()).tolist()
+    # Bytes in a fixed order (`<`), so that all machines give the same digits.
     return hashlib.sha256(struct.pack(f"<{len(values)}fd", *values, attention_scaling)).hexdigest()[:16]
 
 
@@ -308,8 +317,8 @@ def granularity(inv_freq: Table, x: Float[Tensor, " features"] | None = None) ->
     the mean that converges, and the mean is what is returned.
 
     Args:
-        inv_freq: (pairs,) [rad/token].
-        x: (2 pairs,) in Hugging Face's half-split layout, or None.
+        inv_freq: (pairs,) the table [rad/token].
+        x: (2 pairs,) a query or key in Hugging Face's half-split layout, or None for pairs of equal norm.
 
     >>> round(granularity(geometric(10000.0, 128)), 5)
     0.10938

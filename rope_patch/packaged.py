@@ -13,7 +13,7 @@ def data_path(name: str) -> Path:
     in an editable install) they lie beside it. ``assets`` is inside the package in both.
 
     Args:
-        name: one of ``"assets"``, ``"eval_tasks"``, ``"recipes"``.
+        name: the name of the folder: ``"assets"``, ``"eval_tasks"`` or ``"recipes"``.
 
     Returns:
         The absolute path of an existing folder. Treat it as read-only.

@@ -36,7 +36,7 @@ class Registry(UserDict[str, Entry]):
     nobody waits for packages that are not needed. One that cannot be loaded is warned about, and changes nothing.
 
     Args:
-        noun: what an entry is called in messages.
+        noun: the word for an entry in messages, such as ``"method"``.
         group: the group of entry points by which installed packages offer entries.
     """
 
@@ -54,6 +54,7 @@ class Registry(UserDict[str, Entry]):
             self._read_packages()
         return name in self.data
 
+    # UserDict asks this for a name that is not in `data`.
     def __missing__(self, name: str) -> Entry:
         self._read_packages()
         return self.data[name]
@@ -142,6 +143,7 @@ def import_modules(names: Sequence[str]) -> None:
     directory = os.getcwd()
     sys.path.insert(0, directory)
     try:
+        # Python remembers which files a folder holds, and would miss a module written since this process began.
         importlib.invalidate_caches()
         for name in names:
             if name not in sys.modules:
@@ -163,6 +165,7 @@ def _import(name: str) -> None:
                 f"of a Python file in {os.getcwd()} or of an installed package"
             ) from error
         if _users_entries() == before:
+            # Otherwise Python would not run it again, after its author corrected it.
             del sys.modules[name]
             raise ValueError(
                 f"the module {name!r} defines no method, retrieval task, metric or cache format: it needs a class such "

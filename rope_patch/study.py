@@ -34,11 +34,11 @@ class Fact(NamedTuple):
     """A number of a table, before a method and after it; None where there is none.
 
     Attributes:
-        name: what it is.
-        unit: unit of the two values.
-        before: value of the table before.
-        after: value of the method's table.
-        note: what to know of it.
+        name: the name of the quantity.
+        unit: the unit of both values; empty where they have none.
+        before: the value for the table before.
+        after: the value for the method's table.
+        note: the source of the quantity, or what to know when reading it.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Study:
     """A table, and what a method makes of it.
 
     Attributes:
-        method: method string.
-        base: name of the table before.
-        rope_theta: base of the table before.
-        before: (pairs,) the table of training [rad/token].
-        after: (pairs,) the method's table [rad/token].
-        attention_scaling: the method's factor on cos and sin.
-        trained_length: context of training, at least 2 [tokens].
-        length: context in use, at least 2 [tokens].
+        method: the method string of the method that is studied.
+        base: the name of the table before.
+        rope_theta: the base of the table before.
+        before: (pairs,) the table that the model was trained with [rad/token].
+        after: (pairs,) the table that the method makes of it [rad/token].
+        attention_scaling: the method's attention factor, by which cos and sin are multiplied.
+        trained_length: the context that the model was trained with, at least 2 [tokens].
+        length: the context in which the method's table is used, at least 2 [tokens].
     """
 
     method: str
@@ -117,6 +117,7 @@ class Study:
         turning = table[~rests].double()
         slow = table < offset_frequency_bound(self.trained_length)
         angles = offset_angle_bound(table.double(), self.trained_length)[slow]
+        # Steps of the stride may miss the last position, which is always looked at.
         looked = torch.unique(torch.cat([torch.arange(0, self.length, stride), torch.tensor([self.length - 1])]))
         gaps, _ = nearest_old(self.before, table, old_length=self.trained_length, new_positions=looked)
         slowest = float(turning.min()) if len(turning) else 0.0

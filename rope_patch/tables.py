@@ -42,15 +42,18 @@ class RotaryTable:
 
     Attributes:
         inv_freq: (pairs,) float32 on the CPU [rad/token].
-        attention_scaling: factor on cos and sin.
-        rope_theta: base of the geometric sequence the table started from.
-        rope_type: transformers' name for the table, or ``"custom"``.
-        max_position_embeddings: the context the config states [tokens].
-        original_max_position_embeddings: the context before scaling, where the config states one.
-        layer_type: ``None``, ``"full_attention"``, ``"sliding_attention"`` …
-        path: module path of the rotary embedding.
-        rope_parameters: how transformers itself encodes this table; None where no such encoding is known.
-        other_keys: keys of the config's own that every encoding keeps (Phi's ``partial_rotary_factor``).
+        attention_scaling: the attention factor, by which cos and sin are multiplied.
+        rope_theta: the base of the geometric sequence that the table started from.
+        rope_type: transformers' name for the kind of table, or ``"custom"``.
+        max_position_embeddings: the context that the config states [tokens].
+        original_max_position_embeddings: the context before scaling, where the config states one; else None [tokens].
+        layer_type: the type of the layers that use the table, ``"full_attention"`` or ``"sliding_attention"``; None
+            where all layers share one table.
+        path: the path of the rotary module within the model.
+        rope_parameters: the encoding from which transformers itself computes this table; None where no such encoding is
+            known.
+        other_keys: further keys of the config's ``rope_parameters`` that every encoding keeps, such as Phi's
+            ``partial_rotary_factor``.
     """
 
     inv_freq: Tensor
@@ -117,9 +120,11 @@ class RotaryTable:
         """Return the table with new numbers.
 
         Args:
-            inv_freq: (pairs,) float32 [rad/token].
-            rope_parameters: transformers' own encoding of it, without ``other_keys``; None where it has none.
-            attention_scaling: new factor on cos and sin; by default the present one.
+            inv_freq: (pairs,) float32, the new frequencies [rad/token].
+            rope_parameters: the encoding from which transformers computes them, without ``other_keys``; None where it
+                has none.
+            attention_scaling: the new attention factor, by which cos and sin are multiplied; by default the present
+                one.
         """
         scaling = self.attention_scaling if attention_scaling is None else attention_scaling
         if not bool(torch.isfinite(inv_freq).all()) or bool((inv_freq < 0).any()):
@@ -154,9 +159,9 @@ def choose_layer_types(
     """Return the layer types to patch: those named, or full attention; ``(None,)`` where there is one table for all.
 
     Args:
-        tables: the tables of the model.
-        layer_types: the layer types that the user names.
-        needed: layer types that the method itself names, which must be among them.
+        tables: the tables of the model, by layer type.
+        layer_types: the layer types that the user names; by default full attention.
+        needed: the layer types that the method itself names, which must be among those that are patched.
 
     Raises:
         ValueError: an unknown layer type, none at all, one that is needed and not patched, or one named where there is
@@ -166,7 +171,9 @@ def choose_layer_types(
         if named := (*(layer_types or ()), *needed):
             raise ValueError(f"this model has one table for all layers: leave out the layer type {', '.join(named)}")
         return (None,)
+    # Layers with a sliding window never see distances beyond it, so a longer context changes nothing for them.
     chosen = ("full_attention",) if layer_types is None else layer_types
+    # A single name is a string, which `tuple` would take apart into letters.
     chosen = (chosen,) if isinstance(chosen, str) else tuple(chosen)
     if not chosen:
         raise ValueError(f"layer_types is empty, so nothing would be patched. Known: {', '.join(map(str, tables))}")
@@ -183,6 +190,7 @@ def choose_layer_types(
 def changes_with_length(rope_parameters: Mapping[str, Any]) -> bool:
     """Tell whether ``rope_parameters`` describe a table that changes during the forward pass, with the length."""
     rope_type = rope_parameters.get("rope_type", "default")
+    # Longrope has one table for short texts and another for long ones; with equal factors they are the same.
     two = rope_type == "longrope" and rope_parameters["short_factor"] != rope_parameters["long_factor"]
     return "dynamic" in rope_type or two
 

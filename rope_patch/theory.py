@@ -43,10 +43,10 @@ def activation(
     *Source*: Barbero et al., figure 2; not divided by ``sqrt(head_dim)``.
 
     Args:
-        inv_freq: (pairs,) [rad/token].
-        distances: (distances,) [tokens]; may be negative or broken.
-        query: (2 pairs,), or None for all ones.
-        key: (2 pairs,), or None for all ones.
+        inv_freq: (pairs,) the table [rad/token].
+        distances: (distances,) the distances between query and key, which may be negative or fractions [tokens].
+        query: (2 pairs,) the query before rotation, or None for all ones.
+        key: (2 pairs,) the key before rotation, or None for all ones.
 
     Raises:
         ValueError: a query or key that does not hold two features for each pair.
@@ -55,6 +55,8 @@ def activation(
     [4.0, -0.598]
     """
     steps = zero_unrotated(inv_freq.double())
+    # As complex numbers, the activation is the real part of sum conj(query) key exp(-i angle): a product with
+    # cosines and one with sines.
     product = _complex(query, len(steps)).conj() * _complex(key, len(steps))
     weights = torch.cat([product.real, product.imag])
     parts = [distances.new_zeros(0, dtype=torch.float64)]
@@ -71,10 +73,10 @@ def activation_curve(inv_freq: Table, length: int, query: Features | None = None
     the curve is one product of matrices. Equal to :func:`activation` to 1e-12 of ``|query| |key|``.
 
     Args:
-        inv_freq: (pairs,) [rad/token].
-        length: number of distances [tokens].
-        query: (2 pairs,), or None for all ones.
-        key: (2 pairs,), or None for all ones.
+        inv_freq: (pairs,) the table [rad/token].
+        length: the number of distances, from 0 on [tokens].
+        query: (2 pairs,) the query before rotation, or None for all ones.
+        key: (2 pairs,) the key before rotation, or None for all ones.
     """
     steps = zero_unrotated(inv_freq.double())
     product = _complex(query, len(steps)).conj() * _complex(key, len(steps))
@@ -118,9 +120,9 @@ def positional_head(inv_freq: Table, psi: Features, offset: int) -> tuple[Featur
     *Source*: Barbero et al. proposition 3.1 and theorem 5.3.
 
     Args:
-        inv_freq: (pairs,) [rad/token].
-        psi: (2 pairs,) any vector.
-        offset: distance of the peak [tokens].
+        inv_freq: (pairs,) the table [rad/token].
+        psi: (2 pairs,) any vector, the query before rotation.
+        offset: the distance at which the activation is largest [tokens].
     """
     return psi.double(), rotate(inv_freq, psi, torch.tensor([offset]))[0]
 
@@ -152,12 +154,12 @@ def head_mass(
     *Source*: Barbero et al. theorem 5.3.
 
     Args:
-        inv_freq: (pairs,) [rad/token].
-        query: (2 pairs,).
-        key: (2 pairs,).
-        length: positions [tokens].
-        offset: distance whose weight is returned [tokens].
-        sharpness: factor on the activations, the inverse temperature. A model's own is ``1 / sqrt(head_dim)``.
+        inv_freq: (pairs,) the table [rad/token].
+        query: (2 pairs,) the query of every token before rotation.
+        key: (2 pairs,) the key of every token before rotation.
+        length: the number of positions [tokens].
+        offset: the distance of the token whose weight is returned [tokens].
+        sharpness: the factor on the activations, the inverse temperature. A model's own is ``1 / sqrt(head_dim)``.
 
     Returns:
         (length,) in [0, 1]; NaN at positions below ``offset``, which have no such token.
@@ -166,6 +168,7 @@ def head_mass(
     [nan, 0.5, 0.3333, 0.25]
     """
     logits = sharpness * _curve_beyond(inv_freq, length, query, key, offset)
+    # The query at position m sees the distances 0 … m, so the sum in its softmax is a running one over distances.
     mass = (logits[offset] - torch.logcumsumexp(logits, dim=0)).exp()
     mass[:offset] = math.nan
     return mass
@@ -187,12 +190,12 @@ def sharpness_for(
     *Source*: Barbero et al. theorem 5.3 says that it exists, Wendler's temperature is its inverse; the value is ours.
 
     Args:
-        inv_freq: (pairs,) [rad/token].
-        query: (2 pairs,).
-        key: (2 pairs,).
-        mass: attention weight, in (0, 1).
-        length: positions [tokens].
-        offset: distance attended to [tokens].
+        inv_freq: (pairs,) the table [rad/token].
+        query: (2 pairs,) the query of every token before rotation.
+        key: (2 pairs,) the key of every token before rotation.
+        mass: the attention weight that the token is to have, in (0, 1).
+        length: the number of positions [tokens].
+        offset: the distance of the token that is attended to [tokens].
 
     Raises:
         ValueError: no factor reaches the mass, since another distance has as large an activation, in float64 at least.
@@ -214,6 +217,7 @@ def sharpness_for(
         return float(torch.exp(-torch.logsumexp(sharpness * behind, dim=0))) >= mass
 
     low, high = 0.0, 1.0
+    # This ends: every other activation is smaller, so the weight tends to 1.
     while not reached(high):
         low, high = high, 2 * high
     while high - low > 1e-12 * high:
@@ -272,10 +276,11 @@ def nearest_old(
     for every method. It costs ``old_length`` × positions × pairs multiplications; memory is bounded by blocks.
 
     Args:
-        old: (pairs,) the table the model was trained with [rad/token].
+        old: (pairs,) the table that the model was trained with [rad/token].
         new: (pairs,) the table in use [rad/token].
-        old_length: trained context: old images are at 0 … old_length - 1 [tokens].
-        new_positions: (distances,) [tokens].
+        old_length: the context that the model was trained with: old images are at the positions 0 … old_length - 1
+            [tokens].
+        new_positions: (distances,) the positions of the new images [tokens].
 
     Returns:
         (distances,) distances of a unit vector, float64, and (distances,) positions, int64.
@@ -290,6 +295,7 @@ def nearest_old(
         raise ValueError(f"old_length must be at least 1, got {old_length}")
     before, after, shares = zero_unrotated(old.double()), zero_unrotated(new.double()), _shares(len(old))
     distances, nearest = [], []
+    # 2048 new images beside 1024 old ones are `BLOCK` cosines.
     for part in torch.split(new_positions.double(), 2048):
         images = _images(part, after, shares)
         closest, at = torch.full_like(part, -torch.inf), torch.zeros(len(part), dtype=torch.int64)

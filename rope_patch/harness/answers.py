@@ -27,10 +27,10 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     """Answers lm-eval's requests with a loaded model, as ``hf`` does.
 
     Attributes:
-        reader: the model.
-        chunk: tokens per forward pass; whole prompts where it is None.
-        scheme: by which keys and values are read as if quantized.
-        maker: factory of caches that do so, where the scheme is not the plain one.
+        reader: reads tokens with the loaded model, and scores them.
+        chunk: the number of tokens per forward pass; None reads whole prompts [tokens].
+        scheme: the cache formats by which keys and values are read as if they were quantized.
+        maker: makes caches that quantize keys and values, where the scheme is not the plain one.
     """
 
     reader: Reader
@@ -51,6 +51,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score continuations, as lm-eval does, but the right answers of retrieval tasks in the engine's own tokens."""
+        # lm-eval has a request encoded from its two texts alone, so the number of tokens is looked up by them.
         self._answer_tokens = {request.args: count for request in requests if (count := answer_tokens(request))}
         try:
             answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -81,6 +82,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, as lm-eval does; one bar shows the windows of all."""
+        # Cut here as lm-eval will cut them, only to know the number of tokens for the bar.
         windows = [
             make_disjoint_window(window)
             for request in requests
@@ -111,7 +113,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                 done = Progress(sum(len(row.ids) for row in batch), reads=len(batch) * len(batch[0].ids))
                 for i, answer in self._score(batch, done):
                     answers[i] = answer
-                    if (texts := requests[i][0]) is not None:  # HFLM keeps the whole of a rolling window
+                    if (texts := requests[i][0]) is not None:  # of a rolling window, HFLM itself stores the whole
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
                 done.finish()
         return [answer for answer in answers if answer is not None]
@@ -141,6 +143,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             reach = [len(row.ids) + 1 for row in batch]  # with the last token of each request
             for start, hidden in reader.read(ids, past, self.chunk, done, reach=reach):
                 for i, (states, targets, _) in enumerate(asked):
+                    # The states are sorted, so those of a chunk are neighbours.
                     low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
                     for first in range(low, high, SLICE):  # no copy of all states
                         at = slice(first, min(first + SLICE, high))
@@ -168,6 +171,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
 
         @torch.no_grad()
         def attempt(batch_size: int) -> int:
+            # How much memory a pass needs does not depend on which tokens are read.
             rows = torch.ones((batch_size, length), dtype=torch.long)
             past = self._new_cache(length) if self.chunk is not None and self.chunk < length else None
             for _ in self.reader.read(rows, past, self.chunk):

@@ -36,6 +36,7 @@ def _run() -> None:
     importlib.import_module("lm_eval.models")  # lm-eval names its own model types only where there is none yet
     if "rope_patch" not in model_registry:  # loaded when it is asked for
         model_registry.register("rope_patch", target="rope_patch.harness.model:RopePatchLM")
+    # lm-eval's own parser would refuse `--import`.
     sys.argv[1:] = without_imports(sys.argv[1:])
     harness = HarnessCLI()
     harness.execute(with_ours(harness.parse_args()))
@@ -45,8 +46,9 @@ def without_imports(words: list[str]) -> list[str]:
     """Import the modules that ``--import`` names, and return the other words of a command line.
 
     Raises:
-        ValueError: a module that is not found, fails, or defines no method, task or metric.
+        ValueError: a module is not found, fails, or defines no method, task or metric.
     """
+    # All other flags, `--help` too, are for lm-eval's parser; none of them may pass for an abbreviation of ours.
     parser = argparse.ArgumentParser(prog="rope-patch-eval", add_help=False, allow_abbrev=False)
     parser.add_argument("--import", action="append", dest="modules", metavar="MODULE", default=[])
     known, others = parser.parse_known_args(words)
@@ -61,8 +63,8 @@ def with_ours(arguments: Any) -> Any:
     """Add the folder of our tasks to ``--include_path``, before the user's own, and make our model type the default.
 
     Args:
-        arguments: of lm-eval's command line, parsed; changed in place. Its ``--include_path`` may be several folders,
-            joined as in ``PATH``; a ``--config`` may hold one too.
+        arguments: the parsed arguments of lm-eval's command line, changed in place. Its ``--include_path`` may be
+            several folders, joined as in ``PATH``; a ``--config`` may hold one too.
     """
     given = _configured(arguments)
     if hasattr(arguments, "include_path"):

@@ -47,7 +47,7 @@ LOADING = set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {
 """What ``from_pretrained`` takes; it names half of them only inside."""
 
 IDENTITY = "rope_patch: whose answers these are"
-
+"""Entry of lm-eval's file of answers that names the model and the patch that gave them."""
 
 PATCHING = ("target_length", "layer_types", "freeze_at", "replace")
 """Arguments of :func:`rope_patch.apply` among those of lm-eval."""
@@ -69,19 +69,19 @@ class RopePatchLM(AnsweringLM):
     ``hf`` would cut it from the left, and the needle with it.
 
     Args:
-        pretrained: folder, hub id, or a model in memory; it is patched in place. An adapter's folder stands for its
-            base with ``peft=``.
-        method: a name with its parameters as further arguments (``method=p_rope,p=0.75``), a method string
-            (``method=abf:rope_theta=500000+p_rope:p=0.5``), or in JSON a list or :meth:`~rope_patch.Method.to_dict`.
-            By default the model stays as its folder, or its adapter's record, says.
-        target_length: the context to state [tokens]; what fits follows from it.
-        layer_types: tables to patch, joined by ``/``, on models with one per layer type.
-        freeze_at: length at which to freeze a dynamic table [tokens].
-        replace: replace the patch a folder carries.
-        chunk: tokens per forward pass; whole prompts by default.
-        kv_cache: a scheme by which keys and values are read as if quantized, ``kivi-2`` or the text of
-            :mod:`rope_patch.kv_cache.schemes`, exactly as decoding would read them.
-        **kwargs: arguments of lm-eval's ``hf``, the method's parameters, and what ``from_pretrained`` takes.
+        pretrained: a folder, a hub id, or a model in memory, which is patched in place. An adapter's folder stands for
+            its base with ``peft=``.
+        method: the method: a name with its parameters as further arguments (``method=p_rope,p=0.75``), a method string
+            (``method=abf:rope_theta=500000+p_rope:p=0.5``), or in JSON a list or :meth:`~rope_patch.Method.to_dict`. By
+            default the model stays as its folder, or its adapter's record, says.
+        target_length: the context that the config states after patching; texts may be as long as that [tokens].
+        layer_types: the layer types whose tables are patched, joined by ``/``, on models with one table per layer type.
+        freeze_at: the length at which a dynamic table is frozen [tokens].
+        replace: whether to replace the patch that a folder carries.
+        chunk: the number of tokens per forward pass; whole prompts by default [tokens].
+        kv_cache: the cache formats by which keys and values are read as if they were quantized, exactly as decoding
+            would read them: ``kivi-2``, or the text of :mod:`rope_patch.kv_cache.schemes`.
+        **kwargs: further arguments of lm-eval's ``hf``, the method's parameters, and what ``from_pretrained`` takes.
 
     Raises:
         ValueError: an unknown argument, a bad method, an encoder-decoder, or an option that would cut prompts.
@@ -127,7 +127,7 @@ class RopePatchLM(AnsweringLM):
         elif getattr(self.model.config.get_text_config(), "rope_patch", None):
             verify_model(self.model)  # what the original loader built, before ours takes its place
             reapply(self.model, locate(self.model).record)  # type: ignore[arg-type]
-        # It would warn of the length before the patch; prompts that do not fit are refused.
+        # Else the tokenizer warns of texts beyond the length before the patch; prompts that do not fit are refused.
         self.tokenizer.model_max_length = max(self.tokenizer.model_max_length, self.max_length)
         self.reader = Reader(self.model)
         self.scheme = scheme

@@ -17,8 +17,8 @@ class RequestRow:
     """Requests that begin one another: the longest is read, and with it all of them.
 
     Attributes:
-        ids: what is read, all but the last token of the longest request (tokens,) int64.
-        asked: of each request its number, the tokens of its context, and its continuation.
+        ids: (tokens,) int64, the tokens that are read: all but the last one of the longest request.
+        asked: for each request its number, the number of tokens of its context, and the tokens of its continuation.
     """
 
     ids: Tensor
@@ -38,15 +38,16 @@ def grouped(requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Call
     """Requests in rows, the longest first.
 
     Args:
-        requests: each with its context and its continuation.
-        table_of: a number that stands for the table under which a model reads a text of so many tokens; only requests
-            that are read under the same one share a row.
+        requests: the requests: each one's texts or None, the tokens of its context, and those of its continuation.
+        table_of: gives for a number of tokens a number that stands for the table under which a text of that length is
+            read; only requests that are read under the same table share a row.
     """
     texts = []
     for i, (_, context, continuation) in enumerate(requests):
         if not context or not continuation:
             raise ValueError(f"request {i} has {len(context)} tokens of context and {len(continuation)} to score")
-        ids = numpy.array([*context, *continuation[:-1]], dtype=">i4").tobytes()  # in the order of the numbers
+        # Big-endian bytes sort as the numbers do, so that texts which begin alike become neighbours.
+        ids = numpy.array([*context, *continuation[:-1]], dtype=">i4").tobytes()
         texts.append((table_of(len(context) + len(continuation)), ids, i))
     rows: list[tuple[int, bytes, list[int]]] = []
     for table, ids, i in sorted(texts, reverse=True):  # what begins with a text comes right before it

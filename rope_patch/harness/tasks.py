@@ -65,10 +65,11 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         """Make the documents of every length.
 
         Args:
-            **options: arguments of the task's ``custom_dataset`` beside those of its YAML file and ``--metadata``.
+            **options: further arguments of the task's ``custom_dataset``, beside those of its YAML file and
+                ``--metadata``.
 
         Raises:
-            ValueError: a length that the task has no metric for.
+            ValueError: the task has no metric for a length.
         """
         metadata = dict(self.config.metadata)
         lengths = metadata.pop("max_seq_lengths")
@@ -121,6 +122,8 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
             if kwargs.get("apply_chat_template"):
                 self._make_documents(turns=turns_of(kwargs["chat_template"]))
         settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples, self.first_choice]
+        # lm-eval's cache of requests goes by the names of task and tokenizer: the digest makes it go by the documents
+        # too.
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         super().build_all_requests(tokenizer_name=f"{tokenizer_name}-{digest[:16]}", samples=samples, **kwargs)
 
@@ -142,14 +145,15 @@ def retrieval_documents(
     """Return the prompts of :func:`rope_patch.evaluation.retrieval.retrieval`, sample by sample.
 
     Args:
-        task: as there.
-        length: of prompt and answer together, special tokens included [tokens].
-        samples: haystacks.
-        depths: of the needles.
-        seed: as there.
-        haystack: ``noise``, ``builtin``, or the path of a file or folder.
-        turns: of a chat, as :class:`~rope_patch.evaluation.prompts.PromptMaker` takes them.
-        **rest: the arguments of the model, which name the tokenizer, and other metadata.
+        task: the name of the retrieval task.
+        length: the length of prompt and answer together, special tokens included [tokens].
+        samples: the number of haystacks.
+        depths: the depths of the needles, as shares of the haystack.
+        seed: the seed from which haystacks and needles are drawn.
+        haystack: the text around the needles: ``noise``, ``builtin``, or the path of a file or folder.
+        turns: the texts before and after the user's turn in a chat, as
+            :class:`~rope_patch.evaluation.prompts.PromptMaker` takes them; None without a chat.
+        **rest: other metadata, among them the arguments of the model, which name the tokenizer.
 
     Raises:
         ValueError: no tokenizer, a bad option, or a prompt that does not fit.
@@ -183,15 +187,15 @@ def perplexity_documents(
 
     Windows are spread evenly over the text, so that they speak of all of it. Each continuation holds about ``stride``
     tokens, and begins where the one before ended or later; its context is what stands before it, so that both have at
-    most ``length`` tokens. A context ends in a word, never in a space, and its tokens
-    are a prefix of those of the whole: nothing depends on how a program puts the two together.
+    most ``length`` tokens. A context ends in a word, never in a space, and its tokens are a prefix of those of the
+    whole: nothing depends on how a program puts the two together.
 
     Args:
-        length: of context and continuation together, special tokens included [tokens].
-        windows: how many; by default as many as have 128k tokens, at most 32.
-        stride: tokens of a continuation, about; half of the length by default.
-        text: path of a file or folder; the built-in held-out text by default.
-        **rest: the arguments of the model, which name the tokenizer, and other metadata.
+        length: the length of context and continuation together, special tokens included [tokens].
+        windows: the number of windows; by default as many as have 128k tokens, at most 32.
+        stride: the approximate length of a continuation; half of ``length`` by default [tokens].
+        text: the path of a file or folder; the built-in held-out text by default.
+        **rest: other metadata, among them the arguments of the model, which name the tokenizer.
 
     Raises:
         ValueError: no tokenizer, a bad option, a text that is too short or has too few spaces.
@@ -224,6 +228,7 @@ def perplexity_documents(
     rows: list[dict[str, Any]] = []
     middle = max(1, bisect.bisect_right(upto, room) - 1)
     while len(rows) < windows:
+        # The tokens up to each word are an estimate, so the end found by them is corrected by counting real tokens.
         begin = min(bisect.bisect_left(upto, upto[middle] - room), middle - 1)
         end = bisect.bisect_right(upto, upto[begin] + length - len(prefix)) - 1
         while end > middle and len(tokens(begin, end)) > length:
@@ -253,6 +258,7 @@ def perplexity_documents(
     return rows
 
 
+# All lengths of a task cut the same text, which is tokenized once.
 @functools.lru_cache(maxsize=1)
 def words_of(arguments: TokenizerArguments, path: str | None) -> tuple[list[str], list[int]]:
     """Words of a text, and the tokens up to each: an estimate, since neighbours may merge."""
@@ -270,7 +276,7 @@ def refuse_misspelled(rest: Mapping[str, Any]) -> None:
     """Refuse metadata that is nearly one of ours; options of other tasks and arguments of the model pass.
 
     Raises:
-        ValueError: such a key.
+        ValueError: there is such a key.
     """
     for key in rest:
         close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.85)  # max_length, of the model, is no option

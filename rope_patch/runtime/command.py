@@ -12,7 +12,7 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
 
     Args:
         run: the command; it returns its status, or None for success.
-        interrupted: what is said after Ctrl-C.
+        interrupted: what the message says after Ctrl-C about the work that was done.
 
     Returns:
         The status of the command; 2 where the user's words or files are wrong, 1 where a library fails, and 130 after
@@ -24,6 +24,7 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
         print(f"interrupted: {interrupted}", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        # The reader of the output is gone, as with `| head`: no message would be seen either.
         return 1
     except Exception as error:
         if os.environ.get("ROPE_PATCH_DEBUG"):
@@ -33,6 +34,7 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
 
 
 def _is_users(error: Exception) -> bool:
+    # The types that this package raises for wrong input, and Python for files and packages that are missing.
     return isinstance(error, ValueError | TypeError | OSError | ImportError)
 
 
@@ -42,7 +44,9 @@ def _message(error: Exception) -> str:
         message = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         return f"{message} (ROPE_PATCH_DEBUG=1 shows where)"
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        # Python's own text begins with an error number.
         return f"{str(error.filename)!r}: {error.strerror.lower()}"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("matplotlib"):
+        # Only the report draws figures, so a command can do its work without matplotlib.
         return f'{error}: pip install "rope_patch[plots]", or give --no-report'
     return str(error)

@@ -13,6 +13,8 @@ from typing import Any
 
 from rope_patch.runtime.parallel import from_first, processes
 
+# What each line of a result cache begins with: `json.dumps` writes keys in the order of the dictionary. By it a line
+# that was cut short is told from the line of some other file.
 START = b'{"key"'
 
 
@@ -23,7 +25,7 @@ class ResultCache(MutableMapping[str, Any]):
     and settings, and a changed setting is measured anew. A line cut short by a crash is dropped.
 
     Args:
-        path: of the file; made when the first value is set.
+        path: the file that holds the values; it is created when the first value is set.
 
     Raises:
         ValueError: the file exists and holds something else.
@@ -62,6 +64,7 @@ class ResultCache(MutableMapping[str, Any]):
         line = json.dumps({"key": name, "value": value}, allow_nan=False).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
+            # A line that a crash cut short has no line break behind it: the next one then begins with one.
             whole = file.tell() == 0
             if not whole:
                 file.seek(-1, os.SEEK_END)
@@ -85,7 +88,7 @@ class PartOfCache(ResultCache):
 
     Args:
         path: the file of this process.
-        values: what is finished already.
+        values: the values that all processes have finished already, by key.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -144,6 +147,7 @@ def key(**parts: Any) -> str:
         >>> key(a=1, b="x") == key(b="x", a=1) != key(a=2, b="x")
         True
     """
+    # Paths, dtypes and the like are not JSON; their text tells them apart.
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

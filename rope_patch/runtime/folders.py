@@ -117,12 +117,14 @@ def claimed(out: str | Path) -> Iterator[Path]:
         OSError: the place cannot be written.
     """
     out = Path(os.path.realpath(out))
+    # A rename works within one disk, and needs a parent folder in which this user may write.
     within = out.is_dir() and (out.is_mount() or not os.access(out.parent, os.W_OK))
     prefix = out / MARK if within else out.with_name(f".{out.name}{MARK}")
     temporary, lock = prefix.with_name(f"{prefix.name}.tmp"), prefix.with_name(f"{prefix.name}.lock")
     with _parents(out), _locked(lock, out) as first:
         if first:
-            # Of the output itself, and of small files within it.
+            # What a killed process left behind, of the output itself and of small files within it. Not in a nested
+            # claim of the same output: there these files are in use.
             for path in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{MARK}.tmp")):
                 if path != lock:
                     remove(path)
@@ -132,6 +134,7 @@ def claimed(out: str | Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _locked(path: Path, out: Path) -> Iterator[bool]:
     """Hold the lock of an output, and yield whether this thread has not held it before."""
+    # One lock object for each path: a nested claim in the same thread counts it up, instead of being refused.
     lock = FileLock(path, timeout=0, is_singleton=True)
     try:
         lock.acquire()
@@ -191,8 +194,8 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
     so a folder between two checkpoints does not load. Other files stay.
 
     Args:
-        out: the folder.
-        overwrite: write into a folder that holds files.
+        out: the folder that appears, or into which the files are moved.
+        overwrite: whether to write into a folder that holds files.
 
     Raises:
         FileExistsError: it holds files, and ``overwrite`` is not given.
@@ -226,13 +229,14 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     """Give a temporary folder on the disk of ``out``; it is deleted at the end, or by the next run after a kill.
 
     Args:
-        out: file or folder to be written in the same block.
+        out: the file or folder that is written in the same block; its lock is held meanwhile.
 
     Raises:
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """
     with claimed(out) as temporary:
+        # A name that begins like that of the output, by which the next claim finds it after a kill.
         scratch = temporary.with_suffix(".scratch")
         scratch.mkdir()
         try:
@@ -249,7 +253,7 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
     Args:
         folder: the folder to be written.
-        names: the names of the files.
+        names: the names of the files that will be written into it.
 
     Raises:
         BlockingIOError: another process is writing it.
@@ -280,21 +284,24 @@ def _move_into(source: Path, out: Path) -> None:
     After an error or Ctrl-C everything is moved back to where it was.
 
     Args:
-        source: the folder with the new files.
-        out: the folder, which may hold older ones.
+        source: the temporary folder that holds the new files.
+        out: the folder that they are moved into, which may hold files of an older checkpoint.
 
     Raises:
         FileExistsError: a folder in the place of a file, or a file in that of a folder; nothing was moved.
     """
+    # Weights come first, then the JSON files that list them, and the configs last: until then the folder does not load.
     new = sorted(source.rglob("*"), key=lambda path: (path.name in CONFIGS, path.suffix == ".json", path.name))
     for path in new:
         place = out / path.relative_to(source)
         if place.exists() and place.is_dir() != path.is_dir():
             raise FileExistsError(f"{place} is in the way: it is a {'folder' if place.is_dir() else 'file'}")
+    # What is replaced is kept beside until everything is in its place, so that it can be put back.
     old, moved = source.with_suffix(".old"), []
 
     def move(path: Path, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
+        # Noted before it happens, so that Ctrl-C between the two lines loses no file.
         moved.append((path, to))
         os.replace(path, to)
 

@@ -72,7 +72,7 @@ def from_first(make: Callable[[], T]) -> T:
     Every process has to call it.
 
     Raises:
-        RuntimeError: in the others, with what the first one raised.
+        RuntimeError: raised in the other processes, with the error of the first one.
     """
     rank, size = processes()
     if size == 1:
@@ -81,6 +81,7 @@ def from_first(make: Callable[[], T]) -> T:
     failed: Exception | None = None
     if rank == 0:
         try:
+            # The others wait for the message, so nothing in here may wait for them.
             with alone():
                 message[0] = make()
         except Exception as error:

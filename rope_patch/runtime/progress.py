@@ -115,9 +115,9 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
     """Show a progress bar of tokens on stderr for the length of a ``with`` block, and sentences above it.
 
     Args:
-        total: tokens to do, where they are known.
-        label: in front of the bar.
-        hidden: show no bar.
+        total: number of tokens to be read, or None where it is not known.
+        label: text in front of the bar.
+        hidden: whether to show no bar.
     """
     from tqdm import tqdm
 
@@ -139,9 +139,9 @@ class Progress:
     """Reports a piece of work, such as a window of text, layer by layer while a model reads it.
 
     Args:
-        size: what is reported in all [tokens].
-        reads: tokens that the model reads meanwhile, by default ``size``: prompts that share what they begin with are
-            read with fewer, and padding is read too.
+        size: number of tokens that the work counts as; they have all been reported at the end [tokens].
+        reads: number of tokens that the model reads meanwhile, by default ``size``: prompts that share what they begin
+            with are read with fewer, and padding is read too [tokens].
 
     Example:
         >>> reports = []
@@ -178,13 +178,16 @@ class Progress:
         """Report a forward pass of a decoder after each of its layers, as long as a ``with`` block lasts.
 
         Args:
-            decoder: of a causal language model of transformers; one without ``layers`` is reported at the end.
-            tokens: that the pass reads, over all rows.
-            rest: how many layers the work behind the decoder counts as, which the caller reports with :meth:`reach`.
-            passes: in how many equal parts the tokens are read; those of later passes, such as generated ones, are not
-                reported.
+            decoder: the decoder of a causal language model of transformers, whose ``layers`` are reported one by one;
+                without them the pass is reported when it ends.
+            tokens: number of tokens that the pass reads, over all rows [tokens].
+            rest: number of layers that the work behind the decoder counts as, which the caller reports with
+                :meth:`reach`.
+            passes: number of equal parts in which the tokens are read; those of later passes, such as generated ones,
+                are not reported.
         """
         layers: Any = getattr(decoder, "layers", ())
+        # Each call of a layer, and each unit of `rest`, counts as an equal share of the tokens.
         first, share = self.read, tokens / max(1, passes * len(layers) + rest)
         last = first + tokens - rest * share
 
