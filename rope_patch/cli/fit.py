@@ -21,10 +21,7 @@ from rope_patch.options.fit import FitOptions
 from rope_patch.runtime import progress
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rope_patch.fitting import FittedPatch
-    from rope_patch.fitting.estimate import FitCost
 
 CARRIES_OVER = (
     "A gain on text like the fit's need not carry over to other text: in tests fitted tables read stories 1 to 4.6 % "
@@ -38,21 +35,27 @@ def fit(words: Sequence[str]) -> None:
     options = parse(FitOptions, words)
     from rope_patch import fitting
     from rope_patch.checkpoints.offline import patch_folder
+    from rope_patch.evaluation.budget import default_tokens
     from rope_patch.evaluation.compare import environment
-    from rope_patch.fitting.estimate import FitCost
-    from rope_patch.runtime.folders import claimed, holds_files, write_atomically
+    from rope_patch.evaluation.spec import cost_of
+    from rope_patch.fitting.estimate import affordable, tokens_to_fit
+    from rope_patch.runtime.folders import check_source, claimed, holds_files, write_atomically
 
     settings, output = options.settings, options.output
-    _check_source(options.model)
+    check_source(options.model, ["config.json"])  # an adapter has none
     if holds_files(output):
         raise FileExistsError(f"{output} is not empty: give a new folder")
     prepare(options.machine, options.text)
     with claimed(output):
         tokenizer, model = load_tokenizer(options.model), load_model(options.model, options.machine)
-        spec = fitting.held_out_spec(model, settings.target_length, seed=settings.seed)
-        cost = _planned(FitCost(spec, spec.lengths[0], settings.steps, settings.positions), model)
-        with progress.bar(cost.tokens):
-            patch = fitting.fit(model, tokenizer, options.text, spec=cost.spec, **asdict(settings))
+        whole = fitting.held_out_spec(model, settings.target_length, seed=settings.seed)
+        spec = affordable(whole, settings.steps, settings.positions, default_tokens(model))
+        if spec != whole:
+            print(cost_of(whole, spec), file=sys.stderr)
+        tokens = tokens_to_fit(spec, settings.steps, settings.positions)
+        print(f"reads {tokens:,} tokens", file=sys.stderr)
+        with progress.bar(tokens):
+            patch = fitting.fit(model, tokenizer, options.text, spec=spec, **asdict(settings))
         note = {"command": command_line(), **patch.to_dict(), "settings": asdict(settings)}
         note["environment"] = environment(model)
 
@@ -89,25 +92,3 @@ def described(patch: FittedPatch) -> Iterator[str]:
         yield f"{OF_WINDOWS} {OF_PROMPTS} {CARRIES_OVER}"
     for sentence in patch.warnings:
         yield f"Warning: {sentence}."
-
-
-def _planned(cost: FitCost, model: nn.Module) -> FitCost:
-    """Return the fit that suits the size of the model, and print what it reads."""
-    from rope_patch.evaluation.budget import default_tokens
-    from rope_patch.evaluation.spec import cost_of
-
-    smaller = cost.within(default_tokens(model))
-    if smaller != cost:
-        print(cost_of(cost.spec, smaller.spec), file=sys.stderr)
-    print(f"reads {smaller.tokens:,} tokens", file=sys.stderr)
-    return smaller
-
-
-def _check_source(model: str) -> None:
-    """Raise where the checkpoint is none that can be fitted."""
-    from rope_patch.checkpoints.adapters import is_adapter
-    from rope_patch.runtime.folders import check_source
-
-    check_source(model)
-    if is_adapter(model):
-        raise ValueError(f"{model} is an adapter: merge it into its base first, and fit that")

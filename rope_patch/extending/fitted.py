@@ -8,8 +8,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rope_patch.fitting import fit, held_out_spec
-from rope_patch.fitting.estimate import FitCost
+from rope_patch.fitting.estimate import tokens_to_fit
 from rope_patch.modeling.scoring import fingerprint
+from rope_patch.options.fit import FitSettings
 from rope_patch.runtime.finished import ResultCache, key
 
 POSITIONS = "pose"
@@ -30,7 +31,6 @@ def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, re
     return table, better
 
 
-def cost(model: nn.Module, length: int) -> FitCost:
-    """Return what :func:`fitted` reads."""
-    spec = held_out_spec(model, length)
-    return FitCost(spec, spec.lengths[0], positions=POSITIONS)
+def tokens(model: nn.Module, length: int) -> int:
+    """Return how many tokens :func:`fitted` reads."""
+    return tokens_to_fit(held_out_spec(model, length), FitSettings(length).steps, POSITIONS)

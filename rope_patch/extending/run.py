@@ -237,19 +237,19 @@ class Run:
         total = int(sum((one.candidates + 1) * self.tokens_of(one.windows, one.samples) for one in rounds))
         if not self.options.fit:
             return total
-        from rope_patch.extending.fitted import cost
+        from rope_patch.extending.fitted import tokens as tokens_of_fit
 
-        return total + cost(self.model, self.options.length).tokens
+        return total + tokens_of_fit(self.model, self.options.length)
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
         names = [*map(short, self.methods), *["a fitted table"] * self.options.fit]
         lines, windows, samples, total = [f"methods: {', '.join(names)}"], 0, 0, 0.0
         if self.options.fit:
-            from rope_patch.extending.fitted import cost
+            from rope_patch.extending.fitted import tokens as tokens_of_fit
 
             outside = "" if self.options.budget is None else ", in addition to the budget"
-            lines.append(f"fitting a table: {cost(self.model, self.options.length).tokens:,} tokens{outside}")
+            lines.append(f"fitting a table: {tokens_of_fit(self.model, self.options.length):,} tokens{outside}")
         for number, one in enumerate(rounds, 1):
             tokens = (one.candidates + 1) * self.tokens_of(one.windows - windows, one.samples - samples)
             lines.append(

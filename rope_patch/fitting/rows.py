@@ -17,9 +17,7 @@ from rope_patch.fitting.candidates import TASK
 from rope_patch.fitting.positions import stretched_positions
 from rope_patch.modeling.loss import IGNORED
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.runtime.text import did_you_mean
 
-POSITIONS = ("full", "pose")
 HAY = 1_000_000
 """Characters of the text in which prompts hide their needles; more where a row is longer."""
 TRIES = 20
@@ -40,20 +38,14 @@ def longest_row(positions: str, trained: int, target: int) -> int:
         trained: length that the model was trained at [tokens].
         target: to fit to [tokens].
 
-    Raises:
-        ValueError: unknown positions.
-
     >>> longest_row("full", 256, 1024), longest_row("pose", 256, 1024), longest_row("pose", 256, 16384)
     (1024, 256, 2048)
     """
-    if positions not in POSITIONS:
-        hint = did_you_mean(positions, POSITIONS)
-        raise ValueError(f"unknown positions {positions!r}.{hint} Known: {', '.join(POSITIONS)}")
     return target if positions == "full" else min(max(trained, target // 4), SHORT)
 
 
 def tokens_of_step(positions: str, trained: int, target: int) -> int:
-    """Return the tokens of a step, over all processes; the arguments are those of :func:`longest_row`."""
+    """Return the tokens of a step; the arguments are those of :func:`longest_row`."""
     return max(LEAST, 2 * longest_row(positions, trained, target))
 
 
@@ -77,7 +69,7 @@ class Rows:
         seed: of all that is drawn.
 
     Raises:
-        ValueError: unknown positions, a text that is shorter than a row, or a prompt that does not fit into a row.
+        ValueError: a text that is shorter than a row, or a prompt that does not fit into a row.
     """
 
     def __init__(
@@ -104,9 +96,7 @@ class Rows:
         for length in {self.longest, self.longest if self.skipping else trained} if answers else ():
             self._prompt(random.Random(0), length, 0)
 
-    def __call__(
-        self, step: int, goal: int, share: int = 0, shares: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    def __call__(self, step: int, goal: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         """Yield the rows of a step, all of one length: ids, labels, weights and positions, (rows, tokens) each.
 
         The weights add up to 1 over all of them. The positions are None where they are those of every row, from 0 on.
@@ -114,8 +104,6 @@ class Rows:
         Args:
             step: its number.
             goal: 0 for text, 1 for answers.
-            share: rank of this process.
-            shares: number of processes that divide the rows.
         """
         length = self.longest if self.skipping else self._length(random.Random(f"fit/{self.seed}/{step}"))
         count = self.tokens // length
@@ -123,7 +111,7 @@ class Rows:
         first, stop = (texts, count) if goal else (0, texts)
         rows: list[tuple[list[int], list[float]]] = []
         positions: list[Tensor] = []
-        for i in range(first + (share - first) % shares, stop, shares):
+        for i in range(first, stop):
             own = random.Random(f"fit/{self.seed}/{step}/{i}")
             reach = max(length, self._length(own)) if self.skipping else length
             if goal:

@@ -19,7 +19,7 @@ from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.metrics import Span
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import SEED, held_out_spec, running
-from rope_patch.fitting.estimate import FitCost
+from rope_patch.fitting.estimate import affordable, tokens_to_fit
 from rope_patch.methods import Table
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.locate import locate
@@ -253,18 +253,19 @@ def test_the_tokens_are_those_that_a_fit_reads(steps):
 
     with listen(note):
         fitted(small(), TOKENIZER, steps=steps, positions="pose")
-    cost = FitCost(held_out_spec(small(), 96, windows=2, samples=1, depths=(0.0, 1.0)), 64, steps, "pose")
+    spec = held_out_spec(small(), 96, windows=2, samples=1, depths=(0.0, 1.0))
     for name in ("halfway", "quarter", "eighth"):  # tried where the average is no better than the start
         read.pop(f"{name}: evaluation", 0)
-    assert sum(read.values()) == cost.tokens
+    assert sum(read.values()) == tokens_to_fit(spec, steps, "pose")
 
 
 def test_a_fit_of_a_large_model_is_evaluated_on_fewer_windows_and_samples():
-    whole = FitCost(held_out_spec(small(), 96), 64, positions="pose")
-    assert whole.within(whole.tokens) == whole
-    less, least = whole.within(whole.tokens - 1), whole.within(1)
-    assert less.tokens < whole.tokens and less.spec.lengths == whole.spec.lengths and less.steps == whole.steps
-    assert (least.spec.windows, least.spec.samples) == (4, 1)
+    spec = held_out_spec(small(), 96)
+    tokens = tokens_to_fit(spec, 40, "pose")
+    assert affordable(spec, 40, "pose", tokens) == spec
+    less, least = (affordable(spec, 40, "pose", most) for most in (tokens - 1, 1))
+    assert tokens_to_fit(less, 40, "pose") < tokens and less.lengths == spec.lengths
+    assert (least.windows, least.samples) == (4, 1)
 
 
 # --- the command

@@ -66,8 +66,6 @@ def test_rows_that_cannot_be_made_are_refused():
         Rows(TOKENIZER, TEXT[:300], answers=True, positions="full", trained=64, target=4096, seed=0)
     with pytest.raises(ValueError, match="needs at least"):
         Rows(TOKENIZER, TEXT, answers=True, positions="full", trained=16, target=128, seed=0)
-    with pytest.raises(ValueError, match="Did you mean 'pose'"):
-        rows_of("posse")
 
 
 # --- skipped positions
