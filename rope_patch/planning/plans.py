@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -195,12 +195,17 @@ def _checked(shape: Shape, options: StepOptions) -> Plan:
 
 def _candidates(planned: Plan) -> Iterator[_Candidate]:
     o = planned.options
+    # Devices that share a row attend to all of it, so a model with sliding windows cannot be trained so.
+    groups = () if any(layer.window is not None for layer in planned.shape.kinds) else _GROUPS
+    shared = "the same gradients, each sequence divided among them"
     if o.dtype == "float32" and o.lora_rank is not None:
         yield "--dtype bfloat16", "frozen weights and activations in 16 bits", {"dtype": "bfloat16"}
     yield "--attention flash", "the same attention; needs the kernel", {"attention": "flash"}
     yield "--checkpointing", "the same gradients, up to a third more time", {"checkpointing": True}
     yield "--batch 1", "accumulate gradients to keep the batch", {"batch": 1}
-    yield from _sharing(planned, [n for n in _GROUPS if o.gpus % n == 0])
+    for n in groups:
+        if o.context_parallel < n and o.gpus % n == 0:
+            yield f"--context-parallel {n}", shared, {"context_parallel": n}
     yield "--optimizer adamw_8bit", "states rounded to 8 bits", {"optimizer": "adamw_8bit"}
     if o.lora_rank is None:
         yield "no --full", "adapters of rank 16 in place of full fine-tuning", {"lora_rank": 16}
@@ -208,19 +213,5 @@ def _candidates(planned: Plan) -> Iterator[_Candidate]:
     for n in _GROUPS:
         if n > o.gpus:
             yield f"--gpus {n}", "weights and states divided among them (FSDP)", {"gpus": n}
-            yield from _sharing(planned, [n])
-
-
-def _sharing(planned: Plan, groups: Sequence[int]) -> Iterator[_Candidate]:
-    """Each sequence divided among groups of GPUs, of which there are at least as many as a group has.
-
-    Ring attention ignores sliding windows. Ulysses keeps them under flash attention, and divides the heads.
-    """
-    gpus, kinds = planned.options.gpus, planned.shape.kinds
-    windows = any(layer.window is not None for layer in kinds)
-    for n in groups:
-        if n <= planned.options.context_parallel or (windows and any(layer.heads % n for layer in kinds)):
-            continue
-        more = {} if n <= gpus else {"gpus": n}
-        cost = "the same gradients, each sequence divided among them" + ": Ulysses under flash attention" * windows
-        yield f"--gpus {n} " * bool(more) + f"--context-parallel {n}", cost, {**more, "context_parallel": n}
+            if n in groups:
+                yield f"--gpus {n} --context-parallel {n}", shared, {"gpus": n, "context_parallel": n}

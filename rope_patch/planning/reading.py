@@ -119,8 +119,8 @@ def _layer(layer: nn.Module, config: Any, window: int | None, owner: str) -> Lay
             where = f"{place}_out" if n == last else place
             linears.append(Linear(n, m.in_features, m.out_features, m.bias is not None, where))
     query, ffn = (next(x.inputs for x in linears if x.place == f"{place}_out") for place in ("attention", "mlp"))
-    fused = (sum(x.outputs for x in linears if x.place == "attention") - query) // 2
-    key_width = next((x.outputs for x in linears if x.name.rpartition(".")[2] == "k_proj"), fused)
+    head_dim = getattr(blocks[attention], "head_dim", query // config.num_attention_heads)
+    key_width = config.num_key_value_heads * head_dim
     hidden = next(x.inputs for x in linears if x.place == "attention")
     reads = {"q": query, "k": key_width, "v": key_width}
     norms = [(n.rpartition(".")[2], m.weight.numel()) for n, m in layer.named_modules() if _is_norm(m)]
@@ -128,7 +128,7 @@ def _layer(layer: nn.Module, config: Any, window: int | None, owner: str) -> Lay
         hidden=hidden,
         query=query,
         key=key_width,
-        heads=query // getattr(blocks[attention], "head_dim", query // config.num_attention_heads),
+        heads=query // head_dim,
         ffn=ffn,
         window=window,
         norm_inputs=tuple(hidden if size == hidden else reads.get(n[0], size) for n, size in norms),
