@@ -109,9 +109,9 @@ def _divided(
         if option.repeated:
             more["action"] = "append"
         parser.add_argument(*option.short, f"--{leaf.name}", dest=f"option{i}", **more)
-    found, rest = parser.parse_known_intermixed_args(words)
+    parsed, rest = parser.parse_known_intermixed_args(words)
     values: dict[tuple[str, ...], Any] = {}
-    for name, value in vars(found).items():
+    for name, value in vars(parsed).items():
         leaf = known[int(name.removeprefix("option"))]
         if leaf.option.kind is not bool:
             value = None if value == "null" else read_value(leaf.option, value, leaf.flag)

@@ -107,7 +107,11 @@ def attend(
             return (queries @ states[:, :, at].mT).view(rows, heads, count, -1)
 
         visible_tokens = places[before + low : before + high, None] + 1
-        logits = _mixed(dot(store.raw_keys), dot(store.keys), store, "keys", visible_tokens, places[at]) * scaling
+        frozen = _frozen(store, "keys", visible_tokens, places[at])
+        logits = dot(store.raw_keys)
+        if frozen is not None:
+            logits = torch.where(frozen, dot(store.keys), logits)
+        logits = logits * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         apart = visible_tokens - 1 - places[at]
@@ -154,13 +158,6 @@ def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Te
         base = store.plan.scheme.sinks + pad
         masks.append((places >= base) & (places < store.plan.frozen(name, visible_tokens, pad)))
     return torch.stack(masks)[:, None]
-
-
-def _mixed(
-    raw: Tensor, rounded: Tensor, store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor
-) -> Tensor:
-    frozen = _frozen(store, name, visible_tokens, places)
-    return raw if frozen is None else torch.where(frozen, rounded, raw)
 
 
 def padding_mask(**kwargs: Any) -> Tensor | None:
