@@ -57,10 +57,11 @@ def measure_heads(
     Args:
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter. It is in eval mode
             meanwhile, and left as it was.
-        token_ids: (tokens,) or (rows, tokens), at least 2 tokens; rows are texts of their own, read one by one.
-        offsets: distances whose attention mass is kept one by one, at least 2.
-        layers: indices of the layers to measure; all by default.
-        block: queries at a time; by default as many as ``BLOCK_BYTES`` of weights allow.
+        token_ids: (tokens,) or (rows, tokens) the text, at least 2 tokens; rows are texts of their own, read one by
+            one.
+        offsets: the number of distances, from 0 on, whose attention mass is kept one by one, at least 2.
+        layers: the indices of the layers to measure; all by default.
+        block: the number of queries at a time; by default as many as ``BLOCK_BYTES`` of weights allow.
 
     Returns:
         Attention masses, sinks and bounds, by layer.
@@ -103,6 +104,7 @@ def measure_heads(
                     _PASS.reset(reset)
     progress.finish()
     measured = tuple(on_text.sums[index].result() for index in sorted(on_text.sums))
+    # In a shorter text the token to be found is among the nearest keys, where a head may attend by distance alone.
     if on_repeated.text.rows.shape[1] > 2 * OFFSETS:
         measured = tuple(
             replace(layer, repeated_mass=on_repeated.sums[layer.index].result().induction_mass) for layer in measured
@@ -117,8 +119,8 @@ def repeated_tokens(rows: Tensor, *, longest: int = REPEATED, seed: int = 0) -> 
 
     Args:
         rows: (rows, tokens) the text; both halves together are no longer than a row.
-        longest: half [tokens].
-        seed: of the draw.
+        longest: the greatest length of a half [tokens].
+        seed: the seed of the random order.
     """
     different = torch.unique(rows)
     order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed))
@@ -133,10 +135,10 @@ class _Pass:
     """One pass over a text: what is measured, and how far the pass has come.
 
     Args:
-        text: what is read.
-        block: queries at a time; None for as many as memory allows.
-        layers: indices of the layers to measure; None for all.
-        total: number of layers of the model.
+        text: the text that is read.
+        block: the number of queries at a time; None for as many as memory allows.
+        layers: the indices of the layers to measure; None for all.
+        total: the number of layers of the model.
     """
 
     def __init__(
@@ -197,12 +199,14 @@ def _attend(
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
     window = window_of(attention_mask) or tokens
+    # Weights are float32, of 4 bytes each.
     size = (current.block if current else None) or max(16, min(512, BLOCK_BYTES // (4 * heads * tokens)))
     out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     queries, keys, values = query[0].float(), key[0].float(), value[0].float()
     places = torch.arange(tokens, device=query.device)
     for start in range(0, tokens, size):
         stop = min(start + size, tokens)
+        # The first key within the window of the block's first query: keys before it are not even multiplied.
         low = max(0, start - window + 1)
         block_queries = queries[:, start:stop]
         grouped = block_queries.reshape(

@@ -22,9 +22,9 @@ class TextRead:
     """The text of a pass, and what every layer's sums need to know of it.
 
     Attributes:
-        rows: (rows, tokens) token ids.
-        offsets: distances whose mass is kept one by one.
-        first_query: position of the first query that is counted [tokens].
+        rows: (rows, tokens) the token ids.
+        offsets: the number of distances, from 0 on, whose mass is kept one by one.
+        first_query: the position of the first query that is counted [tokens].
     """
 
     rows: Tensor
@@ -40,14 +40,15 @@ class Block:
     """Some queries of a row, and their attention to the keys that they may see.
 
     Attributes:
-        start: position of the first query [tokens].
-        low: position of the first key [tokens].
-        query: (heads, queries, head_dim), rotated.
-        key: (key heads, keys, head_dim), rotated.
-        scaling: factor on q·k.
-        logits: (heads, queries, keys) scaled, before soft-capping.
-        weights: (heads, queries, keys).
-        apart: (queries, keys) how far each key lies behind each query [tokens].
+        start: the position of the first query [tokens].
+        low: the position of the first key [tokens].
+        query: (heads, queries, head_dim) the queries after rotation.
+        key: (key heads, keys, head_dim) the keys after rotation.
+        scaling: the factor on q·k, usually ``1 / sqrt(head_dim)``.
+        logits: (heads, queries, keys) the scaled logits, before soft-capping.
+        weights: (heads, queries, keys) the attention weights.
+        apart: (queries, keys) the distance from each key to the query behind it; negative for keys that come later
+            [tokens].
         hidden: (queries, keys) whether a query does not see a key.
     """
 
@@ -66,9 +67,9 @@ class AttentionSums:
     """Running sums over the attention weights of one layer.
 
     Args:
-        index: of the layer.
-        heads: number of query heads.
-        text: what is read.
+        index: the index of the layer.
+        heads: the number of query heads.
+        text: the text that is read.
     """
 
     def __init__(self, index: int, heads: int, text: TextRead) -> None:
@@ -117,6 +118,7 @@ class AttentionSums:
         self.queries += queries
         self.row_queries += queries
         for offset in range(self.text.offsets):
+            # Otherwise no query of the block has a key that far back.
             if start - low - offset > -queries:
                 self.offset[:, offset] += _sum(weights.diagonal(start - low - offset, 1, 2))
                 self.offset_count[offset] += int((~hidden).diagonal(start - low - offset).sum())
@@ -125,8 +127,10 @@ class AttentionSums:
             self.first += _sum(weights[:, visible_first, 0])
             self.first_count += int(visible_first.sum())
         self.distance += _sum(torch.einsum("hqk,qk->hq", weights, apart.to(weights.dtype)))
+        # entr(0) is 0, where the weight of a hidden key times its logarithm would be NaN.
         self.entropy += _sum(torch.special.entr(weights).sum(-1))
-        # Keys whose previous token is the query's own token; the query itself does not count.
+        # Keys whose previous token is the query's own token. The first key of a text has none before it, and the key
+        # of the query itself does not count.
         match = torch.zeros_like(hidden)
         match[:, max(0, 1 - low) :] = ids[start:stop, None] == ids[max(low, 1) - 1 : stop - 1]
         match &= ~hidden & (apart > 0)
@@ -149,6 +153,7 @@ class AttentionSums:
                 continue
             line = logits.diagonal(first - offset, 1, 2)
             stop = first + logits.shape[1] - offset  # of the keys
+            # The first query of a text has no previous key: the diagonal is shorter, and its queries are the last ones.
             bound = block.query[:, -line.shape[1] :].norm(dim=-1) * lengths[:, stop - line.shape[1] : stop]
             bound = bound * block.scaling
             cosine = torch.where(bound > 0, line / bound.clamp_min(torch.finfo(bound.dtype).tiny), 0.0)

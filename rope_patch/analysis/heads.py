@@ -26,26 +26,27 @@ class LayerHeads:
     """Where the heads of one layer attend. Tensors are float64 on the CPU; means are over the queries counted.
 
     Attributes:
-        index: of the layer.
-        offset_mass: (heads, offsets) attention mass on the key at each distance, 0 for the query's own.
+        index: the index of the layer.
+        offset_mass: (heads, offsets) attention mass on the key at each distance; distance 0 is the query's own key.
         first_mass: (heads,) mean weight on the first token, over the queries that see it.
         sink_mass: (heads,) mean weight on all sinks together.
-        sink_position: (heads, top) keys that draw most from afar, most first [tokens]; -1 where there are no more.
-        sink_token: (heads, top) token ids there.
-        sink_row: (heads, top) row of the text.
-        sink_weight: (heads, top) mean weight they draw from queries at least ``FAR`` tokens behind them.
+        sink_position: (heads, top) the positions of the keys that draw most from afar, the strongest first; -1 where
+            there are no more [tokens].
+        sink_token: (heads, top) the token ids at these positions.
+        sink_row: (heads, top) the row of the text in which each sink stands.
+        sink_weight: (heads, top) the mean weight that they draw from queries at least ``FAR`` tokens behind them.
         induction_mass: (heads,) mean weight on keys whose previous token equals the query's token, over the queries
             that have any; nan when none has.
-        induction_chance: () what even attention would put there.
-        repeated_mass: (heads,) the same on random tokens twice in a row, where nothing but induction can know what
-            follows; nan when the text is too short for it: a match at most ``OFFSETS`` back could be a matter of
+        induction_chance: () the weight that even attention would put on these keys.
+        repeated_mass: (heads,) the induction mass on random tokens twice in a row, where nothing but induction can know
+            what follows; nan when the text is too short for it: a match at most ``OFFSETS`` back could be a matter of
             distance.
         distance: (heads,) mean distance of attention [tokens].
         entropy: (heads,) mean entropy of the weights [nats].
         logit: (heads, 2) mean logit with the query's own key and with the previous one, before soft-capping; over all
             queries, as the next two.
-        bound: (heads, 2) mean of the Cauchy-Schwarz bound on it, ``scaling ‖q‖ ‖k‖``.
-        cosine: (heads, 2) mean of their ratio.
+        bound: (heads, 2) mean of the Cauchy-Schwarz bound on that logit, ``scaling ‖q‖ ‖k‖``.
+        cosine: (heads, 2) mean ratio of the logit to its bound.
     """
 
     index: int
@@ -78,8 +79,8 @@ class LayerHeads:
         tokens).
 
         Args:
-            head: query head.
-            majority: share of attention from which on a head is of a type.
+            head: the index of the query head.
+            majority: the share of attention from which on a head is of a type.
         """
         types = [
             name for name, mass in zip(_offset_names(self.offset_mass.shape[1]), self.offset_mass[head], strict=True)
@@ -100,11 +101,11 @@ class Heads:
     """Where the heads of a model attend on a text.
 
     Attributes:
-        model: class name.
-        tokens: read in all.
-        rows: texts read.
+        model: the class name of the model.
+        tokens: the number of tokens that were read in all.
+        rows: the number of texts that were read.
         text: 16 hex digits that identify the token ids.
-        layers: those measured, in order.
+        layers: the layers that were measured, in order.
     """
 
     model: str

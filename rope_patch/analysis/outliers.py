@@ -35,9 +35,9 @@ class Bounds:
     """The bounds of Jonasson on the offset features of a table.
 
     Attributes:
-        context: distances considered [tokens].
-        inv_freq: (pairs,) [rad/token].
-        limit: ``2π / context``, the frequency below which no turn is completed [rad/token].
+        context: the greatest distance that is considered [tokens].
+        inv_freq: (pairs,) the table [rad/token].
+        limit: the frequency below which no turn is completed, ``2π / context`` [rad/token].
         partial: (pairs,) whether a pair lies below it, unrotated pairs included (eq. 15).
         angle: (pairs,) the angle to exceed, ``π + context inv_freq / 2`` (eq. 16) [rad]; inf for unrotated pairs.
             Beyond 2π, and so out of reach, for pairs that are not partial.
@@ -54,8 +54,8 @@ def bounds(inv_freq: Tensor, context: int) -> Bounds:
     """Return the frequency and the angle bound of a table, as it is in use: scaled, truncated, learned or plain.
 
     Args:
-        inv_freq: (pairs,) [rad/token].
-        context: distances considered [tokens].
+        inv_freq: (pairs,) the table [rad/token].
+        context: the greatest distance that is considered [tokens].
 
     Raises:
         ValueError: a context below 1 token.
@@ -80,15 +80,15 @@ class Scatter:
     Key heads are repeated for the query heads they serve, as Jonasson counts them.
 
     Attributes:
-        layer: (entries,) index.
+        layer: (entries,) index of the layer.
         head: (entries,) query head.
-        pair: (entries,) fastest first.
-        inv_freq: (entries,) [rad/token].
+        pair: (entries,) index of the pair, fastest first.
+        inv_freq: (entries,) frequency of the pair [rad/token].
         key_radius: (entries,) length of the mean key.
         query_radius: (entries,) length of the mean query.
         phi: (entries,) angle of the mean key minus that of the mean query, in (0, 2π] [rad].
         key_deviation: (entries,) circular standard deviation of the keys [rad].
-        query_deviation: (entries,) of the queries [rad].
+        query_deviation: (entries,) circular standard deviation of the queries [rad].
         partial: (entries,) whether the pair lies below the frequency bound.
         angle: (entries,) the angle bound [rad].
     """
@@ -121,10 +121,10 @@ def scatter(capture: Capture, *, context: int | None = None, layers: Sequence[in
     """Return radius, angle, deviation and bounds of every pair of every head.
 
     Args:
-        capture: what was measured.
-        context: distances of the bounds, for all layers [tokens]; by default each layer's own, which is the context the
-            config states, or the window where a layer slides.
-        layers: indices; all captured by default.
+        capture: the statistics of queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
+        context: the greatest distance that the bounds consider, for all layers; by default each layer's own, which is
+            the context the config states, or the window where a layer slides [tokens].
+        layers: the indices of the layers; by default all that were captured.
 
     Raises:
         ValueError: a layer that was not captured.
@@ -156,8 +156,8 @@ def phi(query: Tensor, key: Tensor) -> Tensor:
     """Return the angle from mean queries to mean keys, in (0, 2π] [rad].
 
     Args:
-        query: (..., pairs, 2).
-        key: (..., pairs, 2).
+        query: (..., pairs, 2) the mean queries.
+        key: (..., pairs, 2) the mean keys.
 
     >>> query, key = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, -1.0], [2.0, 0.0]])
     >>> [round(x / math.pi, 4) for x in phi(query, key).tolist()]  # equal directions are a whole turn
@@ -177,15 +177,15 @@ class OutlierPair:
     """A pair whose mean key (or query) is long, and where it lies with regard to the bounds.
 
     Attributes:
-        states: ``"key"`` or ``"query"``.
-        layer: index.
-        head: query head.
-        pair: fastest first.
-        wavelength: inf when it does not rotate [tokens].
-        turns: that it makes over the context.
-        radius: length of the mean vector.
-        ratio: to the median radius of all pairs.
-        deviation: circular standard deviation of its directions [rad].
+        states: whose mean vector it is: ``"key"`` or ``"query"``.
+        layer: the index of the layer.
+        head: the index of the query head.
+        pair: the index of the pair, fastest first.
+        wavelength: the wavelength of the pair; inf when it does not rotate [tokens].
+        turns: the number of turns that the pair makes over the context.
+        radius: the length of the mean vector.
+        ratio: the radius divided by the median radius of all pairs.
+        deviation: the circular standard deviation of the vectors' directions [rad].
         phi: angle of the mean key minus that of the mean query, in (0, 2π] [rad].
         angle: the angle bound [rad]; inf when it does not rotate.
         kind: ``"offset feature"`` (inside both bounds), ``"partial turn"`` (inside the frequency bound alone),
@@ -220,12 +220,12 @@ def outlier_pairs(
     Jonasson's thresholds are radii of the models it measured; the median makes one rule for models of any scale.
 
     Args:
-        capture: what was measured.
-        states: ``"key"`` or ``"query"``.
-        ratio: to the median radius, above which a pair is an outlier.
+        capture: the statistics of queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
+        states: whose mean vectors are searched: ``"key"`` or ``"query"``.
+        ratio: the multiple of the median radius above which a pair is an outlier.
         median: the radius that ``ratio`` refers to; by default the median of the layers looked at.
-        context: as for :func:`scatter` [tokens].
-        layers: indices; all captured by default.
+        context: the greatest distance that the bounds consider, as for :func:`scatter` [tokens].
+        layers: the indices of the layers; by default all that were captured.
 
     Raises:
         ValueError: a ratio that is not positive, other states, a layer that was not captured.

@@ -49,17 +49,18 @@ class SweepPoint:
     Shares are means over the query heads of the layers whose table changes.
 
     Attributes:
-        p: share of the pairs that keep rotating; 1 for the unchanged table.
-        stopped: pairs whose frequency is zeroed, by layer type; fastest first.
-        query_share: share of the queries' norms that these pairs carry.
-        key_share: share of the keys' norms.
-        logit_share: share of the products of both norms, which bound what a pair can add to a logit.
-        turned: part of ``logit_share`` that depends on distance: each product times half the mean chord
-            ``|1 - exp(i f n)|`` over distances ``n`` within the context.
-        perplexity: within and beyond the context; one value where the text is too short for both.
-        windows: number of windows of text.
-        change: estimate and 95 % interval of the rise of each over the unchanged table [nats/token], paired by window;
-            None for the unchanged table.
+        p: the share of the pairs that keep rotating; 1 for the unchanged table.
+        stopped: the pairs whose frequency is zeroed, by layer type; fastest first.
+        query_share: the share of the queries' norms that these pairs carry.
+        key_share: the share of the keys' norms that they carry.
+        logit_share: the share that they carry of the products of both norms, which bound what a pair can add to a
+            logit.
+        turned: the part of ``logit_share`` that depends on distance: each product times half the mean chord ``|1 -
+            exp(i f n)|`` over distances ``n`` within the context.
+        perplexity: the perplexity within the context and beyond it; one value where the text is too short for both.
+        windows: the number of windows of text.
+        change: for each perplexity, the estimate and the 95 % interval of its rise over the unchanged table, paired by
+            window; None for the unchanged table [nats/token].
     """
 
     p: float
@@ -79,7 +80,7 @@ class Advice:
 
     Attributes:
         p: the smallest suitable value; None when no measured value is suitable.
-        reason: why, in a sentence or two.
+        reason: the reason, in a sentence or two.
     """
 
     p: float | None
@@ -94,10 +95,11 @@ def sweep_text(
     At least two windows are read where that is possible, since one alone has no interval.
 
     Args:
-        tokenizer: of the model.
-        text: texts by name; by default the held-out part of the built-in text.
-        context: of the model; more than ``CONTEXT`` counts as that [tokens].
-        tokens: that each p may read; by default as many as eight windows of four contexts have [tokens].
+        tokenizer: the tokenizer of the model.
+        text: the texts by name; by default the held-out part of the built-in text.
+        context: the context of the model; more than ``CONTEXT`` counts as that [tokens].
+        tokens: the number of tokens that each p may read; by default as many as eight windows of four contexts have
+            [tokens].
 
     Returns:
         The windows, the edges of the positions to measure, and the name of the text.
@@ -132,11 +134,11 @@ def sweep_p(
 
     Args:
         model: a causal language model.
-        statistics: of its queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
-        windows: of text, from :func:`sweep_text`.
-        edges: of the spans of positions to measure, from :func:`sweep_text` [tokens].
-        p_values: values of p, in (0, 1).
-        resume: file of the result cache: windows that it holds are not scored again.
+        statistics: the statistics of its queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
+        windows: the windows of text, from :func:`sweep_text`.
+        edges: the edges of the spans of positions to measure, from :func:`sweep_text` [tokens].
+        p_values: the values of p to measure, in (0, 1).
+        resume: the file of the result cache: windows that it holds are not scored again.
 
     Returns:
         The unchanged table first, then each p.
@@ -159,6 +161,7 @@ def sweep_p(
     for p in p_values:
         with patched(model, (*before, f"p_rope:p={p:g}"), replace=True) as patch:
             result = score(f"p = {p:g}")
+            # Pairs that the checkpoint itself does not rotate lose nothing.
             zeroed = {kind: unrotated(table.inv_freq) & ~unrotated_before[kind] for kind, table in patch.after.items()}
         changes = []
         for i, _ in enumerate(spans):
@@ -195,6 +198,7 @@ def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) ->
         query, keys = layer.query.mean_norm, layer.key_by_query_head.mean_norm
         product = query * keys
         moved = product * half_chord(layer)
+        # The turned products are a part of all products, so that both are shares of the same whole.
         for i, (part, whole) in enumerate(((query, query), (keys, keys), (product, product), (moved, product))):
             share = part[:, stopped].sum(-1) / whole.sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
             sums[i] = torch.cat((sums[i], share))
@@ -212,9 +216,11 @@ def advise(points: Sequence[SweepPoint], tolerance: float = TOLERANCE, *, vocabu
     """Return the smallest p whose rise of perplexity within the context is significantly below the tolerance.
 
     Args:
-        points: from :func:`sweep_p`, the unchanged table first.
-        tolerance: relative rise that may be paid; the upper end of the 95 % interval must not exceed it.
-        vocabulary: tokens of the model; nothing is advised on a text that it predicts worse than a uniform guess does.
+        points: the result of :func:`sweep_p`, the unchanged table first.
+        tolerance: the relative rise of perplexity that may be paid; the upper end of the 95 % interval must not exceed
+            it.
+        vocabulary: the number of tokens that the model knows; nothing is advised on a text that it predicts worse than
+            a uniform guess does.
     """
     if len(points) < 2:
         return Advice(None, "The p sweep was left out, so no p is advised.")
@@ -228,6 +234,7 @@ def advise(points: Sequence[SweepPoint], tolerance: float = TOLERANCE, *, vocabu
     others = [point for point in others if point.stopped]
     if not others:
         return Advice(None, "No measured p zeroes a pair that rotates now, so none is advised.")
+    # Changes are differences of losses; a relative rise of perplexity is the exponential of one.
     limit = math.log1p(tolerance)
     kinds = {point.p: _kind(point, limit) for point in others}
     cheap = [point for point in others if kinds[point.p] == "cheap"]
@@ -276,6 +283,7 @@ def _cost(point: SweepPoint, kind: str) -> str:
 def _rise(point: SweepPoint, place: int) -> str:
     """Return a rise of perplexity in per cent, with its 95 % interval."""
     assert point.change is not None
+    # A loss that is 20 nats higher is a perplexity 485 million times as large, and no number for a sentence.
     value, low, high = (f"{math.expm1(part):+.1%}" if part < 20 else "far more" for part in point.change[place])
     return f"{value} ({low} to {high})"
 

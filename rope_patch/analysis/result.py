@@ -23,20 +23,20 @@ class Analysis:
     """How a checkpoint uses its rotary table on a text.
 
     Attributes:
-        name: of the checkpoint.
-        table: its rotary tables, as the config and a patch describe them.
+        name: the name of the checkpoint.
+        table: a description of its rotary tables, as the config and a patch state them.
         method: the patch in place as a method string, or None.
         context: the context length that the config states [tokens].
-        rows: the text.
-        capture: statistics of queries, keys and values.
-        heads: where its heads attend.
+        rows: the rows of text that were read.
+        capture: the statistics of queries, keys and values.
+        heads: the attention masses and sinks of its heads.
         single_heads: some heads in detail, on a short text.
-        p_sweep: p-RoPE at several p, the unchanged table first; empty when the sweep was left out.
-        p_sweep_positions: edges of the spans of positions whose perplexity the sweep measures [tokens].
-        p_sweep_text: name of the text that the sweep measures.
-        advice: which p suits the checkpoint.
-        token_texts: text of each token id that the result mentions.
-        environment: versions, device and data type.
+        p_sweep: the measurements of p-RoPE at several p, the unchanged table first; empty when the sweep was left out.
+        p_sweep_positions: the edges of the spans of positions whose perplexity the sweep measures [tokens].
+        p_sweep_text: the name of the text that the sweep measures.
+        advice: the p that suits the checkpoint, and why.
+        token_texts: the text of each token id that the result mentions.
+        environment: the versions, the device and the data type of the run.
     """
 
     name: str

@@ -59,20 +59,20 @@ def analyze(
 
     Args:
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
-        tokenizer: its tokenizer.
-        text: what the model reads: a text, file or folder as
+        tokenizer: the tokenizer of the model.
+        text: the text that the model reads: a text, file or folder as
             :func:`~rope_patch.evaluation.documents.documents` reads it, or several by name, which count as domains. By
             default short texts of five domains that ship with the package; the p sweep then reads the held-out part of
             the built-in text.
-        tokens: how much of the text the statistics read, at most, over all rows; by default 16384, or fewer for a large
-            model, for which the p sweep reads less, too [tokens].
-        window: length of a row of the text; by default the context length, at most 2048 [tokens].
-        layers: indices of the layers to analyze; all by default.
-        heads: layer and query head of each head to show in detail; by default the clearest head of each type.
-        p_values: values of p to measure, in (0, 1); an empty sequence leaves the p sweep out.
-        tolerance: relative rise of perplexity within the context that an advised p may cost.
-        chunk: tokens per forward pass of the statistics; a row at once by default.
-        resume: folder of finished parts: a second call with it continues where the first one stopped.
+        tokens: the number of tokens that the statistics read at most, over all rows; by default 16384, or fewer for a
+            large model, for which the p sweep reads less, too [tokens].
+        window: the length of a row of the text; by default the context length, at most 2048 [tokens].
+        layers: the indices of the layers to analyze; all by default.
+        heads: the heads to show in detail, each as its layer and query head; by default the clearest head of each type.
+        p_values: the values of p to measure, in (0, 1); an empty sequence leaves the p sweep out.
+        tolerance: the relative rise of perplexity within the context that an advised p may cost.
+        chunk: the number of tokens per forward pass of the statistics; a row at once by default [tokens].
+        resume: the folder of finished parts: a second call with it continues where the first one stopped.
 
     Returns:
         The result. ``to_json()`` gives it as JSON, :func:`~rope_patch.analysis.result.findings` as sentences, and
@@ -153,12 +153,12 @@ def analyze_rows(
 
     Args:
         model: the checkpoint.
-        tokenizer: its tokenizer.
+        tokenizer: the tokenizer of the model.
         rows: the text, from :func:`~rope_patch.evaluation.domains.read_rows`.
-        chosen: what is measured.
-        text: texts by name for the p sweep; by default the held-out part of the built-in text.
-        sweep_tokens: that each p of the sweep may read; without limit by default [tokens].
-        resume: folder of finished parts.
+        chosen: the parts, layers and heads that are measured.
+        text: the texts by name for the p sweep; by default the held-out part of the built-in text.
+        sweep_tokens: the number of tokens that each p of the sweep may read; without limit by default [tokens].
+        resume: the folder of finished parts; None to keep nothing.
     """
     inspection = inspect_model(model)
     chosen.check(model.config)  # type: ignore[arg-type]
@@ -211,9 +211,9 @@ class _Parts:
     """The parts of an analysis that are written to a folder when they are finished, and read from it the next time.
 
     Args:
-        folder: where they are; None to keep nothing.
-        identity: what every part depends on: the model's weights, the layers, the text.
-        tokens: that a part reads.
+        folder: the folder of the parts; None to keep nothing.
+        identity: everything that all parts depend on: the model's weights, the layers, the text.
+        tokens: the number of tokens that a part reads, for its progress [tokens].
     """
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any], tokens: int) -> None:
@@ -235,6 +235,7 @@ class _Parts:
         if self.folder is None:
             return measure()
         path, identity = self.folder / f"{step}.npz", key(part=step, **self.identity, **options)
+        # A crash may come between the file and its line in the cache: the digest tells whether they belong together.
         if path.exists() and self.cache.get(step) == [identity, _digest(path)]:
             progress.advance(self.tokens)
             return kind.from_npz(path)
@@ -257,6 +258,7 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
             score = {
                 "diagonal": layer.offset_mass[head, 0],
                 "previous token": layer.offset_mass[head, 1],
+                # fmax ignores NaN, which stands for what was not measured.
                 "induction": torch.fmax(layer.induction_mass[head], layer.repeated_mass[head]).nan_to_num(),
                 "sink": torch.maximum(layer.first_mass[head], layer.sink_mass[head]),
             }

@@ -25,17 +25,17 @@ class SingleHead:
     """The states of one head on one text. Tensors are float64 on the CPU.
 
     Attributes:
-        layer: index.
-        head: query head.
-        token_ids: (tokens,) the text.
-        query: (tokens, head_dim) before rotation.
-        key: (tokens, head_dim) before rotation.
+        layer: the index of the layer.
+        head: the index of the query head.
+        token_ids: (tokens,) the token ids of the text.
+        query: (tokens, head_dim) the queries before rotation.
+        key: (tokens, head_dim) the keys before rotation.
         inv_freq: (pairs,) the table in use [rad/token].
-        attention_scaling: factor on cos and sin.
-        scaling: factor on q·k.
-        softcap: of the scaled logits, where the model has one.
-        window: tokens a query sees; None for all [tokens].
-        interleaved: layout of the pairs.
+        attention_scaling: the attention factor, by which cos and sin are multiplied.
+        scaling: the factor on q·k, usually ``1 / sqrt(head_dim)``.
+        softcap: the bound that soft-capping puts on the scaled logits; None where the model has none.
+        window: the number of tokens that a query sees; None for all [tokens].
+        interleaved: whether the two features of a pair are neighbours, instead of half the rotary dimension apart.
     """
 
     layer: int
@@ -66,6 +66,7 @@ class SingleHead:
     def logits(self) -> Tensor:
         """Scaled logits before soft-capping, future keys included: (queries, keys)."""
         query, key = self._rotated
+        # Features beyond the rotary dimension are multiplied as they are.
         rotary = torch.einsum("qpx,kpx->qk", query, key)
         rest = 2 * len(self.inv_freq)
         return (rotary + self.query[:, rest:] @ self.key[:, rest:].T) * self.scaling
@@ -83,8 +84,8 @@ class SingleHead:
         """Return what each pair adds to one scaled logit, and what the features that do not rotate add.
 
         Args:
-            query: position [tokens].
-            key: position, not after the query [tokens].
+            query: the position of the query [tokens].
+            key: the position of the key, not after the query [tokens].
 
         Returns:
             (pairs,) contributions, and the rest; their sum is ``logits[query, key]``.
@@ -131,16 +132,16 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
     """Take single heads out of one forward pass over a short text.
 
     Args:
-        model: as for :func:`~rope_patch.modeling.capture.capture`.
-        token_ids: (tokens,), 2 to ``LIMIT`` of them.
-        heads: layer and query head of each.
+        model: a causal language model, as for :func:`~rope_patch.modeling.capture.capture`.
+        token_ids: (tokens,) the token ids of the text, 2 to ``LIMIT`` of them.
+        heads: the layer and query head of each head.
 
     Returns:
         A view of each, in the order asked for.
 
     Raises:
-        TypeError: as for ``capture``.
-        ValueError: as for ``capture``; a text that is too long; a layer or head that the model does not have.
+        TypeError: the model is refused by ``capture``.
+        ValueError: the model is refused by ``capture``; the text is too long; the model does not have a layer or head.
     """
     rows = token_rows(token_ids)
     if len(rows) > 1 or rows.shape[1] > LIMIT:
@@ -161,6 +162,7 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
         query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))
         if not 0 <= head < query.shape[1]:
             raise ValueError(f"layer {index} has query heads 0 to {query.shape[1] - 1}, got {head}")
+        # Under grouped-query attention, neighbouring query heads share a key head.
         query, key = query[:, head], key[:, head * key.shape[1] // query.shape[1]]
         for role, states in (("query", query), ("key", key)):
             if not bool(torch.isfinite(states).all()):

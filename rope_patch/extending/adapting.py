@@ -38,9 +38,10 @@ class Training:
     """What is trained on.
 
     Attributes:
-        positions: ``"full"``, rows of the target length, or ``"pose"``, short rows whose positions skip ahead.
-        row: length of the rows [tokens].
-        steps: steps of the optimizer, of :data:`ACCUMULATE` rows each.
+        positions: the kind of rows: ``"full"``, rows of the target length, or ``"pose"``, short rows whose positions
+            skip ahead.
+        row: the length of a row [tokens].
+        steps: the number of steps of the optimizer, of :data:`ACCUMULATE` rows each.
     """
 
     positions: str
@@ -49,7 +50,7 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """That are read in all [tokens]."""
+        """Number of tokens that the training reads in all."""
         return self.steps * ACCUMULATE * self.row
 
     def __str__(self) -> str:
@@ -61,13 +62,15 @@ def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_lengt
     """Return which rows to train on, by what fits into memory and time.
 
     Args:
-        model: in memory.
-        options: of the run.
-        trained_length: of the model [tokens].
-        tokens: how many tokens the model could read in the time of the training; None for :data:`ROWS` rows.
+        model: the model in memory.
+        options: the options of the run.
+        trained_length: the context that the model was trained with [tokens].
+        tokens: the number of tokens that the model could read in the time of the training; None for :data:`ROWS` rows
+            [tokens].
     """
     short = min(options.length, trained_length, ROW)
     whole = options.length <= ROW or _fits(model, options.length)
+    # Whole rows come first: skipped positions only stand in for them where they do not fit.
     for positions, row in (("full", options.length), ("pose", short)):
         if positions == "full" and not whole:
             continue
@@ -97,12 +100,13 @@ def train(
     """Train an adapter with the recipe, or go on where it was interrupted; return its folder.
 
     Args:
-        model: in memory. It is saved and trained from there, since it may be merged from an adapter, or changed.
-        tokenizer: its tokenizer.
-        method: as a method string.
-        options: of the run.
-        training: what is trained on.
-        work: folder in which the adapter's folder is made.
+        model: the model in memory. It is saved and trained from there, since it may be merged from an adapter, or
+            changed.
+        tokenizer: the tokenizer of the model, which is saved beside it.
+        method: the method under which the adapter is trained, as a method string.
+        options: the options of the run.
+        training: the rows that are trained on, and the number of steps.
+        work: the folder in which the adapter's folder is made.
     """
     from rope_patch.training.finetune import finetune
 
@@ -113,6 +117,7 @@ def train(
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
+    # One process writes; the others wait until the folder is there.
     from_first(save)
     recipe: dict[str, Any] = {
         "model": {"name": str(source), "dtype": dtype},
@@ -136,6 +141,7 @@ def train(
     recipe["evaluation"]["depths"] = [0.5]
     if options.train_text is not None:
         recipe["data"]["source"] = options.train_text
+    # Another training has another folder: a run goes on with an interrupted training only if it is the same.
     folder = work / f"adapter-{key(recipe=recipe)[:8]}"
     with elsewhere(model):
         finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
@@ -148,6 +154,7 @@ def elsewhere(model: PreTrainedModel) -> Iterator[None]:
     device = model.device
     if device.type != "cpu":
         model.to("cpu")  # type: ignore[arg-type]  # transformers wraps it without its types
+        # torch keeps freed memory for itself; the other model could not use it.
         torch.cuda.empty_cache()
     try:
         yield

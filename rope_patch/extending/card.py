@@ -70,7 +70,7 @@ def card(outcome: Extended) -> str:
     """Return the card.
 
     Args:
-        outcome: of the run.
+        outcome: the outcome of the run, with a chosen method.
     """
     options, choice, comparison = outcome.options, outcome.choice, outcome.comparison
     base = Path(options.model).name if Path(options.model).exists() else options.model
@@ -80,6 +80,7 @@ def card(outcome: Extended) -> str:
     given = tags if isinstance(tags, list) else [] if tags is None else [tags]
     head = {"library_name": "transformers", **theirs}
     head["tags"] = list(dict.fromkeys([*given, "rope_patch", "long-context"]))
+    # A name with one slash that is no folder is a repository of the hub, which shows it as the base of this model.
     if not Path(options.model).exists() and options.model.count("/") == 1:
         head["base_model"] = options.model
     assert choice.chosen is not None  # a refusal has no card

@@ -32,13 +32,15 @@ class EvaluatedMethod:
     """What speaks for and against a method.
 
     Attributes:
-        method: as a method string.
+        method: the method as a method string.
         trained: whether the weights were trained under it.
-        answered: share of the prompts answered at the target, over all tasks.
-        perplexity: in the second half of the positions up to the target; infinite where it is not a number.
-        change: of the loss within the trained context against the unpatched model, paired over windows [nats/token].
-        native: every loader computes its table by a formula of its own.
-        failures: why it cannot be chosen, a sentence each; empty where it can.
+        answered: the share of the prompts that are answered at the target length, over all tasks.
+        perplexity: the perplexity in the second half of the positions up to the target; infinite where it is not a
+            number.
+        change: the change of the loss within the trained context against the unpatched model, paired over windows
+            [nats/token].
+        native: whether every loader computes its table by a formula of its own.
+        failures: the reasons why it cannot be chosen, a sentence each; empty where it can.
     """
 
     method: str
@@ -72,9 +74,9 @@ class Choice:
 
     Attributes:
         chosen: the method that is chosen; None where none can be.
-        reason: in a sentence.
+        reason: the reason for the choice, or why there is none, in a sentence.
         evaluated: every method but the unpatched one, the best first.
-        advice: what would help where none is chosen, a sentence each.
+        advice: the steps that would help where none is chosen, a sentence each.
     """
 
     chosen: EvaluatedMethod | None
@@ -97,8 +99,8 @@ class MethodEvaluator:
     """Compares the methods of a comparison by the rules of ``extend``.
 
     Args:
-        comparison: with the unpatched model as ``"default"``.
-        tolerance: by which share the perplexity within the trained context may rise.
+        comparison: the comparison of the methods, with the unpatched model as ``"default"``.
+        tolerance: the relative rise of the perplexity within the trained context that a method may cost.
     """
 
     def __init__(self, comparison: Comparison, tolerance: float) -> None:
@@ -130,6 +132,7 @@ class MethodEvaluator:
         answered, perplexity = self.answered(row, self.target), self.perplexity(row, self.target)
         failures = []
         rise = relative(change.estimate)
+        # Not `rise > tolerance`, which would let a rise of NaN pass.
         if not rise <= self.tolerance:
             failures.append(
                 f"within the trained {self.within} tokens perplexity changes by {percent(change.estimate)}, where "
@@ -158,8 +161,8 @@ class MethodEvaluator:
         Those that keep more of the conditions come first; then retrieval at the target decides, then perplexity there.
 
         Args:
-            methods: the labels of their rows.
-            conditions: regard them.
+            methods: the labels of the methods' rows.
+            conditions: whether methods that fail fewer conditions come first.
         """
         evaluated = [self.evaluate(self.rows[method]) for method in methods]
         return sorted(evaluated, key=lambda one: (len(one.failures) * conditions, -one.answered, one.perplexity))
@@ -204,7 +207,7 @@ class MethodEvaluator:
         """Return those that do not differ significantly from the best, and in what the others do.
 
         Args:
-            evaluated: methods, the best first.
+            evaluated: the methods to compare, the best first.
         """
         left, by = list(evaluated), []
         for metric, name in (("retrieval", "retrieval"), ("perplexity", "perplexity")):
@@ -223,7 +226,7 @@ class MethodEvaluator:
 
         Args:
             methods: the labels of the rows to choose from, without the unpatched one.
-            conditions: leave out those that lose too much or do not reach the target.
+            conditions: whether methods that lose too much, or do not reach the target, are left out.
         """
         evaluated = self.order(methods, conditions=conditions)
         fit = [one for one in evaluated if math.isfinite(one.perplexity) and not (conditions and one.failures)]
@@ -231,6 +234,8 @@ class MethodEvaluator:
             return Choice(None, self._why_none(evaluated), tuple(evaluated), tuple(self._advice(evaluated)))
         left, by = self.level(fit)
         trained = [one for one in left if one.trained]
+        # Where measurements do not decide, a formula that other programs know is worth more than a list of numbers. A
+        # training was asked for, so an adapted model that is not worse is preferred.
         chosen = next((one for one in left if one.native), left[0]) if not trained else trained[0]
         reason = f"{chosen.name}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
         reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
@@ -254,6 +259,7 @@ class MethodEvaluator:
             better = change.high < 0 if METRICS[metric].lower_is_better else change.low > 0
             worse = change.low > 0 if METRICS[metric].lower_is_better else change.high < 0
             signs.add(1 if better else -1 if worse else 0)
+        # Tasks that do not differ significantly have no say; of those that do, all must agree.
         signs.discard(0)
         return signs.pop() if len(signs) == 1 else 0
 
@@ -269,6 +275,7 @@ class MethodEvaluator:
         costly = [one for one in near if math.inf > relative(one.change.estimate) > self.tolerance]
         if costly:
             least = min(costly, key=lambda one: one.change.estimate)
+            # Rounded up, so that the method passes with the tolerance that is printed.
             enough = math.ceil(1000 * relative(least.change.estimate)) / 1000
             advice.append(
                 f"a --tolerance of {enough:g} or more: {least.label} is the least costly of those measured to the end"

@@ -25,6 +25,7 @@ def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, re
     cache, name = ResultCache(resume), key(fitted=fingerprint(model), length=length, positions=POSITIONS)
     if name not in cache:
         patch = fit(model, tokenizer, target_length=length, positions=POSITIONS)
+        # The fitted table is a candidate like the others: it is patched when it is measured.
         patch.restore()
         cache[name] = [str(patch.method), patch.chosen != "start"]
     table, better = cache[name]

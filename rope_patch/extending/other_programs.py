@@ -19,9 +19,9 @@ def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_leng
     """Return what a model is, a sentence each.
 
     Args:
-        model: in memory.
-        options: of the run; where the model is a folder or a GGUF file, its config is audited.
-        trained_length: of the model [tokens].
+        model: the model in memory.
+        options: the options of the run; where their model is a folder or a GGUF file, its config is audited.
+        trained_length: the context that the model was trained with [tokens].
     """
     inspection = inspect_model(model)
     lines = [
@@ -44,7 +44,7 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
     """Return which programs compute another table than transformers 5, and what to run instead, a sentence each.
 
     Args:
-        source: folder; of a GGUF file, which is llama.cpp's alone, nothing is said.
+        source: the folder of the checkpoint. A GGUF file is read by llama.cpp alone, so nothing is said of one.
     """
     if is_gguf(source):
         return ()

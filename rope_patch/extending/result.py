@@ -17,13 +17,13 @@ class Extended:
 
     Attributes:
         output: the folder that was written; None where no method could be chosen.
-        choice: which method was chosen, and why; or why none was.
-        comparisons: of every round; the last one has the adapted model too, where one was trained.
-        trained_length: of the model before [tokens].
-        training: what was trained on; None where nothing was.
-        work: folder of the finished measurements, which may be deleted.
-        options: of the run.
-        programs: which programs compute another table than transformers 5 from the folder, a sentence each.
+        choice: the method that was chosen, and why; or why none was.
+        comparisons: the comparison of every round; the last one has the adapted model too, where one was trained.
+        trained_length: the context of the model before the run [tokens].
+        training: the rows and steps of the training; None where nothing was trained.
+        work: the folder of the finished measurements, which may be deleted.
+        options: the options of the run.
+        programs: the programs that compute another table than transformers 5 from the folder, a sentence each.
     """
 
     output: Path | None

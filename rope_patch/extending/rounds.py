@@ -19,9 +19,9 @@ class Round:
     """One round.
 
     Attributes:
-        candidates: that are measured; the unpatched model is measured besides.
-        windows: of text, those of the rounds before among them.
-        samples: haystacks for each task and length, those of the rounds before among them.
+        candidates: the number of methods that are measured; the unpatched model is measured besides.
+        windows: the number of windows of text, those of earlier rounds among them.
+        samples: the number of haystacks for each task and length, those of earlier rounds among them.
     """
 
     candidates: int
@@ -38,9 +38,9 @@ def rounds_of(candidates: int, windows: int, samples: int) -> tuple[Round, ...]:
     (Round(candidates=1, windows=4, samples=1), Round(candidates=1, windows=8, samples=2))
 
     Args:
-        candidates: in the first round.
-        windows: of text in the first round.
-        samples: haystacks in the first round.
+        candidates: the number of methods in the first round.
+        windows: the number of windows of text in the first round.
+        samples: the number of haystacks for each task and length in the first round.
     """
     counts = [candidates]
     while counts[-1] > 2:
@@ -52,11 +52,12 @@ def cost_of(rounds: tuple[Round, ...], cost: Callable[[int, int], float]) -> flo
     """Return what the rounds cost, each only what it measures anew.
 
     Args:
-        rounds: in order.
-        cost: of a number of windows and of haystacks under one method.
+        rounds: the rounds, in order.
+        cost: gives the cost of a number of windows and of haystacks under one method.
     """
     total, windows, samples = 0.0, 0, 0
     for one in rounds:
+        # One more than the candidates: the unpatched model. What earlier rounds measured is in the result cache.
         total += (one.candidates + 1) * cost(one.windows - windows, one.samples - samples)
         windows, samples = one.windows, one.samples
     return total
@@ -68,9 +69,9 @@ def rounds_within(candidates: int, most: float, cost: Callable[[int, int], float
     Where the smallest ones cost more, later rounds are left out; the first one always takes place.
 
     Args:
-        candidates: in the first round.
-        most: in the unit of the cost.
-        cost: of a number of windows and of haystacks under one method.
+        candidates: the number of methods in the first round.
+        most: the largest cost that is allowed, in the unit of ``cost``.
+        cost: gives the cost of a number of windows and of haystacks under one method.
     """
     fitting = [r for size in SIZES if cost_of(r := rounds_of(candidates, *size), cost) <= most]
     if fitting:

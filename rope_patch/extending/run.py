@@ -57,17 +57,19 @@ def extend(
 
     Args:
         model: a causal language model that is not patched; it is left as it was.
-        tokenizer: its tokenizer.
-        output: folder to write; new or empty unless ``overwrite``.
-        overwrite: write into a folder that holds files.
-        tokens: how many tokens may be read; by default as many as fit into the budget, at the measured speed.
-        **options: of :class:`~rope_patch.options.extend.ExtendSettings`, of which ``length`` is required: the context
-            to reach [tokens].
+        tokenizer: the tokenizer of the model.
+        output: the folder to write; new or empty unless ``overwrite`` is given.
+        overwrite: whether to write into a folder that holds files.
+        tokens: the number of tokens that may be read; by default as many as fit into the budget, at the measured speed
+            [tokens].
+        **options: further options, the fields of :class:`~rope_patch.options.extend.ExtendSettings`, of which
+            ``length`` is required: the context to reach [tokens].
 
     Raises:
-        ValueError: a bad option or method, or a model that reaches the length already: before anything is measured.
-        PatchError: a model that is patched.
-        RuntimeError: what was written does not give the same logits in plain transformers.
+        ValueError: a bad option or method, or a model that reaches the length already; raised before anything is
+            measured.
+        PatchError: the model is patched already.
+        RuntimeError: plain transformers gives other logits from what was written.
 
     Example:
         ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
@@ -84,14 +86,14 @@ class Run:
     """One run: what its steps share.
 
     Args:
-        model: to be extended.
-        tokenizer: its tokenizer.
-        options: of the run.
-        output: folder to write.
+        model: the model to be extended.
+        tokenizer: the tokenizer of the model.
+        options: the options of the run.
+        output: the folder to write.
 
     Raises:
-        ValueError: what cannot be measured or patched.
-        PatchError: a model that is patched.
+        ValueError: something about the model, the methods or the text cannot be measured or patched.
+        PatchError: the model is patched already.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Run:
         """Return the methods that fit the model, with their factors; of those by default others are left out."""
         fitting = []
         try:
+            # Whether the model can be patched at all, before any method is tried.
             with patched(self.model, UNPATCHED, target_length=self.options.length):
                 pass
         except ValueError as error:  # a table that changes with the length
@@ -134,6 +137,7 @@ class Run:
             try:
                 method = for_target(self.model, as_method(name), self.options.length)
                 with patched(self.model, method, target_length=self.options.length) as patch:
+                    # A longer context needs pairs that turn slower. A method that the user names is measured all the same.
                     if tuple(methods) == CANDIDATES and not slows_a_pair(patch):
                         raise ValueError("no pair of this checkpoint would turn slower")
                     fitting.append(str(method))
@@ -148,6 +152,7 @@ class Run:
     def _suite(self, depths: Sequence[float]) -> EvalSuite:
         """Return the largest suite that rounds take their parts of."""
         length, lengths = self.options.length, [self.trained_length]
+        # The trained length, doubled until the target: reports show where a method begins to fail.
         while 2 * lengths[-1] < length:
             lengths.append(2 * lengths[-1])
         largest = replace(
@@ -180,7 +185,7 @@ class Run:
         """Return the rounds and the training.
 
         Args:
-            tokens: how many tokens fit into the budget; None where there is none.
+            tokens: the number of tokens that fit into the budget; None where there is no budget [tokens].
         """
         options = self.options
         rounds = tuple(self._capped(self._rounds(tokens)))
@@ -200,6 +205,7 @@ class Run:
             return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
         most = tokens * (MEASURING if options.train else 1.0)
         every = options.evaluation.depths
+        # If all depths take too long, the one in the middle of the list.
         for depths in dict.fromkeys((every, every[len(every) // 2 :][:1])):
             if depths != every:
                 progress.say(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
@@ -269,8 +275,8 @@ class Run:
         """Measure the rounds, and return their comparisons.
 
         Args:
-            rounds: to be measured.
-            conditions: whether a method must keep them to stay among the candidates.
+            rounds: the rounds to be measured, in order.
+            conditions: whether a method must keep the conditions to stay among the candidates.
         """
         left, comparisons = list(self.methods), list[Comparison]()
         if self.options.fit:
@@ -316,11 +322,13 @@ class Run:
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", to_yaml(options))
         comparisons = self.measure(rounds, conditions=training is None)
+        # The first row is the unpatched model. A method that will be trained may fail the conditions before.
         methods = [row.label for row in comparisons[-1].rows[1:]]
         choice = MethodEvaluator(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
         adapter = None
         if training is not None and choice.method is not None:
             adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
+            # The choice after the training may be the method without it, and then there is nothing to merge.
             adapter = adapter if choice.chosen is not None and choice.chosen.trained else None
         write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
         progress.say(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")

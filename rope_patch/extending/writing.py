@@ -50,12 +50,12 @@ def write(
     """Write the checkpoint, its card and its record.
 
     Args:
-        outcome: what was chosen.
-        out: folder to write.
-        model: that was measured, without a patch.
-        tokenizer: its own.
-        adapter: folder of the trained adapter, which is merged; None where nothing was trained.
-        overwrite: replace what an earlier run wrote.
+        outcome: the outcome of the run so far, with a chosen method.
+        out: the folder to write.
+        model: the model that was measured, without a patch.
+        tokenizer: the tokenizer of the model.
+        adapter: the folder of the trained adapter, which is merged; None where nothing was trained.
+        overwrite: whether to replace what an earlier run wrote.
 
     Returns:
         The outcome with what was written.
