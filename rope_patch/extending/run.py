@@ -137,7 +137,7 @@ class Run:
             try:
                 method = for_target(self.model, as_method(name), self.options.length)
                 with patched(self.model, method, target_length=self.options.length) as patch:
-                    # A longer context needs pairs that turn slower. A method that the user names is measured all the same.
+                    # A longer context needs slower pairs. A method that the user names is measured all the same.
                     if tuple(methods) == CANDIDATES and not slows_a_pair(patch):
                         raise ValueError("no pair of this checkpoint would turn slower")
                     fitting.append(str(method))
