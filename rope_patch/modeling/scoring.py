@@ -147,7 +147,7 @@ class Reader:
             before = 0.0 if progress is None else progress.read
             with contextlib.ExitStack() as stack:
                 stack.enter_context(lean_attention(configs))
-                stack.enter_context(reaching(self.rotary, reach, slack=math.inf))
+                stack.enter_context(reaching(self.rotary, reach, trusted=True))
                 if progress is not None:
                     stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
                 cache = {self.cache_argument: past, "use_cache": past is not None}

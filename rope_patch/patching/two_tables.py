@@ -40,15 +40,14 @@ class Stated(NamedTuple):
 
     rotary: nn.Module
     tokens: Tensor
-    slack: float
-    generating: bool
+    trusted: bool
 
 
 _STATED: ContextVar[tuple[Stated, ...]] = ContextVar("rope_patch_reach", default=())
 
 
 @contextlib.contextmanager
-def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0, generating: bool = False) -> Iterator[None]:
+def reaching(rotary: nn.Module, tokens: Reach, *, trusted: bool = False) -> Iterator[None]:
     """State the length that sequences of one model will reach, for its forward passes in a ``with`` block.
 
     The block belongs to the thread: a generator that yields inside it leaves the length stated until it goes on.
@@ -56,30 +55,22 @@ def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0, generating: 
     Args:
         rotary: the model's rotary module; one of a single table takes no notice.
         tokens: one number for all rows, or one for each [tokens].
-        slack: how far a pass may read beyond these lengths tokens that no other token sees or that are dropped again:
-            padding on the right (``math.inf``), speculated tokens [tokens].
-        generating: ``generate`` alone handles the cache; its beams change places only within their prompt.
+        trusted: whoever states it handles the cache, too. Passes may read tokens beyond the length that no other token
+            sees or that are dropped again: padding on the right, speculated tokens.
 
     Raises:
         ValueError: no whole numbers above 0, or several axes of them.
     """
-    entry = Stated(rotary, _whole_numbers(tokens), slack, generating)
+    stated = torch.as_tensor(tokens)
+    whole = not stated.is_floating_point() and stated.dtype != torch.bool
+    if not whole or stated.ndim > 1 or not stated.numel() or int(stated.min()) < 1:
+        raise ValueError(f"reaching takes a number of tokens >= 1, or one for each row, got {tokens!r}")
+    entry = Stated(rotary, stated.reshape(-1), trusted)
     _STATED.set((*_STATED.get(), entry))
     try:
         yield
     finally:  # its own entry: blocks of generators end in any order
         _STATED.set(tuple(other for other in _STATED.get() if other is not entry))
-
-
-def _whole_numbers(tokens: Reach) -> Tensor:
-    try:
-        stated = tokens if isinstance(tokens, Tensor) else torch.as_tensor(tokens, device="cpu")
-        whole = not (stated.is_floating_point() or stated.is_complex() or stated.dtype == torch.bool)
-        if not whole or stated.ndim > 1 or not stated.numel() or int(stated.min()) < 1:
-            raise ValueError
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"reaching takes a number of tokens >= 1, or one for each row, got {tokens!r}") from None
-    return stated.reshape(-1)
 
 
 def stated_of(rotary: nn.Module) -> Stated | None:
@@ -95,15 +86,11 @@ class ReadUnder(NamedTuple):
 
     Attributes:
         long: which rows under the long table: (rows,) bool.
-        stated: the lengths that were stated then; None where none were [tokens].
         tables: that were chosen from, and where they change: the fingerprint of a rotary module.
-        keys: of the first layer then: operations on the rows of a cache put others in their place.
     """
 
     long: Tensor
-    stated: Tensor | None
     tables: str
-    keys: Tensor | None = None
 
 
 def cached_tokens(cache: Any) -> int:
@@ -112,28 +99,16 @@ def cached_tokens(cache: Any) -> int:
 
 
 def _mark_of(cache: Any, tables: str) -> ReadUnder | None:
-    """Return which of two tables the tokens in a cache were read under; None where that is not known.
-
-    It is not known of a cache that was filled under other tables. Where rows of different tables may have been put in
-    another order since, it is not known any more.
-    """
+    """Return which of two tables the tokens in a cache were read under; None where it was filled under others."""
     noted: ReadUnder | None = getattr(cache, _MARK, None)
-    if noted is None or noted.tables != tables:
-        return None
-    if noted.keys is not None and noted.keys is _keys(cache):
-        return noted
-    uniform = bool((noted.long == noted.long[0]).all())
-    return noted._replace(long=noted.long[:1]) if uniform else None
-
-
-def _keys(cache: Cache) -> Tensor | None:
-    return getattr(cache.layers[0], "keys", None) if cache.layers else None
+    return noted if noted is not None and noted.tables == tables else None
 
 
 def _unknown(before: int) -> ValueError:
     return ValueError(
         f"the cache holds {before} tokens, and under which table they were read is not known: they are of another "
-        f"model or patch, of prefix tuning, built from tensors, or their rows were reordered. {HOW}"
+        "model or patch, of prefix tuning, built from tensors, or of rows under different tables, which may have been "
+        f"reordered. {HOW}"
     )
 
 
@@ -146,7 +121,7 @@ class _Call:
 
     cache: Any = None
     mask: Tensor | None = None
-    chosen: ReadUnder | None = None
+    chosen: Tensor | None = None
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("rope_patch_pass", default=None)
@@ -206,38 +181,36 @@ class TwoTableRotary(PatchedRotary):
     def _long_rows(self, position_ids: Tensor, rows: int) -> Tensor:
         """Return which rows are read under the long table: (rows,) bool on the device of the positions."""
         now, stated = _CALL.get() or _Call(), stated_of(self)
-        before, known = cached_tokens(now.cache), _mark_of(now.cache, self.fingerprint)
-        ends = _lengths(position_ids, now.mask, before)
-        if before and known is None and not (stated is not None and stated.generating):
+        before, mark = cached_tokens(now.cache), _mark_of(now.cache, self.fingerprint)
+        ends, size = _lengths(position_ids, now.mask, before), position_ids.shape[-1]
+        trusted = stated is not None and stated.trusted
+        if before and mark is None and not trusted:
             raise _unknown(before)
         if stated is not None:
             long = _by_row(stated.tokens.to(ends.device) > self.switch_at, rows, "lengths are stated")
-        elif before and known is not None:
-            long = _by_row(known.long.to(ends.device), rows, "rows are in the cache")
+            # Of more than a step of decoding: on a GPU the answer has to be waited for.
+            if before and mark is not None and size > 1:
+                cached = _by_row(mark.long.to(ends.device), rows, "rows are in the cache")
+                if bool((cached != long).any()):
+                    raise ValueError(
+                        f"the cache holds keys of another table than that for {stated.tokens.tolist()} tokens: read "
+                        f"the sequence again from its start, with an empty cache. {HOW}"
+                    )
+        elif before and mark is not None:
+            long = mark.long[:1].to(ends.device)
+            if bool((mark.long != mark.long[0]).any()):
+                raise _unknown(before)
         else:
             long = ends > self.switch_at
-        now.chosen = ReadUnder(long, None if stated is None else stated.tokens, self.fingerprint)
-        if before and known is not None and stated is not None and known.stated is not stated.tokens:
-            self._check_same_table(known, long)
-        # Whether anything crosses is looked at where it could: on a GPU the answer has to be waited for.
-        room = self.switch_at + (0 if stated is None else stated.slack)
-        crosses = (stated is not None or before) and before + position_ids.shape[-1] > room
-        if crosses and bool(((ends > room) & ~long).any()):
+        now.chosen = long
+        # Whether anything crosses is looked at where it could.
+        crosses = not trusted and (stated is not None or before) and before + size > self.switch_at
+        if crosses and bool(((ends > self.switch_at) & ~long).any()):
             raise ValueError(
                 f"a sequence reaches {int(ends.max())} tokens, beyond the {self.switch_at} at which its table changes, "
                 f"and it was stated not to, or its beginning was read under the short table. {HOW}"
             )
         return long
-
-    def _check_same_table(self, known: ReadUnder, long: Tensor) -> None:
-        rows = max(len(known.long), len(long))
-        cached, now = (_by_row(one.to("cpu"), rows, "rows are in the cache") for one in (known.long, long))
-        if bool((cached != now).any()):
-            was, will = ("long", "at most") if bool(cached.any()) else ("short", "more than")
-            raise ValueError(
-                f"the cache holds keys of the {was} table, and the sequence is now stated to reach {will} "
-                f"{self.switch_at} tokens: read it again from its start, with an empty cache. {HOW}"
-            )
 
     def extra_repr(self) -> str:
         """Show the tables in ``print(model)``."""
@@ -331,7 +304,8 @@ def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     returned = output.values() if isinstance(output, Mapping) else output  # with a cache that the decoder made itself
     cache = next((item for item in (now.cache, *returned) if isinstance(item, Cache)), None)
     if cache is not None:
-        setattr(cache, _MARK, now.chosen._replace(keys=_keys(cache)))
+        rotary = next(part for part in decoder.modules() if isinstance(part, TwoTableRotary))
+        setattr(cache, _MARK, ReadUnder(now.chosen, rotary.fingerprint))
 
 
 @dataclass(eq=False)
@@ -356,12 +330,9 @@ class Generation:
         cache, stated = cache_in(options), stated_of(self.rotary)
         if (before := cached_tokens(cache)) and _mark_of(cache, self.rotary.fingerprint) is None:
             raise _unknown(before)
-        if stated is None:
-            reach = reach_of(self.model, options)
-            slack = _option(self.model, options, "prompt_lookup_num_tokens") or 0
-        else:
-            reach, slack = stated.tokens, stated.slack
-        with reaching(self.rotary, reach, slack=slack, generating=True):
+        if stated is not None:
+            return generate(self.model, *args, **kwargs)
+        with reaching(self.rotary, reach_of(self.model, options), trusted=True):
             return generate(self.model, *args, **kwargs)
 
 
