@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rope_patch.modeling.inputs import token_rows
 from rope_patch.modeling.sources import LayerSource
 from rope_patch.modeling.statistics import pairs_of
-from rope_patch.modeling.streaming import stream, token_rows
+from rope_patch.modeling.streaming import stream
 
 LIMIT = 1024
 """Longest text: a pattern is quadratic in it [tokens]."""

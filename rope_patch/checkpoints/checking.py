@@ -14,8 +14,8 @@ from rope_patch.checkpoints.gguf_patch import verify_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
 from rope_patch.patching.install import reapply
-from rope_patch.patching.record import PatchRecord, TableRecord
-from rope_patch.patching.verify import Inspection, inspect_model, verify_model
+from rope_patch.patching.record import PatchRecord, TableRecord, hashes
+from rope_patch.patching.verify import Inspection, inspect_model, shortened, verify_model
 from rope_patch.runtime.folders import is_gguf
 
 
@@ -44,13 +44,11 @@ class Verification:
         return self.record.tables
 
     def __repr__(self) -> str:
-        method = self.method if len(self.method) <= 60 else f"{self.method[:60]}…"
-        return f"<Verification of {self.source}: patched with {method}, as recorded>"
+        return f"<Verification of {self.source}: patched with {shortened(self.method)}, as recorded>"
 
     def __str__(self) -> str:
-        tables = ", ".join(f"{key} {table.hash}" for key, table in self.tables.items())
         weights = "" if self.weights is None else f"; {self.weights} weights"
-        return f"{self.source}: patched with {self.method}, as recorded (tables: {tables}){weights}"
+        return f"{self.source}: patched with {self.method}, as recorded (tables: {hashes(self.tables)}){weights}"
 
 
 def inspect(source: nn.Module | str | Path) -> Inspection:

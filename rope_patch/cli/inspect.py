@@ -40,6 +40,6 @@ def inspect(words: Sequence[str]) -> None:
             "tables": tables,
             "record": record,
             "checked": list(inspection.checked),
-            "notes": list(inspection.notes),
+            "notes": list(inspection.warnings),
         }
     )

@@ -22,6 +22,7 @@ from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.spec import WINDOWS
 from rope_patch.methods import Default
+from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader, fingerprint, losses
 from rope_patch.options.evaluation import EvalSpec
@@ -221,7 +222,7 @@ def _positions(
     reader: Reader, window: TokenDocument, context: int, short_context: int, batch_tokens: int, progress: Progress
 ) -> list[int]:
     """Positions of the key tokens of one window."""
-    size = len(reader.check(window.ids))
+    size = len(check_ids(window.ids, reader.vocabulary))
     full = _losses(reader, window, _spans(size, context, context // SHARED), batch_tokens, progress)
     short = _losses(reader, window, _short_spans(size, short_context), batch_tokens, progress)
     scored = torch.isfinite(short)

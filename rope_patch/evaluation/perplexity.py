@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.losses import SCHEMA, DocumentSums, PerplexityResult, Window
+from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
 from rope_patch.runtime.finished import key, open_cache
@@ -135,7 +136,7 @@ def _windows(
             tally.skipped += 1
             continue
         try:
-            ids = reader.check(document.ids)
+            ids = check_ids(document.ids, reader.vocabulary)
         except ValueError as error:
             raise ValueError(str(error) if number == 0 else f"{document.name}: {error}") from None
         checked = replace(document, ids=ids)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rope_patch.harness.rows import RequestRow, answer_tokens, grouped
 from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.scoring import SLICE, Reader
 from rope_patch.patching.two_tables import switch_of
 from rope_patch.runtime import progress
@@ -135,7 +136,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True)
         asked = [row.targets() for row in batch]
         for tokens in (ids, *(targets for _, targets, _ in asked)):
-            reader.check(tokens)
+            check_ids(tokens, reader.vocabulary)
         nll = [torch.full((len(states),), math.nan, dtype=torch.float64) for states, _, _ in asked]
         right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in asked]
         past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None

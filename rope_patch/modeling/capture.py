@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.modeling.attention_probe import ROLES
+from rope_patch.modeling.inputs import text_digest, token_rows
 from rope_patch.modeling.sources import LayerSource, split_pairs
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
-from rope_patch.modeling.streaming import stream, text_digest, token_rows
+from rope_patch.modeling.streaming import stream
 from rope_patch.patching.locate import locate
 
 HUGE = 1e18

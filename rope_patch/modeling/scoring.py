@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
 from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.cache_argument import cache_argument
@@ -64,8 +65,7 @@ class Reader:
 
     def __init__(self, model: nn.Module, *, inside: bool = False) -> None:
         owner: Any = model  # torch knows attributes of modules as tensors or modules alone
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
+        refuse_prompts(model)
         if not hasattr(model, "get_decoder"):
             raise not_a_model(model)
         self.model = owner
@@ -84,21 +84,6 @@ class Reader:
         self.cache_argument = cache_argument(self.decoder)
         self.device = device_of(owner.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
-
-    def check(self, ids: Tensor) -> Tensor:
-        """Return token ids as int64.
-
-        Raises:
-            ValueError: not whole numbers, or ids that the model has no row for.
-        """
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ValueError(f"token_ids must be whole numbers, got {ids.dtype}")
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary):
-            raise ValueError(
-                f"token ids must be in [0, {self.vocabulary}), got {int(ids.min())} to {int(ids.max())}: "
-                "is this the model's own tokenizer?"
-            )
-        return ids.long()
 
     def new_cache(self, capacity: int | None = None) -> DynamicCache:
         """Return an empty cache that forgets what sliding layers do not read.

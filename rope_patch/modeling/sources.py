@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rope_patch.modeling.attention_probe import ROLES, AttentionCall, record_attention
+from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.verify import inspect_model
@@ -152,12 +153,6 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
     if len({layer.index for layer in layers}) < len(layers):
         raise ValueError(f"{type(root).__name__} calls an attention layer more than once in a pass")
     return Sources(location.model, decoder, tuple(layers))
-
-
-def refuse_prompts(model: nn.Module) -> None:
-    """Raise if tokens of an adapter's own come before the text."""
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
 
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:

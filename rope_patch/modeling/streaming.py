@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from rope_patch.modeling.attention_probe import ROLES
+from rope_patch.modeling.inputs import check_ids, token_rows
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.sources import LayerSource, find_sources
 from rope_patch.patching.cache_argument import cache_argument
@@ -61,75 +61,36 @@ def stream(
         location = locate(model)
         root: Any = location.model
         embedding = root.get_input_embeddings()
-        if int(rows.min()) < 0 or int(rows.max()) >= embedding.num_embeddings:
-            raise ValueError(
-                f"token ids must be in [0, {embedding.num_embeddings}), got {int(rows.min())} to {int(rows.max())}: "
-                "is this the model's own tokenizer?"
-            )
+        check_ids(rows, embedding.num_embeddings)
         sources = find_sources(model, rows[0])
         shown = sources.pick(layers)
-        reader = _TextReader(visit)
+        place, received = (0, 0), 0  # row of the text, and the position at which the pass begins
+
+        def passing_on(layer: LayerSource, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
+            def show(module: nn.Module, args: Any, output: Tensor) -> None:
+                nonlocal received
+                received += 1
+                states = layer.parts[role].of(output)[0]
+                step = SLICES.get(states.device.type, LARGE_SLICE)
+                for low in range(0, len(states), step):
+                    visit(layer, role, states[low : low + step].float(), place[0], place[1] + low)
+
+            return show
+
         for layer in shown:
             for role, part in layer.parts.items():
-                stack.callback(part.module.register_forward_hook(reader.hook(layer, role)).remove)
+                stack.callback(part.module.register_forward_hook(passing_on(layer, role)).remove)
         size = min(chunk or rows.shape[1], rows.shape[1])
         progress = Progress(rows.numel())
         for number, row in enumerate(rows):
             past: Any = DynamicCache(config=root.config) if size < len(row) else None
             for start in range(0, len(row), size):
-                reader.at(number, start)
+                place, received = (number, start), 0
                 ids = row[None, start : start + size].to(device_of(embedding))
                 with progress.within_pass(sources.decoder, ids.numel()), reaching(location.module, len(row)):
                     cache = {cache_argument(sources.decoder): past, "use_cache": past is not None}
                     sources.decoder(input_ids=ids, **cache)
-                reader.check(len(shown) * len(ROLES))
+                if received != len(shown) * len(ROLES):
+                    raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")
         progress.finish()
     return shown
-
-
-def token_rows(token_ids: Tensor) -> Tensor:
-    """Return token ids as int64 rows: (rows, tokens).
-
-    Raises:
-        ValueError: not whole numbers, another shape, or fewer than 2 tokens.
-    """
-    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
-        raise ValueError(f"token_ids must be whole numbers, got {token_ids.dtype}")
-    rows = token_ids[None] if token_ids.ndim == 1 else token_ids
-    if rows.ndim != 2 or len(rows) < 1:
-        raise ValueError(f"token_ids must be (tokens,) or (rows, tokens), got shape {tuple(token_ids.shape)}")
-    if rows.shape[1] < 2:
-        raise ValueError(f"a text must hold at least 2 tokens, got {rows.shape[1]}")
-    return rows.long().cpu()
-
-
-def text_digest(rows: Tensor) -> str:
-    """Return 16 hex digits of token ids (rows, tokens)."""
-    return hashlib.sha256(f"{tuple(rows.shape)}".encode() + rows.numpy().astype("<i8").tobytes()).hexdigest()[:16]
-
-
-class _TextReader:
-    """Keeps the place in the text that the model is reading, and slices what the hooks receive."""
-
-    def __init__(self, visit: Visit) -> None:
-        self.visit = visit
-        self.at(0, 0)
-
-    def at(self, row: int, start: int) -> None:
-        self.row, self.start, self.received = row, start, 0
-
-    def hook(self, layer: LayerSource, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        part = layer.parts[role]
-
-        def show(module: nn.Module, args: Any, output: Tensor) -> None:
-            states = part.of(output)[0]
-            self.received += 1
-            step = SLICES.get(states.device.type, LARGE_SLICE)
-            for low in range(0, len(states), step):
-                self.visit(layer, role, states[low : low + step].float(), self.row, self.start + low)
-
-        return show
-
-    def check(self, expected: int) -> None:
-        if self.received != expected:
-            raise RuntimeError(f"a pass gave {self.received} states, expected {expected}: was the model changed?")

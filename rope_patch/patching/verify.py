@@ -42,8 +42,6 @@ class Inspection:
         record: the patch record, None on a model that is not patched.
         warnings: what is unusual about the tables, a sentence each.
         checked: what was compared and found equal, a sentence each.
-        cast_warning: what ``.bfloat16()`` and the like would do to the table of the loaded model; None where they do no
-            harm. Loading it with ``dtype=`` does none, and neither do the commands.
     """
 
     model_class: str
@@ -51,12 +49,6 @@ class Inspection:
     record: PatchRecord | None
     warnings: tuple[str, ...]
     checked: tuple[str, ...] = ()
-    cast_warning: str | None = None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The warnings, with the one about casting."""
-        return self.warnings if self.cast_warning is None else (*self.warnings, self.cast_warning)
 
     @property
     def method(self) -> str | None:
@@ -64,10 +56,8 @@ class Inspection:
         return None if self.record is None else str(self.record.to_method())
 
     def __repr__(self) -> str:
-        state = "not patched" if self.method is None else f"patched with {_shortened(self.method)}"
-        counts = [f"{len(self.tables)} table{'s' * (len(self.tables) != 1)}"]
-        counts += [f"{len(self.warnings)} warning{'s' * (len(self.warnings) != 1)}"] * bool(self.warnings)
-        return f"<Inspection of {self.model_class}: {', '.join([state, *counts])}>"
+        state = "not patched" if self.method is None else f"patched with {shortened(self.method)}"
+        return f"<Inspection of {self.model_class}: {state}, warnings: {len(self.warnings)}>"
 
     def __str__(self) -> str:
         lines = [f"{self.model_class}: {'not patched' if self.method is None else f'patched, {self.method}'}"]
@@ -82,10 +72,10 @@ class Inspection:
                 f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
             ]
         lines += [f"  {sentence}" for sentence in (*about_two_tables(self.record), *self.checked)]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.warnings)])
 
 
-def _shortened(method: str, most: int = 60) -> str:
+def shortened(method: str, most: int = 60) -> str:
     """Return a method string on a short line: one of a table names every number."""
     return method if len(method) <= most else f"{method[:most]}…"
 
@@ -114,8 +104,7 @@ def inspect_model(model: nn.Module) -> Inspection:
     if record is not None:
         warnings += _differences(record.tables, records_of(as_stated.tables), "record")
     warnings += _scaling_warnings(in_use)
-    cast_warning = _cast_warning(in_use, getattr(location.config, "dtype", None))
-    return Inspection(location.name, in_use, record, tuple(warnings), cast_warning=cast_warning)
+    return Inspection(location.name, in_use, record, tuple(warnings))
 
 
 def trained_length(model: nn.Module) -> int:
@@ -142,20 +131,6 @@ def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:
                 f"{table.name} multiplies cos and sin of every pair by {table.attention_scaling:g}, unrotated pairs "
                 f"included: logits by {table.attention_scaling**2:.3g}"
             )
-
-
-def _cast_warning(tables: Sequence[RotaryTable], dtype: torch.dtype | None) -> str | None:
-    """Say what casting would do to a table of the original module; a patched one does not change."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return None
-    rotated = torch.cat([table.inv_freq[~frequencies.unrotated(table.inv_freq)] for table in tables])
-    if not len(rotated):
-        return None
-    error = float(((rotated.to(dtype).float() - rotated).abs() / rotated).max())
-    return (
-        f"weights are {dtype}: load them with dtype=; casting the model afterwards (.to, .half, .bfloat16) would "
-        f"round its original table by up to {error:.2%}"
-    )
 
 
 def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:

@@ -449,6 +449,6 @@ def test_a_module_exchanged_during_the_pass_is_noticed():
             attention.k_proj._forward_hooks.clear()
 
     handle = model.model.layers[0].register_forward_pre_hook(exchange)
-    with pytest.raises(RuntimeError, match="a pass gave 5 states, expected 6"):
+    with pytest.raises(RuntimeError, match="a pass gave 5 states"):
         capture(model, row)
     handle.remove()
