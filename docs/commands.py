@@ -12,7 +12,7 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from rope_patch.options import COMMANDS
-from rope_patch.options.fields import Leaf, OptionSet, leaves
+from rope_patch.options.fields import Option, OptionSet, leaves
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.writing import from_dict, to_yaml
 
@@ -69,12 +69,12 @@ def section(name: str, kind: type[OptionSet]) -> str:
     return "\n".join([f"## {name}", "", text, "", *map(item, leaves(kind)), ""])
 
 
-def item(leaf: Leaf) -> str:
+def item(leaf: Option) -> str:
     """Return an option as an item of a list."""
-    names = [f"`{flag}`" for flag in (*leaf.option.short, leaf.flag)]
-    metavar = "" if leaf.option.positional or not leaf.option.metavar else f" *{leaf.option.metavar}*"
+    names = [f"`{flag}`" for flag in (*leaf.short, leaf.flag)]
+    metavar = "" if leaf.positional or not leaf.metavar else f" *{leaf.metavar}*"
     hint = " Required." if leaf.default is MISSING else f" Default: `{leaf.shown}`." if leaf.shown else ""
-    return f"- {', '.join(names)}{metavar}: {leaf.option.help}{hint}"
+    return f"- {', '.join(names)}{metavar}: {leaf.help}{hint}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 
-from rope_patch.options.fields import Leaf, OptionSet, build, leaves
+from rope_patch.options.fields import Option, OptionSet, build, leaves
 from rope_patch.options.writing import read_value, stated
 from rope_patch.runtime.text import did_you_mean
 
@@ -50,7 +50,7 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
     sources = [str(word) for word in written.pop(("config",), ())]
     for word in rest:
         if word.startswith("-"):
-            flags = [flag for leaf in known for flag in (leaf.flag, *leaf.option.short)]
+            flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short)]
             raise UsageError(f"unknown option {word}.{did_you_mean(word, flags)}")
         raise UsageError(f"unexpected argument {word!r}")
     if modules := written.get(("imports",)):
@@ -84,10 +84,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _divided(
-    kind: type[OptionSet], known: Sequence[Leaf], words: Sequence[str]
+    kind: type[OptionSet], known: Sequence[Option], words: Sequence[str]
 ) -> tuple[dict[tuple[str, ...], Any], list[str]]:
     """Return the values that words give to options, by the path of each, and the words that belong to none."""
-    arguments = [leaf.flag if leaf.default is MISSING else f"[{leaf.flag}]" for leaf in known if leaf.option.positional]
+    arguments = [leaf.flag if leaf.default is MISSING else f"[{leaf.flag}]" for leaf in known if leaf.positional]
     parser = _Parser(
         usage=" ".join(["rope-patch", kind.command, "[options]", *arguments]),
         description=described(kind),
@@ -95,12 +95,11 @@ def _divided(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for i, leaf in enumerate(known):
-        option = leaf.option
-        hint = f" (default: {leaf.shown})" if leaf.shown else " (required)" if leaf.default is MISSING else ""
+    for i, option in enumerate(known):
+        hint = f" (default: {option.shown})" if option.shown else " (required)" if option.default is MISSING else ""
         more: dict[str, Any] = {"help": option.help.replace("%", "%%") + hint}
         if option.kind is bool:
-            more["action"] = argparse.BooleanOptionalAction if leaf.default else "store_true"
+            more["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
         else:
             more["metavar"] = option.metavar
         if option.positional:
@@ -108,14 +107,12 @@ def _divided(
             continue
         if option.repeated:
             more["action"] = "append"
-        parser.add_argument(*option.short, f"--{leaf.name}", dest=f"option{i}", **more)
+        parser.add_argument(*option.short, f"--{option.name}", dest=f"option{i}", **more)
     parsed, rest = parser.parse_known_intermixed_args(words)
     values: dict[tuple[str, ...], Any] = {}
     for name, value in vars(parsed).items():
-        leaf = known[int(name.removeprefix("option"))]
-        if leaf.option.kind is not bool:
-            value = None if value == "null" else read_value(leaf.option, value, leaf.flag)
-        values[leaf.path] = value
+        option = known[int(name.removeprefix("option"))]
+        values[option.path] = None if value == "null" else read_value(option, value, option.flag)
     return values, rest
 
 
@@ -130,7 +127,7 @@ _Words.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|)$
 _Words.add_constructor("tag:yaml.org,2002:null", lambda *_: None)
 
 
-def _stated(word: str, known: Mapping[str, Leaf]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _stated(word: str, known: Mapping[str, Option]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the options that a YAML file or a word ``key=value`` states, with their values.
 
     Raises:
@@ -143,7 +140,7 @@ def _stated(word: str, known: Mapping[str, Leaf]) -> Iterator[tuple[tuple[str, .
         if not equals:
             values = yaml.load(Path(word).read_text(encoding="utf-8"), _Words)
         else:
-            option = known[name].option if name in known else None
+            option = known.get(name)
             listed = option is not None and (option.several or option.repeated) and text[:1] == "["
             values = {name: yaml.load(text, _Words) if listed or text == "null" else text}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -55,8 +55,10 @@ class Option:
         empty: a tuple may have no items although the default has some.
         optional: the value may be None although the default is not.
         positional: on the command line the value stands without a name.
-        name: on the command line; by default that of the field.
+        name: on the command line, without dashes; by default that of the field.
         short: other names on the command line, such as ``-o``.
+        default: the value that it has otherwise; ``dataclasses.MISSING`` where it must be given.
+        path: names of the fields that lead to it from the class whose :func:`leaves` it is of.
     """
 
     help: str
@@ -76,6 +78,34 @@ class Option:
     positional: bool = False
     name: str = ""
     short: tuple[str, ...] = ()
+    default: Any = None
+    path: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """The option as it is typed, such as ``--batch-tokens``; the name of an argument without dashes."""
+        return self.metavar if self.positional else f"--{self.name}"
+
+    @property
+    def key(self) -> str:
+        """The option in files and in Python: the name of its field, behind that of its section if it has one."""
+        section, dot, _ = self.name.rpartition(".")
+        return f"{section}{dot}{self.path[-1]}"
+
+    @property
+    def shown(self) -> str:
+        """The default for people; "" where there is none, or nothing to say of it."""
+        if self.default is MISSING or self.default is None or self.default is False or self.default == ():
+            return ""
+        items = self.default if isinstance(self.default, tuple) else (self.default,)
+        return " ".join(map(self._shown, items))
+
+    def _shown(self, value: Any) -> str:
+        if value is True:
+            return "on"
+        if self.unit == "tokens" and value % 1024 == 0 and value:
+            return f"{value // 1024}k"
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
     def value_of(self, word: str) -> Any:
         """Return the value that a word means; the word itself where it means none, which :meth:`checked` refuses."""
@@ -205,50 +235,7 @@ def contained(kind: type[OptionSet], *, without: Sequence[str] = (), section: bo
 # --- what a class declares -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One option of a class, or of options that it contains.
-
-    Attributes:
-        path: names of the fields that lead to it.
-        name: on the command line, without dashes.
-        option: what is said of it.
-        default: the value that it has otherwise; ``dataclasses.MISSING`` where it must be given.
-    """
-
-    path: tuple[str, ...]
-    name: str
-    option: Option
-    default: Any
-
-    @property
-    def flag(self) -> str:
-        """The option as it is typed, such as ``--batch-tokens``; the name of an argument without dashes."""
-        return self.option.metavar if self.option.positional else f"--{self.name}"
-
-    @property
-    def key(self) -> str:
-        """The option in files and in Python: the name of its field, behind that of its section if it has one."""
-        section, dot, _ = self.name.rpartition(".")
-        return f"{section}{dot}{self.path[-1]}"
-
-    @property
-    def shown(self) -> str:
-        """The default for people; "" where there is none, or nothing to say of it."""
-        if self.default is MISSING or self.default is None or self.default is False or self.default == ():
-            return ""
-        items = self.default if isinstance(self.default, tuple) else (self.default,)
-        return " ".join(map(self._shown, items))
-
-    def _shown(self, value: Any) -> str:
-        if value is True:
-            return "on"
-        if self.option.unit == "tokens" and value % 1024 == 0 and value:
-            return f"{value // 1024}k"
-        return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) -> Iterator[Leaf]:
+def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) -> Iterator[Option]:
     """Yield the options of a class and of those that it contains, in their order.
 
     Args:
@@ -265,9 +252,9 @@ def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) ->
             for leaf in leaves(what["kind"], what["without"], **what["values"]):
                 yield replace(leaf, path=(one.name, *leaf.path), name=f"{prefix}{leaf.name}")
         else:
-            option: Option = what[_KEY]
-            name = option.name or one.name.replace("_", "-")
-            yield Leaf((one.name,), name, option, values.get(one.name, one.default))
+            declared: Option = what[_KEY]
+            name = declared.name or one.name.replace("_", "-")
+            yield replace(declared, path=(one.name,), name=name, default=values.get(one.name, one.default))
 
 
 def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:

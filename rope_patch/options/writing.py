@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rope_patch.options.fields import Leaf, Option, OptionSet, build, leaves
+from rope_patch.options.fields import Option, OptionSet, build, leaves
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
@@ -31,7 +31,7 @@ def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def stated(
-    known: Mapping[str, Leaf], values: Mapping[str, Any], where: str = ""
+    known: Mapping[str, Option], values: Mapping[str, Any], where: str = ""
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path of every option that values state, as YAML or JSON gives them, and its value.
 
@@ -53,7 +53,7 @@ def stated(
         for key, one in inside.items():
             if key not in known:
                 raise ValueError(f"{where}unknown option {key!r}.{did_you_mean(str(key), known)}")
-            yield known[key].path, read_value(known[key].option, one, f"{where}{key}")
+            yield known[key].path, read_value(known[key], one, f"{where}{key}")
 
 
 def read_value(option: Option, value: Any, where: str) -> Any:
@@ -100,16 +100,16 @@ def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> s
         indent = "  " if own else ""
         stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
         line = f"{indent}{name}: {stated}"
-        beside = f"{line:<31} # {leaf.option.help}"
-        above = textwrap.wrap(leaf.option.help, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        beside = f"{line:<31} # {leaf.help}"
+        above = textwrap.wrap(leaf.help, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         lines += [beside] if len(beside) <= width else [*above, line]
     return "\n".join(lines) + "\n"
 
 
-def _values(options: OptionSet) -> Iterator[tuple[Leaf, Any]]:
+def _values(options: OptionSet) -> Iterator[tuple[Option, Any]]:
     """Yield every option with its value, as YAML has it."""
     for leaf in leaves(type(options)):
         value: Any = functools.reduce(getattr, leaf.path, options)
-        if leaf.option.unit == "s" and value is not None:
+        if leaf.unit == "s" and value is not None:
             value = f"{value}s"  # as a time is typed
         yield leaf, [*value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
