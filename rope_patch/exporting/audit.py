@@ -39,16 +39,16 @@ class AuditRow:
     """What one program computes for the layers of one table.
 
     Attributes:
-        program: key of ``PROGRAMS``, or ``OURS``.
-        layer_type: None where all layers share a table.
-        layers: their indices, from 0.
-        verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (it raises) or ``"unverified"``; ``"reference"`` of
-            transformers 5, where that runs, and of llama.cpp for a GGUF file.
-        built: the table; None where the program refuses or is unverified.
+        program: the program, a key of ``PROGRAMS`` or ``OURS``.
+        layer_type: the type of the layers; None where all layers share a table.
+        layers: the indices of these layers, from 0.
+        verdict: the verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (the program raises) or ``"unverified"``;
+            ``"reference"`` for transformers 5, where that runs, and for llama.cpp on a GGUF file.
+        built: the table that the program builds; None where it refuses or is unverified.
         difference: the largest relative difference of a frequency from the reference's, as a share of the larger of
             the two: 1 where only one of them rotates a pair. None where the numbers of pairs differ, or no table is.
-        reasons: of the difference, a sentence each.
-        fix: what to run; None where nothing needs to be done.
+        reasons: the reasons of the difference, a sentence each.
+        fix: the command that mends the difference, or why there is none; None where nothing needs to be done.
     """
 
     program: str
@@ -87,11 +87,11 @@ class Audit:
     """What every program computes from one checkpoint.
 
     Attributes:
-        source: the folder, hub id or file.
-        model_class: as transformers 5 loads it.
+        source: the folder, hub id or file that was audited.
+        model_class: the class of the model, as transformers 5 loads it.
         method: the patch that its record names, if there is one.
-        rows: of the reference first, then of each program.
-        notes: what is unusual about the checkpoint, a sentence each.
+        rows: the rows of the reference first, then those of each program.
+        notes: remarks on what is unusual about the checkpoint, a sentence each.
     """
 
     source: str
@@ -113,12 +113,12 @@ def audit(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> Audi
     """Compare what programs compute from a checkpoint with what transformers 5 does; no weights are loaded.
 
     Args:
-        source: folder, hub id or GGUF file.
-        programs: keys of :data:`~rope_patch.exporting.readings.PROGRAMS`.
+        source: the folder, hub id or GGUF file to audit.
+        programs: the programs to compare, keys of :data:`~rope_patch.exporting.readings.PROGRAMS`.
 
     Raises:
-        OSError: nothing that can be read.
-        ValueError: an adapter, an unknown program, or a model whose rotary table cannot be read.
+        OSError: there is nothing that can be read.
+        ValueError: the source is an adapter, a program is unknown, or the model's rotary table cannot be read.
     """
     programs = tuple(programs)
     for name in programs:
@@ -174,6 +174,7 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
         with torch.device("meta"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.long))
     except Exception as error:  # other parts may fail without weights, such as experts; that says nothing of the table
+        # transformers calls the functions that multiply by cos and sin apply_rotary…
         if any(frame.f_code.co_name.startswith("apply_rotary") for frame, _ in traceback.walk_tb(error.__traceback__)):
             return (
                 f"it builds {shares[0]} pairs for {SHARE}, and its attention of {stated.model_type} fails on them: "

@@ -38,6 +38,7 @@ def other_contexts(config: Mapping[str, Any]) -> dict[str, int]:
     {'seq_length': 2048}
     """
     known = dict.fromkeys((*_VLLM_KEYS, *_SGLANG_KEYS))
+    # Not isinstance, for which a boolean is an integer, too.
     return {key: config[key] for key in known if type(config.get(key)) is int}
 
 
@@ -46,12 +47,13 @@ class StatedContext:
     """What a config says of its context.
 
     Attributes:
-        length: ``max_position_embeddings`` [tokens].
+        length: the value of ``max_position_embeddings`` [tokens].
         parameters: every dictionary of ``rope_parameters``: one, or one for each layer type.
-        nested: whether there is one for each layer type.
-        model_type: of the text decoder.
-        original: ``original_max_position_embeddings`` outside ``rope_parameters``; None where it is not there [tokens].
-        others: other keys that an engine takes for the context, from :func:`other_contexts` [tokens].
+        nested: whether there is one dictionary for each layer type.
+        model_type: the model type of the text decoder.
+        original: the value of ``original_max_position_embeddings`` outside ``rope_parameters``; None where it is not
+            there [tokens].
+        others: the other keys that an engine takes for the context, from :func:`other_contexts` [tokens].
     """
 
     length: int
@@ -94,6 +96,7 @@ def vllm(stated: StatedContext) -> Derived:
     chosen = "model_max_length" if lengths.get("model_max_length") else min(lengths, key=lambda key: lengths[key])
     derived, why = _length_at(chosen, lengths)
     length, factor, reasons = float(derived), 1.0, [*why]
+    # vLLM leaves Gemma 3 out, whose stated context is scaled already.
     for parameters in () if "gemma3" in stated.model_type else stated.parameters:
         kind = kind_of(parameters)
         if kind in ("longrope", "llama3", "yarn"):

@@ -59,12 +59,12 @@ def config_keys(location: Location, tables: Sequence[RotaryTable], *, everywhere
     """Return the config keys that encode all tables of a model, checked against its original rotary class.
 
     Args:
-        location: where the model keeps them.
-        tables: the tables.
-        everywhere: encode them for other engines too, as :func:`encoding_for` does.
+        location: the place where the model keeps its tables, from :func:`~rope_patch.patching.locate.locate`.
+        tables: the tables to encode.
+        everywhere: whether to encode them for other engines too, as :func:`encoding_for` does.
 
     Raises:
-        ValueError: the class does not build the tables from it.
+        ValueError: the class does not build the tables from the keys.
     """
     kind = str(location.config.model_type)
     encoded = {
@@ -72,6 +72,7 @@ def config_keys(location: Location, tables: Sequence[RotaryTable], *, everywhere
         for table in tables
     }
     reason = "the table is another"
+    # Some families read further keys of the dictionary than those of the table, so that fuller ones are tried in turn.
     for variant in zip(*(completed(location, name, each) for name, each in encoded.items()), strict=False):
         parameters: dict[Any, Any] = dict(zip(encoded, variant, strict=True)) if None not in encoded else variant[0]
         settings = settings_of(location.config) | {"rope_parameters": parameters}

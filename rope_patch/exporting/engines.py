@@ -15,15 +15,15 @@ class Engine:
     """What was checked of one engine.
 
     Attributes:
-        name: as its users write it.
-        version: the one that was checked; another may read the same folder differently.
-        shown_by: the command or test that showed it.
-        reads: model types on which its own code built every table that was tried, as transformers does.
-        base_only: model types, with a layer type where it has one table for each, on which its code reads nothing but
-            ``rope_theta`` and the rotated share of a head: any other table would be lost there without a word.
-        one_base: model types on which it has one ``rope_theta`` for all layers and scales full attention alone, both
-            from the top of config.json.
-        refused: model types it cannot take at all, and why.
+        name: the name of the engine, as its users write it.
+        version: the version that was checked; another may read the same folder differently.
+        shown_by: the command or test that showed what it reads.
+        reads: the model types on which its own code built every table that was tried, as transformers does.
+        base_only: the model types, with a layer type where it has one table for each, on which its code reads nothing
+            but ``rope_theta`` and the rotated share of a head: any other table would be lost there without a word.
+        one_base: the model types on which it has one ``rope_theta`` for all layers and scales full attention alone,
+            both from the top of config.json.
+        refused: the model types that it cannot take at all, and why.
     """
 
     name: str
@@ -75,9 +75,9 @@ def check(to: str, model_type: str, tables: Sequence[RotaryTable]) -> str:
     """Return the version in which an engine was seen to read such tables on such a model, or ``UNVERIFIED``.
 
     Args:
-        to: key of ``ENGINES``.
-        model_type: of the checkpoint's config.
-        tables: its tables.
+        to: the engine, a key of ``ENGINES``.
+        model_type: the model type in the checkpoint's config.
+        tables: the tables of the checkpoint.
 
     Raises:
         ValueError: the engine cannot express a table, with the reason.

@@ -46,12 +46,12 @@ class Flags:
     """What to give a program.
 
     Attributes:
-        program: key of :data:`WRITERS`.
-        lines: options of a command line.
-        settings: what they say, parsed.
-        tables: that the program computes then.
+        program: the program, a key of :data:`WRITERS`.
+        lines: the options for its command line.
+        settings: the settings that these options state, parsed.
+        tables: the tables that the program computes with them.
         shown_by: how this was checked; ``"unverified"`` where the program itself was not run.
-        notes: what else to know, a sentence each.
+        notes: further remarks for the user, a sentence each.
     """
 
     program: str
@@ -78,10 +78,10 @@ class PatchedCheckpoint:
     """A method on a checkpoint, before any program states it.
 
     Attributes:
-        source: folder, hub id or GGUF file.
-        model: its skeleton, patched.
-        tables: of the method, over the context that it reaches.
-        stated: the config before, and with the new tables.
+        source: the folder, hub id or GGUF file of the checkpoint.
+        model: the skeleton of its model, without weights, patched.
+        tables: the tables of the method, over the context that it reaches.
+        stated: the config as it was, with the new tables.
     """
 
     source: str
@@ -105,7 +105,7 @@ class PatchedCheckpoint:
         """Return how it is known that a program computes the tables from the config with these settings.
 
         Raises:
-            ValueError: it does not, with the reason.
+            ValueError: the program does not compute them, with the reason.
         """
         complete = dict(self.stated.complete) | dict(settings)
         complete.pop("original_max_position_embeddings", None)  # vLLM's own limit, which --max-model-len lifts
@@ -133,16 +133,16 @@ def flags(
     """Return the options by which a program runs a checkpoint under a method, the checkpoint unchanged.
 
     Args:
-        source: folder or hub id of an unpatched checkpoint; for llama.cpp a GGUF file, too.
-        method: what to apply.
-        program: key of :data:`WRITERS`.
+        source: the folder or hub id of an unpatched checkpoint; for llama.cpp a GGUF file, too.
+        method: the method to apply.
+        program: the program, a key of :data:`WRITERS`.
         target_length: the context that the method is made for [tokens].
-        layer_types: the tables to patch.
+        layer_types: the layer types whose tables are patched; by default full attention.
 
     Raises:
-        ValueError: an unknown program, a table that its options cannot express, or a config that they do not reach
-            (of a multimodal checkpoint), with the reason.
-        OSError: nothing that can be read.
+        ValueError: the program is unknown, its options cannot express a table, or they do not reach the config (of a
+            multimodal checkpoint), with the reason.
+        OSError: there is nothing that can be read.
     """
     if program not in WRITERS:
         raise ValueError(f"unknown program {program!r}. Known: {', '.join(WRITERS)}")
@@ -277,6 +277,7 @@ def _in_a_file(model_type: str) -> str:
 
 def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable | None:
     """Return the table that llama.cpp computes from its options; None where it is not the one of the method."""
+    # As they are printed: nine digits, by which float32 numbers are told apart.
     theta, factor = float(f"{options['--rope-freq-base']:.9g}"), float(f"{options.get('--rope-scale', 1.0):.9g}")
     inv_freq, attention = frequencies.geometric(theta, table.rotary_dim) / factor, 1.0
     if options.get("--rope-scaling") == "yarn":

@@ -29,11 +29,11 @@ def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
     """Return the tables to export, after checking that they are what a patched model's record says.
 
     Args:
-        model: the checkpoint's skeleton, patched as it shall be.
+        model: the checkpoint's model without weights, patched as it shall be.
 
     Raises:
-        PatchError: they are not.
-        ValueError: a table that changes with the length, or one that only numbers describe.
+        PatchError: the tables are not what the record says.
+        ValueError: a table changes with the length.
     """
     location = locate(model)
     if location.record is not None:
@@ -62,14 +62,14 @@ def export_folder(
     """Write a copy of a checkpoint whose config encodes its tables for transformers and for an engine.
 
     Args:
-        model: the checkpoint's skeleton, patched as it shall be.
-        source: where the weights are, folder or hub id.
-        out: folder to write; new or empty unless ``overwrite``.
-        to: key of :data:`~rope_patch.exporting.engines.ENGINES`.
-        overwrite: write into a folder that holds files.
-        adapter: folder of a LoRA adapter that is copied into the folder, to be served beside this base.
-        notes: to write down beside those found here.
-        dtype: of the weights of a GGUF file, which are dequantized.
+        model: the checkpoint's model without weights, patched as it shall be.
+        source: the folder or hub id of the weights, or their GGUF file.
+        out: the folder to write; new or empty unless ``overwrite`` is given.
+        to: the engine, a key of :data:`~rope_patch.exporting.engines.ENGINES`.
+        overwrite: whether to write into a folder that holds files.
+        adapter: the folder of a LoRA adapter that is copied into the folder, to be served beside this base.
+        notes: remarks to write down beside those that are found here.
+        dtype: the data type to which the weights of a GGUF file are dequantized.
 
     Returns:
         What ``export.json`` says.
@@ -99,6 +99,7 @@ def export_folder(
     }
     with copied(source, out, overwrite=overwrite, dtype=dtype) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        # A record that does not describe the tables which this config gives would be refused at loading.
         if "rope_patch" in text_part(config) and not _verifies(folder):
             del text_part(config)["rope_patch"]
             summary["notes"] = [*summary["notes"], "the patch record does not fit this encoding and was left out"]

@@ -51,13 +51,14 @@ def export_gguf(
     keys once more, and scales them once more too.
 
     Args:
-        model: the checkpoint's skeleton, patched as it shall be; it is not patched any more afterwards.
-        weights: where the weights and the tokenizer are, folder or hub id.
-        out: the file, ``*.gguf``.
-        converter: llama.cpp's ``convert_hf_to_gguf.py``; it is run with this Python.
-        name: of the model, which the converter writes into the file.
-        dtype: of matrices: ``float32``, ``float16``, ``bfloat16``, or ``auto`` for what the converter takes.
-        overwrite: replace a file that exists.
+        model: the checkpoint's model without weights, patched as it shall be; it is not patched any more afterwards.
+        weights: the folder or hub id of the weights and the tokenizer.
+        out: the file to write, ``*.gguf``.
+        converter: the path of llama.cpp's ``convert_hf_to_gguf.py``; it is run with this Python.
+        name: the name of the model, which the converter writes into the file.
+        dtype: the data type of matrices: ``float32``, ``float16``, ``bfloat16``, or ``auto`` for what the converter
+            takes.
+        overwrite: whether to replace a file that exists.
 
     Raises:
         PatchError: the model does not use what its record says.
@@ -74,6 +75,7 @@ def export_gguf(
         restore(model)
         base = next(each for each in inspect_model(model).tables if each.layer_type == table.layer_type)
     with scratch_folder(out.with_name(f"{out.name}.unpatched")) as scratch:
+        # The converter names the model after its folder, and only reads the weights, so that links to them will do.
         with copied(weights, scratch / name, link_weights=True) as folder:
             model.config.save_pretrained(folder)
             restore_length(folder)
@@ -129,7 +131,7 @@ def _converted(folder: Path, out: Path, converter: Path, dtype: str) -> GGUFFile
     """Run the converter on a folder and open what it wrote.
 
     Raises:
-        ValueError: it fails; the last line that it printed is its error.
+        ValueError: the converter fails; the last line that it printed is its error.
     """
     command = [sys.executable, str(converter), str(folder), "--outfile", str(out), "--outtype", _OUTTYPES[dtype]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -16,8 +16,8 @@ def check_adapter(source: str | Path, to: str) -> None:
     """Raise unless an engine that serves LoRA beside a base takes an adapter.
 
     Raises:
-        ValueError: it holds more than low-rank matrices; merging it works everywhere.
-        FileNotFoundError: not a local folder with safetensors.
+        ValueError: the adapter holds more than low-rank matrices; merging it works everywhere.
+        FileNotFoundError: the source is not a local folder with safetensors.
     """
     folder = Path(source)
     for name in _FILES[:2]:

@@ -29,10 +29,10 @@ class Program:
     """A program whose reading of a config is known.
 
     Attributes:
-        name: as its users write it.
-        version: the one whose code was compared.
-        families: model types on which it was.
-        note: what a reader should know of the version.
+        name: the name of the program, as its users write it.
+        version: the version whose code was compared.
+        families: the model types on which it was compared.
+        note: a remark on the version that a reader should know.
     """
 
     name: str
@@ -82,11 +82,11 @@ class StatedConfig:
     """A checkpoint's config, as it is written and as transformers 5 completes it.
 
     Attributes:
-        model_type: of the text decoder.
-        outer_type: of the whole checkpoint: another for a multimodal one.
+        model_type: the model type of the text decoder.
+        outer_type: the model type of the whole checkpoint, which is another for a multimodal one.
         raw: the text part of config.json.
         complete: the text config as transformers 5 writes it.
-        tables: what transformers 5 computes, by layer type.
+        tables: the tables that transformers 5 computes, by layer type.
     """
 
     model_type: str
@@ -127,9 +127,9 @@ class Reading:
     """What a program makes of a config.
 
     Attributes:
-        tables: by layer type; empty where it refuses the config or is not verified.
-        refused: why it raises, None where it does not.
-        unverified: why nothing is known, None where something is.
+        tables: the tables that the program builds, by layer type; empty where it refuses the config or is not verified.
+        refused: the reason why it raises; None where it does not.
+        unverified: the reason why nothing is known; None where something is.
     """
 
     tables: Mapping[str | None, Built] = field(default_factory=dict)
@@ -141,8 +141,8 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
     """Return what a program computes from a config.
 
     Args:
-        program: key of :data:`PROGRAMS`.
-        stated: the config.
+        program: the program, a key of :data:`PROGRAMS`.
+        stated: the config that the program reads.
     """
     known = PROGRAMS[program]
     if stated.outer_type != stated.model_type:
@@ -316,7 +316,7 @@ def _older_scaling(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return the scaling that transformers 4 reads.
 
     Raises:
-        RefusesError: it fails on it.
+        RefusesError: transformers 4 fails on the scaling.
     """
     scaling = raw.get("rope_scaling")
     if not scaling:

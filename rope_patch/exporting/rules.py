@@ -38,17 +38,17 @@ class Dialect:
     """How a program's own functions build a table.
 
     Attributes:
-        types: the rope types it knows; at others it raises.
-        ignored: rope types that it reads as plain RoPE, without a word.
+        types: the rope types that the program knows; at others it raises.
+        ignored: the rope types that it reads as plain RoPE, without a word.
         yarn_keys: the keys by which it lets a config state YaRN's factor on cos and sin.
-        longrope_keys: the same of longrope.
+        longrope_keys: the keys by which it lets a config state longrope's factor on cos and sin.
         proportional_share: whether it obeys the share of ``proportional``.
         zero_share: whether it takes a share of 0.
         truncates: whether it obeys ``truncate`` of YaRN; otherwise the ends of the ramp are always rounded.
         extrapolates: whether it obeys ``extrapolation_factor`` of YaRN, which transformers does not know.
         whole_factors: whether it takes a factor of ``linear`` that is an integer.
         counts_positions: whether it holds tables of as many positions as it computes from the type, and no more.
-        context: what it takes the context to be.
+        context: the function that gives the context which it derives from a config.
     """
 
     types: frozenset[str]
@@ -114,11 +114,12 @@ class Built:
     """A table as a program builds it.
 
     Attributes:
-        inv_freq: (pairs,) float32 [rad/token].
-        attention_scaling: factor on cos and sin.
+        inv_freq: (pairs,) float32, the frequencies [rad/token].
+        attention_scaling: the attention factor, by which cos and sin are multiplied.
         context: the context that the program derives [tokens].
-        positions: how many positions its table holds; None where it has no end [tokens].
-        reasons: what it read otherwise than transformers 5, a sentence each; they explain a difference where one is.
+        positions: the number of positions that its table holds; None where it has no end [tokens].
+        reasons: the keys that it read otherwise than transformers 5, a sentence each; they explain a difference where
+            one is.
     """
 
     inv_freq: Tensor
@@ -150,6 +151,7 @@ def relative_difference(theirs: Tensor, ours: Tensor) -> float | None:
         return None
     one, other = (frequencies.zero_unrotated(table.float().cpu()).double() for table in (theirs, ours))
     larger = one.maximum(other)
+    # Two unrotated pairs differ by 0, and not by 0 / 0.
     return float(((one - other).abs() / larger.clamp_min(frequencies.UNROTATED)).max())
 
 
@@ -165,12 +167,12 @@ def build(
     """Build the table of one dictionary of ``rope_parameters`` as a program does.
 
     Args:
-        parameters: for one layer type, with ``rope_theta``.
-        rotary_dim: features of a head that rotate.
-        context: ``max_position_embeddings`` of the config [tokens].
-        dialect: of :data:`DIALECTS`.
-        head_dim: features of a head, over which ``proportional`` is computed; by default ``rotary_dim``.
-        stated: what the whole config says of its context; by default what this dictionary says of it.
+        parameters: the ``rope_parameters`` of one layer type, with ``rope_theta``.
+        rotary_dim: the number of features of a head that rotate.
+        context: the value of ``max_position_embeddings`` in the config [tokens].
+        dialect: the rules of the program, one of :data:`DIALECTS`.
+        head_dim: the number of features of a head, over which ``proportional`` is computed; by default ``rotary_dim``.
+        stated: the statements of the whole config on its context; by default those of this dictionary.
 
     Raises:
         RefusesError: the program raises.
@@ -283,6 +285,7 @@ def _longrope_factor(parameters: Mapping[str, Any], context: int, dialect: Diale
     original = _original(parameters, context)
     grown = context / original
     if "attention_factor" in dialect.longrope_keys and "original_max_position_embeddings" not in parameters:
+        # transformers takes the stated factor where no original context is stated, since it cannot compute one.
         grown = float(parameters.get("factor") or 1.0)
     return math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
 

@@ -51,7 +51,7 @@ class ExportRequest:
 
         Args:
             adapter: whether the source is an adapter.
-            gguf: whether it is a GGUF file.
+            gguf: whether the source is a GGUF file.
         """
         if gguf and self.to == "gguf":
             raise ValueError(
@@ -108,18 +108,19 @@ def export(
     adapter fits no others. So the order is: patch the base, export the base, serve it with the adapter.
 
     Args:
-        model: folder or hub id of a model, patched or not, or of an adapter; a GGUF file, whose weights are
-            dequantized; or a model of transformers or PEFT in memory, which is saved on the way.
-        output: folder to write (for GGUF, the file); new or empty unless ``overwrite``.
-        to: engine: ``"hf"`` (transformers 5 and 4), ``"vllm"``, ``"sglang"`` or ``"gguf"`` (llama.cpp).
-        method: patch to apply on the way, for a model that has none.
-        converter: for ``to="gguf"``, the path of llama.cpp's own ``convert_hf_to_gguf.py``, which writes the weights.
-        dtype: of merged weights, of those read from a GGUF file (by default float32), and of those of a new GGUF file
-            (by default what the converter chooses).
-        lora: keep an adapter an adapter.
-        overwrite: write into a folder that holds files.
-        **options: of :func:`rope_patch.apply` for ``method``: ``target_length``, ``layer_types``, ``freeze_at``, or
-            the method's own parameters.
+        model: the model: a folder or hub id of a model, patched or not, or of an adapter; a GGUF file, whose weights
+            are dequantized; or a model of transformers or PEFT in memory, which is saved on the way.
+        output: the folder to write, or the file for GGUF; new or empty unless ``overwrite`` is given.
+        to: the engine: ``"hf"`` (transformers 5 and 4), ``"vllm"``, ``"sglang"`` or ``"gguf"`` (llama.cpp).
+        method: the method to apply on the way, for a model that has no patch.
+        converter: the path of llama.cpp's own ``convert_hf_to_gguf.py``, which writes the weights; for ``to="gguf"``
+            alone.
+        dtype: the data type of merged weights, of those read from a GGUF file (by default float32), and of those of a
+            new GGUF file (by default what the converter chooses).
+        lora: whether an adapter stays an adapter, instead of being merged.
+        overwrite: whether to write into a folder that holds files.
+        **options: further arguments of :func:`rope_patch.apply` for ``method``: ``target_length``, ``layer_types``,
+            ``freeze_at``, or the method's own parameters.
 
     Returns:
         What was written, and the version of the engine in which such a table was seen to be read correctly. For folders
@@ -157,7 +158,7 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
     request.check(adapter, gguf=is_gguf(source))
     overwrite = request.overwrite
     if request.to == "gguf":
-        gguf()  # now, so that an error comes
+        gguf()  # a missing package is reported now, not after the merge
         check_out(output, overwrite=overwrite)  # before an adapter is merged, which takes long
     if request.to != "gguf":
         check_free(output, overwrite)
@@ -228,6 +229,7 @@ def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Itera
     merged = loaded.merge_and_unload()
     with scratch_folder(output) as folder:
         _save(merged, folder, [source, base])
+        # The folder holds the merged model now: its memory is given back before the export.
         del loaded, merged
         yield skeleton(folder), folder
 

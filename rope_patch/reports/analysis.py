@@ -16,7 +16,7 @@ def page(analysis: Analysis) -> Page:
     """Return an analysis as a page.
 
     Args:
-        analysis: of a checkpoint.
+        analysis: the analysis of a checkpoint.
     """
     parts = (_heads, _single, _usage, _outliers, _p_sweep)
     summary = Section("Summary", findings(analysis), [pages.facts(facts(analysis), analysis.environment)])

@@ -26,8 +26,8 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared") 
     """Return comparisons as a page.
 
     Args:
-        comparisons: one section each: a checkpoint, a task.
-        title: title of the page.
+        comparisons: the comparisons, each of which becomes a section: a checkpoint, a task.
+        title: the title of the page.
 
     Raises:
         ValueError: no comparison.
@@ -66,9 +66,9 @@ def summary(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
     A metric that is no finite number for some method is left out.
 
     Args:
-        comparison: any number of methods.
-        names: method to its name in the report.
-        columns: columns of the comparison.
+        comparison: the comparison, of any number of methods.
+        names: the name of each method in the report.
+        columns: the columns of the comparison.
     """
     longest: dict[tuple[str, str | None], Column] = {}
     for column in columns:
@@ -178,7 +178,7 @@ def answers(scores: Sequence[tuple[str, EvalResult]]) -> DataTable:
     """Return a few answers as they were given.
 
     Args:
-        scores: results of one spec, each with the name it is shown under.
+        scores: the results of one spec, each with the name it is shown under.
     """
     columns = ("", "Task", "Length [tokens]", "Depth", "Asked for", "Answer", "Exact match")
     rows: list[Cells] = []

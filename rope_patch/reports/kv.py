@@ -39,7 +39,7 @@ def page(check: KVCheck) -> Page:
     """Return a check as a page.
 
     Args:
-        check: of a checkpoint.
+        check: the check of a checkpoint.
     """
     return Page(f"Quantized caches: {check.model}", [_results(check), _attribution(check), _how(check)])
 

@@ -16,8 +16,8 @@ class Kind:
     """Layers that share one table and one context.
 
     Attributes:
-        name: name of the kind; empty where all layers are of one kind.
-        layers: layers of the kind.
+        name: the name of the kind; empty where all layers are of one kind.
+        layers: the layers of the kind.
     """
 
     name: str

@@ -29,7 +29,7 @@ class Cell:
     """What a table shows of one value.
 
     Attributes:
-        text: the value.
+        text: the value, as text.
         note: a second line in small type, for example an interval; "" for none.
         style: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"best"`` (what others are
             compared with), ``"safe"``, ``"undecided"``, ``"unsafe"``, ``"strong"``, ``"left"`` (on one line),
@@ -50,11 +50,11 @@ class DataTable:
     """A table; its first column names the rows.
 
     Attributes:
-        title: heading above the table.
-        columns: headings of the columns.
-        rows: cells of each row.
-        caption: how to read the table, in one or two sentences.
-        folded: the reader opens the table by its title.
+        title: the heading above the table.
+        columns: the headings of the columns.
+        rows: the cells of each row.
+        caption: a caption that says how to read the table, in one or two sentences.
+        folded: whether the table is closed until the reader opens it by its title.
     """
 
     title: str
@@ -74,9 +74,9 @@ class Figure:
     """A figure as a self-contained image.
 
     Attributes:
-        source: a ``data:`` address.
-        title: what the figure shows.
-        caption: how to read it, and what stands out, in one or two sentences.
+        source: the image, as a ``data:`` address.
+        title: the title, which says what the figure shows.
+        caption: a caption that says how to read the figure, and what stands out, in one or two sentences.
     """
 
     source: str
@@ -99,8 +99,8 @@ class Section:
     """A section of a page.
 
     Attributes:
-        title: its heading.
-        answer: what the section says, in sentences; the first one stands out.
+        title: the heading of the section.
+        answer: the answer that the section gives, in sentences; the first one stands out.
         parts: the evidence, in order.
     """
 
@@ -114,8 +114,8 @@ class Page:
     """A report.
 
     Attributes:
-        title: of the document.
-        sections: in order.
+        title: the title of the document.
+        sections: the sections, in order.
     """
 
     title: str
@@ -126,8 +126,8 @@ def render(page: Page, command: str | None = None) -> str:
     """Return a page as one HTML document: everything is escaped, and the same page gives the same text.
 
     Args:
-        page: what to show.
-        command: the command line that made it.
+        page: the page to show.
+        command: the command line that made the page; None shows none.
     """
     environment = Environment(
         loader=FileSystemLoader(data_path("assets")),

@@ -30,11 +30,11 @@ class Map(NamedTuple):
     """A panel of heat maps.
 
     Attributes:
-        name: title of the panel; it may have two lines.
-        values: (rows, columns); what is no finite number has no colour.
-        rows: name of each row.
-        ticks: column to its label.
-        edges: columns at whose edges the bound lies.
+        name: the title of the panel, which may have two lines.
+        values: (rows, columns) the numbers; what is no finite number has no colour.
+        rows: the name of each row.
+        ticks: the labels of some columns, by number of the column.
+        edges: the places of the frequency bound, as numbers of columns.
     """
 
     name: str
@@ -48,11 +48,11 @@ def pair_map(name: str, values: Tensor, rows: Sequence[str], inv_freq: Tensor, c
     """Return a panel over pairs.
 
     Args:
-        name: title of the panel.
-        values: (rows, pairs).
-        rows: name of each row.
-        inv_freq: (pairs,) [rad/token].
-        context: distances of the frequency bound [tokens].
+        name: the title of the panel.
+        values: (rows, pairs) the numbers.
+        rows: the name of each row.
+        inv_freq: (pairs,) the table [rad/token].
+        context: the greatest distance that the frequency bound considers [tokens].
     """
     return Map(name, values, rows, pair_ticks(inv_freq), bound_edges(inv_freq, context))
 
@@ -69,12 +69,12 @@ def heat_maps(
     """Draw rows of heat maps, with one scale of colour for each column of panels.
 
     Args:
-        grid: rows of panels, each as long.
-        title: title of the figure.
-        xlabel: what the columns of a map are, with their unit.
-        ylabel: what the rows of a map are.
-        label: what the colours are, with their unit.
-        limits: values at the ends of the colours; by default from 0.
+        grid: the panels, as rows of equal length.
+        title: the title of the figure.
+        xlabel: the label of the columns of a map, with their unit.
+        ylabel: the label of the rows of a map.
+        label: the label of the colours, with their unit.
+        limits: the values at the two ends of the colours; by default from 0 to the largest or nearly the largest.
     """
     heights = [min(3.4, max(0.85, 0.15 * max(len(panel.rows) for panel in line))) for line in grid]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(grid) + 1.3), layout="constrained")
@@ -105,13 +105,13 @@ def head_view(
     *Source*: Barbero et al., arXiv:2410.06205, figures 5 to 7 and 14 to 18.
 
     Args:
-        norms: ``"queries"`` and ``"keys"`` to the norms of their pairs (tokens, pairs).
+        norms: the norms of the pairs (tokens, pairs), of ``"queries"`` and of ``"keys"``.
         pattern: (queries, keys) attention weights.
-        terms: distance [tokens] to what each pair adds to the mean logit there (pairs,); two of them.
-        inv_freq: (pairs,) [rad/token].
-        context: distances of the frequency bound [tokens].
-        window: tokens that a query sees; None for all [tokens].
-        title: title of the figure.
+        terms: (pairs,) what each pair adds to the mean logit at a distance, for two distances [tokens].
+        inv_freq: (pairs,) the table [rad/token].
+        context: the greatest distance that the frequency bound considers [tokens].
+        window: the number of tokens that a query sees; None for all [tokens].
+        title: the title of the figure.
     """
     figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
     spec = figure.add_gridspec(3, 2, width_ratios=(1.25, 1), height_ratios=(1, 1, 0.95))
@@ -156,6 +156,7 @@ def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | Non
     if window is not None:
         hidden |= numpy.tril(numpy.ones_like(hidden), -window)
     shown = numpy.ma.masked_array(pattern.numpy(), mask=hidden)
+    # Most weights are small, and the square root spreads them over the colours.
     image = axes.imshow(shown, cmap=_colors(), norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="none")
     axes.set_title("Attention", loc="left", fontsize=9)
     axes.set_xlabel("position of the key [tokens]", fontsize=9)

@@ -37,9 +37,9 @@ def perplexity_by_position(curves: Curves, *, trained_length: int, title: str) -
     differences do not.
 
     Args:
-        curves: method to positions [tokens] and perplexities.
-        trained_length: the context the model was trained at, drawn as a line if the curves get there [tokens].
-        title: title of the figure.
+        curves: the positions [tokens] and the perplexities of each method.
+        trained_length: the context that the model was trained with, drawn as a line if the curves get there [tokens].
+        title: the title of the figure.
     """
     figure, axes = new_figure(title)
     styles = line_styles(curves)
@@ -66,11 +66,11 @@ def retrieval_heatmap(
     """Draw the share of right answers over lengths × depths, a panel per method, the number in each cell.
 
     Args:
-        grids: method to shares: (depths, lengths). A share that is not finite has no colour.
-        lengths: prompt lengths, left to right [tokens].
-        depths: depths of the needle, top to bottom; 0 for the start of the prompt.
-        title: title of the figure.
-        rows: what the depths are.
+        grids: (depths, lengths) the shares of each method; one that is not finite has no colour.
+        lengths: the prompt lengths, left to right [tokens].
+        depths: the depths of the needle, top to bottom; 0 for the start of the prompt.
+        title: the title of the figure.
+        rows: the name of what the depths measure.
     """
     figure, panels = new_panels(list(grids), title, width=0.6 + 0.52 * len(lengths), height=0.5 + 0.27 * len(depths))
     colors = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")
@@ -86,6 +86,7 @@ def retrieval_heatmap(
         axes.set_yticks([i + 0.5 for i in range(len(depths))], [f"{100 * depth:.3g} %" for depth in depths])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
+        # The first depth, the start of the prompt, is at the top.
         axes.set_ylim(len(depths), 0)
     figure.supxlabel("prompt length [tokens]", fontsize=10)
     figure.supylabel(rows, fontsize=10)
@@ -99,10 +100,10 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
     Pairs that a table stops have no factor: they are triangles at the upper edge.
 
     Args:
-        tables: name to inv_freq: (pairs,) [rad/token].
-        before: inv_freq: (pairs,) of the table that all were made from [rad/token].
-        context: length at which a pair makes one full turn, drawn as a line [tokens].
-        title: title of the figure.
+        tables: (pairs,) the frequencies of each table, by its name [rad/token].
+        before: (pairs,) the frequencies of the table that all were made from [rad/token].
+        context: the length that is drawn as a line: pairs of a longer wavelength make no full turn in it [tokens].
+        title: the title of the figure.
     """
     figure, axes = new_figure(title)
     styles = line_styles(tables)
@@ -135,6 +136,7 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG document that needs no fonts; figures made alike give the same text."""
     out = io.StringIO()
+    # Without the salt and the date, matplotlib would write random identifiers and the time into the file.
     with matplotlib.rc_context({"svg.hashsalt": "rope_patch", "svg.fonttype": "path"}):
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
@@ -154,10 +156,10 @@ def new_panels(names: Sequence[str], title: str, *, width: float, height: float)
     """Return a figure of panels on the same scales, their names above, in rows that are as even as can be.
 
     Args:
-        names: of the panels.
-        title: title of the figure.
-        width: width of a panel at least [inches].
-        height: height of a panel [inches].
+        names: the names of the panels.
+        title: the title of the figure.
+        width: the least width of a panel [inches].
+        height: the height of a panel [inches].
     """
     down = math.ceil(len(names) / max(1, min(4, int(WIDTH / width))))
     across = math.ceil(len(names) / down)

@@ -28,12 +28,12 @@ class Cost(NamedTuple):
     """What a scheme costs.
 
     Attributes:
-        scheme: name of the scheme.
-        bits: bits per element of the cache.
-        value: the change; not finite where there is none.
-        low: lower end of its interval; not finite where there is none.
-        high: upper end of its interval.
-        verdict: ``"safe"``, ``"undecided"``, ``"unsafe"``; empty for full precision.
+        scheme: the name of the scheme.
+        bits: the number of bits per element of the cache.
+        value: the change that the scheme causes; not finite where there is none.
+        low: the lower end of the change's interval; not finite where there is none.
+        high: the upper end of the change's interval.
+        verdict: the verdict: ``"safe"``, ``"undecided"`` or ``"unsafe"``; empty for full precision.
     """
 
     scheme: str
@@ -50,11 +50,11 @@ def costs(
     """Draw what schemes cost with its interval, a row per scheme from most to fewest bits, a panel per method.
 
     Args:
-        panels: method to the costs of its schemes.
-        title: title of the figure.
-        xlabel: what the cost is, with its unit.
+        panels: the costs of the schemes, by method.
+        title: the title of the figure.
+        xlabel: the label of the costs, with their unit.
         logarithmic: whether changes beyond ±:data:`LINEAR` are drawn by their logarithm.
-        limit: what is tolerated, drawn as a line.
+        limit: the largest change that is tolerated, drawn as a line.
     """
     bits = {cost.scheme: cost.bits for costs in panels.values() for cost in costs}
     rows = {scheme: i for i, scheme in enumerate(sorted(bits, key=lambda scheme: -bits[scheme]))}
@@ -92,9 +92,9 @@ class Waves(NamedTuple):
     """A panel of errors by wavelength.
 
     Attributes:
-        wavelength: (pairs,) of the pairs; inf for unrotated ones [tokens].
-        errors: scheme to its errors (pairs,).
-        context: where the frequency bound is drawn [tokens].
+        wavelength: (pairs,) the wavelengths of the pairs; inf for unrotated ones [tokens].
+        errors: (pairs,) the errors of each scheme, by its name.
+        context: the context, at which the frequency bound is drawn [tokens].
     """
 
     wavelength: Tensor
@@ -108,9 +108,9 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
     Unrotated pairs stand at the right edge.
 
     Args:
-        panels: method, or method and kind of layers, to its errors.
-        schemes: names of the schemes in the order of their colours.
-        title: title of the figure.
+        panels: the errors of each method, or of each method and kind of layers.
+        schemes: the names of the schemes in the order of their colours.
+        title: the title of the figure.
     """
     figure, grid = new_panels(list(panels), title, width=4.0, height=2.6)
     finite = [float(length) for panel in panels.values() for length in panel.wavelength.tolist() if length < math.inf]
@@ -133,6 +133,7 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
     decades = [10.0**i for i in range(10) if min(finite, default=1.0) / 2 <= 10.0**i <= longest]
     ticks = {length: waved(length) for length in decades}
     if most:
+        # The geometric mean is the middle of a stretch of a logarithmic axis.
         ticks[math.sqrt(rest[0] * rest[-1])] = "unrotated"
     for axes in grid:
         axes.set_xticks(list(ticks), list(ticks.values()))

@@ -34,9 +34,9 @@ def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> F
     *Source*: Jonasson, figures 8 and 11; the angle bound differs from pair to pair, so it is subtracted.
 
     Args:
-        points: every pair of every head.
-        cuts: ``"key"`` and ``"query"`` to the length above which a pair is an outlier.
-        title: title of the figure.
+        points: the mean query and mean key of every pair of every head.
+        cuts: the lengths above which a pair is an outlier, for ``"key"`` and ``"query"``.
+        title: the title of the figure.
     """
     figure = Figure(figsize=(WIDTH, 2.8 * len(cuts) + 0.5), layout="constrained", dpi=DOTS)
     axes = figure.subplots(len(cuts), 2, squeeze=False, sharey="row", sharex="col")
@@ -46,6 +46,7 @@ def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> F
     turns = ((points.angle - math.pi) / math.pi).numpy()  # angle = π + L f / 2, turns = L f / 2π
     turns = numpy.where(rests, turns[~rests].min(initial=1.0) / 3, turns)
     low, high = waves[partial].min(initial=1e30), waves[partial].max(initial=1.0)
+    # A scale of colours needs two different ends.
     norm = LogNorm(min(low, high), high if high > low else 2 * high)
     colors = matplotlib.colors.ListedColormap(matplotlib.colormaps["viridis"](numpy.linspace(0, 0.93, 256)))
     beyond = (points.phi - points.angle).numpy()
@@ -93,10 +94,10 @@ def p_sweep(
     """Draw what the pairs that each p stops carry, and the rise of perplexity that stopping them costs.
 
     Args:
-        tried: values of p.
-        carried: name to shares (0 to 1), one per p.
-        rises: positions to estimate, lower and upper end of the relative rise, one per p.
-        title: title of the figure.
+        tried: the values of p.
+        carried: the shares (0 to 1) that the pairs carry, one for each p, by name.
+        rises: the relative rises of perplexity, one for each p: estimate, lower and upper end, by positions.
+        title: the title of the figure.
     """
     figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
