@@ -1,4 +1,4 @@
-"""What other programs compute from a checkpoint that is extended, and what it is before."""
+"""Sentences about a checkpoint before it is extended, and about programs that read the result differently."""
 
 from __future__ import annotations
 

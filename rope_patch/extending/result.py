@@ -1,4 +1,4 @@
-"""What came of a run."""
+"""The result of :func:`rope_patch.extend`: what was measured, chosen and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a check of quantized caches reads: what is announced, and what progress adds up to.
+"""Count the tokens that ``kv-check`` will read, for the announcement and the progress bar.
 
 Specs have a number of windows here, that of the suite.
 """

@@ -99,7 +99,9 @@ class RestoreOptions(OptionSet, command="restore"):
     Example: ``rope-patch restore ./llama-abf -o ./llama``
     """
 
-    model: str = shared.checkpoint()
+    model: str = word(
+        "A patched checkpoint: a local folder or a Hugging Face hub id.", metavar="MODEL", positional=True
+    )
     output: Path = shared.new_output()
     force: bool = shared.force()
     imports: tuple[str, ...] = shared.imports()
@@ -115,9 +117,9 @@ class AuditOptions(OptionSet, command="audit"):
     GGUF file, not the weights. For llama.cpp a folder is read as its own converter writes it. The reference is
     transformers 5, and for a GGUF file llama.cpp: transformers' own reader leaves out most of its table.
 
-    The exit status is 0 if all programs agree and 3 if one computes something else. A program that refuses the
-    checkpoint, or whose code was not compared on such models ("unverified"), does not change it, and neither does
-    transformers' reader of a GGUF file.
+    The exit status is 0 if all programs agree and 3 if one computes something else. Programs that refuse the
+    checkpoint, or whose code was not compared on such models ("unverified"), do not affect the exit status, and neither
+    does transformers' reader of a GGUF file.
 
     With ``--method`` the checkpoint is one that has no patch. The options that are printed are checked to give the very
     table of the method; where a program's options cannot say it, the reason and the command that works instead are

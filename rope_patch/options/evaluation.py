@@ -52,8 +52,8 @@ class EvalSpec(OptionSet):
     )
     samples: int = whole("The number of haystacks for each task and length.", 4, least=1)
     windows: int | None = whole(
-        "The number of pieces of text that perplexity is measured on, each as long as the longest length. By default "
-        "16, or fewer if the text is too short or the model is large. 0 leaves perplexity out.",
+        "The number of pieces of text that perplexity is measured on, each as long as the longest length. 0 "
+        "leaves perplexity out. Without a number it is 16, or fewer if the text is short or the model is large.",
         None,
         least=0,
     )

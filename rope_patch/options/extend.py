@@ -80,8 +80,9 @@ class ExtendOptions(OptionSet, command="extend"):
 
     All candidates are measured on little text, the better half on more, until one is ahead. The output folder is a
     checkpoint that plain transformers loads, with a model card that shows the scores before and after, and
-    ``report.html``. If no method reaches the length, or each loses more than --tolerance at short texts, nothing is
-    written, the command says what would help, and the exit status is 4. If it is interrupted, run it again to continue.
+    ``report.html``. Nothing is written, and the exit status is 4, if no method both reaches the length and stays within
+    --tolerance inside the trained context; the command then says what would help. If it is interrupted, run it again to
+    continue.
 
     Example: ``rope-patch extend ./llama --length 32k -o ./llama-32k --budget 30m``
     """

@@ -1,4 +1,4 @@
-"""What is said of an option, in the field that it is: help, unit, bounds, and how a word of the command line is read.
+"""Field types that declare an option once: its help, unit, bounds, and how a word of the command line is read.
 
 A dataclass that inherits from :class:`OptionSet` declares its fields with the functions below. The command line, YAML
 files, the pages of documentation and the checks of values follow from that; no name, default or help is written again.

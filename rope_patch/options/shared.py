@@ -17,8 +17,8 @@ class Patching(OptionSet):
     """How a method is applied; arguments of :func:`rope_patch.apply`."""
 
     target_length: int | None = tokens(
-        "The context length that the patched model is made for; a config that is written states it. A scaling factor "
-        "that the method leaves out is computed from it.",
+        "The new context length. It is written into the config, and sets the scaling factor where the method gives "
+        "none.",
         None,
     )
     layer_types: tuple[str, ...] | None = word(
@@ -114,8 +114,8 @@ def method() -> Any:
 def budget() -> Any:
     """Return the field of a time to aim at."""
     return option(
-        "The time to aim at, such as 5m, 30m or 2h, by the measured speed of the model. Less text is read then, and "
-        "fewer prompts where there are any, so that intervals get wider; the command says what else is left out.",
+        "Roughly how long the run may take, such as 5m, 30m or 2h. To fit, it reads less text and fewer prompts, so "
+        "that results are less certain; the command says what is left out.",
         None,
         metavar="TIME",
         read=parse_duration,

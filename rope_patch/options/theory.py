@@ -12,8 +12,8 @@ from rope_patch.options.fields import OptionSet, number, tokens, whole, word
 class TheoryOptions(OptionSet, command="theory"):
     """Print what a rotary table implies, before a method and after it.
 
-    It covers the wavelengths of the pairs, the bounds on outliers, how far the table keeps positions apart, and what it
-    takes to build a previous-token head from it. It takes seconds on a CPU.
+    It covers wavelengths, how many pairs make no full turn within the trained context, how well positions can be told
+    apart, and what it takes to build a previous-token head from the table. It takes seconds on a CPU.
 
     Example: ``rope-patch theory --method yarn:factor=4 --rope-theta 500000 --trained-length 8k --length 32k``
     """
