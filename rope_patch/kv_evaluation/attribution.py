@@ -28,7 +28,8 @@ class Attribution:
         values: its values alone.
         layers: each layer alone, all others in full precision.
         worst: the layers that are named, see :func:`worst_layers`.
-        pairs: the pairs of their keys that are named, see :func:`worst_pairs`; none where values cost more than keys.
+        pairs: the pairs of their keys that are named, see :func:`worst_pairs`; none where values cost more than keys,
+            or where the scheme costs no less with them in full precision.
         left: the scheme with these pairs of these layers in full precision; None where no pair is named.
     """
 

@@ -166,7 +166,8 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
             half[[pair for pair in pairs if pair < source.table.pairs]] = True
         return replace(plan, exact=exact) if source.index in worst else plan
 
-    return replace(attribution, pairs=pairs, left=loss(without) - full)
+    left = loss(without) - full
+    return replace(attribution, pairs=pairs, left=left) if left < attribution.whole else attribution
 
 
 def readings(layers: int) -> int:
