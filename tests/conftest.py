@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,25 +68,22 @@ def pytest_collection_finish() -> None:
 def long_texts_are_encoded_once():
     """The tokens of the built-in text, which dozens of tests measure something in, and which take seconds to find.
 
-    Each tokenizer encodes it once in each process; tests/evaluation/test_slices.py calls what encodes it directly.
+    Each tokenizer encodes it once in each process.
     """
     from rope_patch.evaluation import documents
-    from rope_patch.evaluation.slices import TokenArrays
 
-    encode, results = documents.token_arrays, {}
+    encode, results = documents._encode, {}
 
-    def once(tokenizer, text, *options):
-        if len(text) < 300_000 or not (isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.is_fast):
-            return encode(tokenizer, text, *options)
-        key = (tokenizer.backend_tokenizer.to_str(), text, *options)
+    def once(tokenizer, document, prefix):
+        if len(document.text) < 300_000 or not (isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.is_fast):
+            return encode(tokenizer, document, prefix)
+        key = (tokenizer.backend_tokenizer.to_str(), document.text, prefix)
         if key not in results:
-            results[key] = encode(tokenizer, text, *options)
-        copy = TokenArrays(results[key].ids, ends=True)
-        copy.ends[:] = results[key].ends
-        return copy
+            results[key] = encode(tokenizer, document, prefix)
+        return replace(results[key], name=document.name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "token_arrays", once)
+        patch.setattr(documents, "_encode", once)
         yield
 
 

@@ -44,12 +44,12 @@ EVALUATION = (
     Mutation(
         "perplexity_near_the_start_is_compared_with_that_far_away",
         "rope_patch/evaluation/effective_length.py",
-        "other = min(length, reference) if metric.by_position else reference",
+        "other = min(length, reference) if metric.of_text else reference",
         "other = reference",
     ),
     Mutation(
         "characters_beyond_the_basic_plane_have_three_bytes",
-        "rope_patch/evaluation/slices.py",
+        "rope_patch/evaluation/documents.py",
         "+ (points > 0x7FF) + (points > 0xFFFF)",
         "+ (points > 0x7FF)",
     ),

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.slices import SLICE, token_arrays
 from rope_patch.evaluation.text import Corpus
 
 
@@ -50,32 +50,35 @@ class TokenDocument:
         return TokenDocument(self.name, self.ids[:length], ends, self.prefix, key_tokens)
 
 
+PIECE = 2**22
+"""Longest piece of a text that is encoded in one call: a tokenizer holds some 200 bytes for each character until the
+call returns [characters]."""
+
 Source = str | Path | Corpus | Iterable[Any]
 
 
-def documents(source: Source, *, column: str = "text", pattern: str = "**/*.txt") -> Iterator[Document]:
+def documents(source: Source, *, pattern: str = "**/*.txt") -> Iterator[Document]:
     """Yield the documents of a source, one at a time; nothing is read ahead.
 
     Args:
         source: a text (``str``), a file or folder (``Path``), a built-in :class:`Corpus`, a ``datasets`` dataset
-            (streaming or not), or any iterable of texts, mappings or :class:`Document`.
-        column: where the text of a mapping is.
+            (streaming or not), or any iterable of texts, :class:`Document` or mappings with a ``text``.
         pattern: which files of a folder are read, in the order of their paths.
 
     Raises:
         FileNotFoundError: no such file or folder.
-        ValueError: a file that is not UTF-8, a folder with no file of the pattern, a row without the column, or
+        ValueError: a file that is not UTF-8, a folder with no file of the pattern, a row without a text, or
             nothing at all to read.
     """
     any_text = False
-    for document in _documents(source, column, pattern):
+    for document in _documents(source, pattern):
         any_text = any_text or (bool(document.text) and not document.text.isspace())
         yield document
     if not any_text:
         raise ValueError("the source holds no text: it is empty")
 
 
-def _documents(source: Source, column: str, pattern: str) -> Iterator[Document]:
+def _documents(source: Source, pattern: str) -> Iterator[Document]:
     match source:
         case str():
             if "\0" not in source and os.path.exists(source):
@@ -99,7 +102,7 @@ def _documents(source: Source, column: str, pattern: str) -> Iterator[Document]:
             raise ValueError(f"a dataset with splits: choose one of {sorted(map(str, source))}")
         case _:
             for i, row in enumerate(source):
-                yield _row(row, i, column)
+                yield _row(row, i)
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
@@ -109,19 +112,15 @@ def _files(folder: Path, pattern: str) -> list[Path]:
         raise ValueError(f"pattern must name files below the folder, as '**/*.txt' does, got {pattern!r}") from error
 
 
-def _row(row: Any, number: int, column: str) -> Document:
+def _row(row: Any, number: int) -> Document:
     match row:
         case Document():
             return row
         case str():
             return Document(f"row {number}", row)
-        case Mapping():
-            if column not in row:
-                raise ValueError(f"row {number} has no column {column!r}. Known: {', '.join(map(str, row))}")
-            if not isinstance(row[column], str):
-                raise ValueError(f"column {column!r} of row {number} must be text, got {type(row[column]).__name__}")
-            return Document(f"row {number}", row[column])
-    raise TypeError(f"row {number} must be a text or a mapping, got {type(row).__name__}")
+        case {"text": str(text)}:
+            return Document(f"row {number}", text)
+    raise TypeError(f"row {number} must be a text, or a mapping with a text under 'text', got {row!r:.80}")
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -159,15 +158,7 @@ def prefix_ids(tokenizer: Any, bos: bool | None = None) -> tuple[int, ...]:
     return (int(tokenizer.bos_token_id),)
 
 
-def encode(
-    tokenizer: Any,
-    source: Source,
-    *,
-    bos: bool | None = None,
-    max_tokens: int | None = None,
-    column: str = "text",
-    pattern: str = "**/*.txt",
-) -> Iterator[TokenDocument]:
+def encode(tokenizer: Any, source: Source, *, bos: bool | None = None) -> Iterator[TokenDocument]:
     """Yield the documents of a source as tokens, one at a time.
 
     The beginning-of-sequence token stands in front of each document when the tokenizer has one; no other special
@@ -177,22 +168,13 @@ def encode(
         tokenizer: of the model.
         source: as in :func:`documents`.
         bos: as in :func:`prefix_ids`.
-        max_tokens: stop when so many have been given; the last document is cut there.
-        column: as in :func:`documents`.
-        pattern: as in :func:`documents`.
 
     Raises:
         ValueError: as :func:`documents` and :func:`prefix_ids`.
     """
-    prefix, left = prefix_ids(tokenizer, bos), max_tokens
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
-    for document in documents(source, column=column, pattern=pattern):
-        encoded = _encode(tokenizer, document, prefix, left)
-        left = None if left is None else left - len(encoded.ids)
-        yield encoded
-        if left == 0:
-            return
+    prefix = prefix_ids(tokenizer, bos)
+    for document in documents(source):
+        yield _encode(tokenizer, document, prefix)
 
 
 def spread_windows(
@@ -232,11 +214,8 @@ def spread_windows(
 
 
 def text_digest(text: str) -> str:
-    """Return the SHA-256 of a text in UTF-8, without a copy of it in memory."""
-    digest = hashlib.sha256()
-    for begin in range(0, len(text), SLICE):
-        digest.update(text[begin : begin + SLICE].encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+    """Return the SHA-256 of a text in UTF-8."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def spread_starts(total: int, size: int, windows: int) -> list[int]:
@@ -248,12 +227,32 @@ def spread_starts(total: int, size: int, windows: int) -> list[int]:
     return [round(i * (total - size) / max(1, windows - 1)) for i in range(windows)]
 
 
-def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...], limit: int | None = None) -> TokenDocument:
-    """Encode a document: all of it, or no more tokens than a limit, special ones included."""
-    tokens = token_arrays(tokenizer, document.text, prefix, limit)
-    ids = torch.frombuffer(tokens.ids, dtype=torch.long) if tokens.ids else torch.empty(0, dtype=torch.long)
-    ends = None
-    if tokens.ends is not None:
-        ends = torch.frombuffer(tokens.ends, dtype=torch.long) if tokens.ends else ids
-    encoded = TokenDocument(document.name, ids, ends, prefix)
-    return encoded if limit is None else encoded.beginning(limit)
+def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> TokenDocument:
+    """Encode a document, a piece at a time; only a tokenizer that is "fast" tells the characters of its tokens."""
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    ids = [torch.tensor(prefix, dtype=torch.long)]
+    ends = [torch.zeros(len(prefix), dtype=torch.long)]
+    before = 0
+    for piece in _pieces(document.text):
+        # Too long for the model is what windows are for: verbose=False keeps the tokenizer's warning away.
+        coded = tokenizer(piece, add_special_tokens=False, verbose=False, return_offsets_mapping=fast)
+        ids.append(torch.tensor(coded["input_ids"], dtype=torch.long))
+        if fast and coded["input_ids"]:
+            points = numpy.frombuffer(piece.encode("utf-32-le", "surrogatepass"), dtype=numpy.uint32)
+            sizes = 1 + (points > 0x7F).astype(numpy.int64) + (points > 0x7FF) + (points > 0xFFFF)
+            upto = torch.from_numpy(numpy.concatenate([[before], before + sizes.cumsum()]))
+            stops = torch.tensor([stop for _, stop in coded["offset_mapping"]])
+            ends.append(upto[stops].cummax(0).values)
+            before = int(upto[-1])
+    return TokenDocument(document.name, torch.cat(ids), torch.cat(ends) if fast else None, prefix)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a text at ends of lines into pieces that a tokenizer has memory for; nearly all texts are one piece."""
+    begin = 0
+    while len(text) - begin > PIECE:
+        line = text.rfind("\n", begin, begin + PIECE) + 1
+        stop = line if line > begin else begin + PIECE
+        yield text[begin:stop]
+        begin = stop
+    yield text[begin:]
