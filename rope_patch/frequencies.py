@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 UNROTATED = 1e-20
-"""Pairs slower than this [rad/token] do not rotate: they are reported as 0, with an infinite wavelength."""
+"""Pairs slower than this [rad/token] do not rotate: they are reported as 0, with an infinite wavelength. Even over
+10**12 tokens they turn by no more than 1e-8 rad, which is below the resolution of float32."""
 
 UNROTATED_FACTOR = 1e39
 """Divisor that stands for an unrotated pair in a longrope encoding. It overflows float32 to inf, so the loader's
@@ -43,7 +44,7 @@ def geometric(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> T
         inv_freq: (pairs,) or (rotary_dim / 2,) float32 [rad/token], fast to slow.
 
     Raises:
-        ValueError: odd or non-positive ``rotary_dim``, non-positive ``rope_theta``.
+        ValueError: ``rotary_dim`` is odd or not positive, or ``rope_theta`` is not positive.
 
     >>> geometric(10000.0, 8).tolist()
     [1.0, 0.10000000149011612, 0.009999999776482582, 0.0010000000474974513]
@@ -133,7 +134,7 @@ def ntk_theta(rope_theta: float, factor: float, rotary_dim: int) -> float:
     transformers' ``dynamic`` type reaches at a fixed length.
 
     Raises:
-        ValueError: ``rotary_dim`` below 4, for which the exponent is undefined.
+        ValueError: ``rotary_dim`` is below 4, for which the exponent is undefined.
 
     >>> round(ntk_theta(10000.0, 4.0, 128))
     40890
@@ -147,7 +148,7 @@ def ntk_theta(rope_theta: float, factor: float, rotary_dim: int) -> float:
 
 
 def yarn_scaling(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """Return YaRN's factor on cos and sin: ``0.1 ln(factor) + 1``, and 1 for factors up to 1.
+    """Return YaRN's attention factor, on cos and sin: ``0.1 ln(factor) + 1``, and 1 for factors up to 1.
 
     With both ``mscale`` arguments it is the ratio of the two scaled forms (DeepSeek). *Source*: YaRN,
     arXiv:2309.00071, eq. 22, as transformers computes it.

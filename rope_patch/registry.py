@@ -98,12 +98,12 @@ class Registry(UserDict[str, Entry]):
     def _read_packages(self) -> None:
         if self._has_read_packages:
             return
-        self._has_read_packages = True  # first, as the modules that are loaded here may ask the registry themselves
+        self._has_read_packages = True  # set first: modules loaded here may ask the registry themselves
         for entry in importlib.metadata.entry_points(group=self.group):
             try:
                 with unchanged_on_error():
                     entry.load()
-            except Exception as error:  # of whatever kind the package raises
+            except Exception as error:  # a package may raise anything
                 package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "a package"
                 self.broken[entry.name] = f"{package} (entry point {entry.value}): {in_one_line(error)}"
                 warnings.warn(
@@ -134,7 +134,7 @@ def import_modules(names: Sequence[str]) -> None:
     entry, so that no file in it takes the place of an installed package later on.
 
     Args:
-        names: dotted names of modules: ``["my_methods", "my_package.methods"]``.
+        names: the dotted names of modules: ``["my_methods", "my_package.methods"]``.
 
     Raises:
         ValueError: a module cannot be imported, or defines nothing of these kinds. What it defined up to then is
@@ -159,7 +159,7 @@ def _import(name: str) -> None:
         before = _users_entries()
         try:
             importlib.import_module(name)
-        except Exception as error:  # of whatever kind a user's code raises
+        except Exception as error:  # a user's code may raise anything
             raise ValueError(
                 f"cannot import the module {name!r} ({in_one_line(error)}): give the dotted name, such as my_methods, "
                 f"of a Python file in {os.getcwd()} or of an installed package"

@@ -123,7 +123,7 @@ class Study:
         slowest = float(turning.min()) if len(turning) else 0.0
         try:
             head = sharpness_for(table, *wendler_head(table), mass=MASS, length=self.length)
-        except ValueError:  # nothing turns, or by less than float64 can tell
+        except ValueError:  # no pair turns, or by less than float64 can tell
             head = None
         return [
             float(rests.sum()),

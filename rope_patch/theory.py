@@ -23,7 +23,7 @@ from torch import Tensor
 from rope_patch.frequencies import Table, zero_unrotated
 
 BLOCK = 1 << 21
-"""Numbers of one intermediate tensor: 16 MiB in float64, whatever the number of positions."""
+"""Number of elements of one intermediate tensor: 16 MiB in float64, whatever the number of positions."""
 
 Features = Float[Tensor, " features"]
 Distances = Int[Tensor, " distances"] | Float[Tensor, " distances"]
@@ -237,6 +237,7 @@ def image_distance(inv_freq: Table, apart: Distances) -> Curve:
     >>> image_distance(torch.tensor([torch.pi]), torch.tensor([0, 1])).round(decimals=6).tolist()
     [0.0, 2.0]
     """
+    # Two points on the unit circle that are an angle a apart have the distance 2 sin(a / 2).
     steps, shares = zero_unrotated(inv_freq.double()) / 2, _shares(len(inv_freq))
     parts = [apart.new_zeros(0, dtype=torch.float64)]
     for part in torch.split(apart.double(), max(1, BLOCK // len(steps))):

@@ -31,7 +31,7 @@ from rope_patch.runtime.progress import Progress
 
 NAME = "rope_patch_attention_mass"
 OFFSETS = 8
-"""Distances whose mass is kept one by one [tokens]."""
+"""Number of distances, from 0 on, whose mass is kept one by one."""
 REPEATED = 64
 """Longest half of the random tokens that come twice: short, so that layers of a small window see it too [tokens]."""
 BLOCK_BYTES = 1 << 26
@@ -67,7 +67,7 @@ def measure_heads(
         Attention masses, sinks and bounds, by layer.
 
     Raises:
-        TypeError: not a transformers model.
+        TypeError: the model is not one of transformers.
         ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have; a model without rotary
             table, or whose attention this pass does not reproduce (learned sinks, biases or masks of its own); an
             adapter that puts tokens of its own before the text; NaN or infinite logits, by layer and head.
@@ -90,6 +90,7 @@ def measure_heads(
     reads = rows.numel() + on_repeated.text.rows.numel()
     progress = Progress(rows.numel(), reads=reads)
     with in_eval_mode(model):
+        # A model whose attention is another shows it on 64 tokens, before the whole text is read.
         _check_reproduced(root, decoder, rows[0, :64].to(device))
         with attending_with(root, NAME):
             for current in (on_text, on_repeated):
@@ -194,7 +195,7 @@ def _attend(
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} attends with {name}: this pass knows logits of q·k alone")
     current = _PASS.get()
-    heads, tokens, head_dim = query.shape[1:]  # one row at a time
+    heads, tokens, head_dim = query.shape[1:]  # without the dimension of rows, which are read one at a time
     sums = None if current is None else current.begin_layer(module, heads)
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
@@ -209,9 +210,8 @@ def _attend(
         # The first key within the window of the block's first query: keys before it are not even multiplied.
         low = max(0, start - window + 1)
         block_queries = queries[:, start:stop]
-        grouped = block_queries.reshape(
-            key_heads, -1, head_dim
-        )  # the queries that share a key head, one after the other
+        # The queries that share a key head stand one after the other, for one product of matrices.
+        grouped = block_queries.reshape(key_heads, -1, head_dim)
         logits = (grouped @ keys[:, low:stop].mT).view(heads, stop - start, stop - low) * scaling
         apart = places[start:stop, None] - places[low:stop]
         hidden = (apart < 0) | (apart >= window)
@@ -245,8 +245,8 @@ def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
     with attending_with(root, NAME):
         ours = read()
     allowed = REPRODUCED * (50 if root.dtype in (torch.float16, torch.bfloat16) else 1)
-    # Of the tokens, not of all at once: in half precision a few are far off between transformers' own kernels, too.
-    lengths = original.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # of padding tokens it may be 0
+    # Compared token by token: in half precision a few tokens are far off between transformers' own kernels, too.
+    lengths = original.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # the states of padding tokens may be 0
     off = float(((ours - original).norm(dim=-1) / lengths).flatten().quantile(MOST))
     if torch.isfinite(original).all() and not off <= allowed:
         raise ValueError(

@@ -14,7 +14,7 @@ SETTLED = 8
 SINK = 0.3
 """Mean weight above which a key is a sink (Gu et al., arXiv:2410.10781)."""
 TOP = 4
-"""Sinks that are kept per head."""
+"""Number of sinks that are kept for each head."""
 
 
 @dataclass(eq=False)
@@ -152,7 +152,7 @@ class AttentionSums:
             if first - offset <= -logits.shape[1]:
                 continue
             line = logits.diagonal(first - offset, 1, 2)
-            stop = first + logits.shape[1] - offset  # of the keys
+            stop = first + logits.shape[1] - offset  # the end of the keys of this diagonal, within the block
             # The first query of a text has no previous key: the diagonal is shorter, and its queries are the last ones.
             bound = block.query[:, -line.shape[1] :].norm(dim=-1) * lengths[:, stop - line.shape[1] : stop]
             bound = bound * block.scaling
@@ -163,7 +163,7 @@ class AttentionSums:
     def end_row(self) -> None:
         """End the row: keep its sinks."""
         draws = self.far / self.far_count.clamp_min(1)
-        draws[:, self.far_count < max(FAR, float(self.far_count.max()) / 4)] = 0.0  # too few to tell
+        draws[:, self.far_count < max(FAR, float(self.far_count.max()) / 4)] = 0.0  # too few queries for a mean
         self.sink_sum += torch.where(draws > SINK, self.all, 0.0).sum(1)
         weight, position = draws.topk(min(TOP, draws.shape[1]))
         self.sinks.append((weight, position, torch.full_like(position, self.row)))

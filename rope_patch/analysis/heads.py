@@ -16,7 +16,7 @@ from rope_patch.modeling.statistics import read_arrays, write_arrays
 SCHEMA = "heads 2"
 
 FAR = 8
-"""A key counts as a sink by the weight it draws from this far and farther [tokens]."""
+"""A key counts as a sink by the mean weight that it draws from queries this far behind it, or farther [tokens]."""
 MAJORITY = 0.5
 """A head is of a type when this share of its attention goes where the type says."""
 
@@ -104,7 +104,7 @@ class Heads:
         model: the class name of the model.
         tokens: the number of tokens that were read in all.
         rows: the number of texts that were read.
-        text: 16 hex digits that identify the token ids.
+        text: the 16 hex digits that identify the token ids.
         layers: the layers that were measured, in order.
     """
 

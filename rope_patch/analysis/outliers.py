@@ -24,7 +24,7 @@ from rope_patch import frequencies
 from rope_patch.modeling.statistics import Capture
 
 RATIO = 5.0
-"""Times the median radius that make an outlier where no threshold is given."""
+"""A pair is an outlier above this multiple of the median radius, where no other one is given."""
 
 
 # --- bounds ----------------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ class OutlierPair:
         deviation: the circular standard deviation of the vectors' directions [rad].
         phi: angle of the mean key minus that of the mean query, in (0, 2π] [rad].
         angle: the angle bound [rad]; inf when it does not rotate.
-        kind: ``"offset feature"`` (inside both bounds), ``"partial turn"`` (inside the frequency bound alone),
-            ``"full turns"`` or ``"unrotated"``.
+        kind: the place within the bounds: ``"offset feature"`` (inside both bounds), ``"partial turn"`` (inside the
+            frequency bound alone), ``"full turns"`` or ``"unrotated"``.
     """
 
     states: str

@@ -31,15 +31,15 @@ from rope_patch.runtime import progress
 CONTEXT = 8192
 """Perplexity is measured within and beyond the context that the config states, or this where it is longer [tokens]."""
 WINDOWS = 8
-"""Windows of text at most."""
+"""Number of windows of text at most."""
 LEAST_WINDOWS = 2
-"""Windows of text at least, where there is enough of it."""
+"""Number of windows of text at least, where there is enough text: one alone has no interval."""
 SHORTEST = 256
 """Length of a window at least, where there is enough text [tokens]."""
 BEYOND = 4
 """Positions beyond the context are read up to this many times it."""
 CHUNK = 4096
-"""Tokens per forward pass, through a cache [tokens]."""
+"""Number of tokens per forward pass, which are read through a cache."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def sweep_text(
         The windows, the edges of the positions to measure, and the name of the text.
 
     Raises:
-        ValueError: fewer than 2 tokens.
+        ValueError: the text has fewer than 2 tokens.
     """
     if text is None:
         whole, name = builtin_text("heldout").text, "held-out part of the built-in text"

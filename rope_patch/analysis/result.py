@@ -30,7 +30,7 @@ class Analysis:
         rows: the rows of text that were read.
         capture: the statistics of queries, keys and values.
         heads: the attention masses and sinks of its heads.
-        single_heads: some heads in detail, on a short text.
+        single_heads: the heads that are shown in detail, on a short text.
         p_sweep: the measurements of p-RoPE at several p, the unchanged table first; empty when the sweep was left out.
         p_sweep_positions: the edges of the spans of positions whose perplexity the sweep measures [tokens].
         p_sweep_text: the name of the text that the sweep measures.

@@ -31,9 +31,9 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.finished import ResultCache, key
 
 TOKENS = 16384
-"""Tokens of the text that the statistics read at most where no number is given."""
+"""Number of tokens that the statistics read at most, where no number is given."""
 VIEWED = 256
-"""Tokens of the text that single heads are shown on."""
+"""Number of tokens that single heads are shown on."""
 
 Arrays = TypeVar("Arrays", Capture, Heads)
 
@@ -79,7 +79,7 @@ def analyze(
         :func:`rope_patch.reports.analysis.page` as a page with figures.
 
     Raises:
-        TypeError: not a transformers model.
+        TypeError: the model is not one of transformers.
         ValueError: a text that is too short; a layer or head that the model does not have; a p outside (0, 1); a model
             whose attention or rotary embedding cannot be measured, with the reason.
 
@@ -96,7 +96,7 @@ def analyze(
     context = max(table.max_position_embeddings for table in inspect_model(model).tables)
     total = default_tokens(model)
     if tokens is None:
-        tokens = max(2, min(TOKENS, total // 4))  # read twice, so that half is left for the tables of the sweep
+        tokens = max(2, min(TOKENS, total // 4))  # a quarter: it is read twice, and half is left for the p sweep
     rows = read_rows(tokenizer, domains, window=window, tokens=tokens, context=context)
     return analyze_rows(
         model,

@@ -18,7 +18,7 @@ from rope_patch.modeling.statistics import pairs_of
 from rope_patch.modeling.streaming import stream
 
 LIMIT = 1024
-"""Longest text: a pattern is quadratic in it [tokens]."""
+"""Length of the longest text that is accepted: a pattern grows with its square [tokens]."""
 
 
 @dataclass(frozen=True, eq=False)

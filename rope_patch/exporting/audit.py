@@ -91,7 +91,7 @@ class Audit:
         model_class: the class of the model, as transformers 5 loads it.
         method: the patch that its record names, if there is one.
         rows: the rows of the reference first, then those of each program.
-        notes: remarks on what is unusual about the checkpoint, a sentence each.
+        notes: the remarks on what is unusual about the checkpoint, a sentence each.
     """
 
     source: str
@@ -173,7 +173,7 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
     try:
         with torch.device("meta"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.long))
-    except Exception as error:  # other parts may fail without weights, such as experts; that says nothing of the table
+    except Exception as error:  # other parts, such as experts, may fail without weights
         # transformers calls the functions that multiply by cos and sin apply_rotary…
         if any(frame.f_code.co_name.startswith("apply_rotary") for frame, _ in traceback.walk_tb(error.__traceback__)):
             return (

@@ -47,7 +47,7 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
 def _reads(program: str, encoded: Mapping[str, Any], table: RotaryTable, model_type: str) -> bool:
     """Tell whether a program builds a table from an encoding."""
     dialect = DIALECTS[program]
-    if model_type == "gemma4_text":  # where SGLang hands the share on
+    if model_type == "gemma4_text":  # SGLang's model of Gemma 4 hands the share on
         dialect = replace(dialect, proportional_share=True)
     try:
         return build(encoded, table.rotary_dim, table.max_position_embeddings, dialect).is_table(table)
@@ -109,6 +109,7 @@ def builds(rotary: nn.Module, table: RotaryTable) -> bool:
 
 def equal(table: RotaryTable, inv_freq: Tensor, attention_scaling: float) -> bool:
     """Tell whether frequencies (pairs,) [rad/token] and a scaling are those of a table, up to the last bit."""
+    # 3e-7 is a few units in the last place: longrope factors cannot give every frequency exactly.
     return (
         inv_freq.shape == table.inv_freq.shape
         and torch.allclose(inv_freq, table.inv_freq, rtol=3e-7, atol=0.0)

@@ -50,7 +50,7 @@ class Flags:
         lines: the options for its command line.
         settings: the settings that these options state, parsed.
         tables: the tables that the program computes with them.
-        shown_by: how this was checked; ``"unverified"`` where the program itself was not run.
+        shown_by: the way in which this was checked; ``"unverified"`` where the program itself was not run.
         notes: further remarks for the user, a sentence each.
     """
 
@@ -108,7 +108,7 @@ class PatchedCheckpoint:
             ValueError: the program does not compute them, with the reason.
         """
         complete = dict(self.stated.complete) | dict(settings)
-        complete.pop("original_max_position_embeddings", None)  # vLLM's own limit, which --max-model-len lifts
+        complete.pop("original_max_position_embeddings", None)  # vLLM's default limit, which --max-model-len lifts
         raw = dict(self.stated.raw) | dict(settings)
         reading = reading_of(program, replace(self.stated, raw=raw, complete=complete))
         name = f"{PROGRAMS[program].name} {PROGRAMS[program].version}"
@@ -188,7 +188,7 @@ def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
     stated, settings = checkpoint.stated, checkpoint.settings(everywhere=True)
     check("sglang", stated.model_type, checkpoint.tables)
     own = "rope_parameters"
-    if stated.model_type in ENGINES["sglang"].one_base:  # which reads the scaling of full attention here, with its base
+    if stated.model_type in ENGINES["sglang"].one_base:  # it reads the scaling and base of full attention here
         own, parameters = "rope_scaling", settings.pop("rope_parameters")
         settings[own] = parameters["full_attention"]
         before = stated.raw.get(own) or {}
@@ -302,4 +302,4 @@ WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,
 }
-"""By the name that ``rope-patch audit --method`` takes as ``--engine``."""
+"""Functions that write the options of a program, by the name that ``audit --method`` takes as ``--engine``."""

@@ -68,7 +68,7 @@ def export_folder(
         to: the engine, a key of :data:`~rope_patch.exporting.engines.ENGINES`.
         overwrite: whether to write into a folder that holds files.
         adapter: the folder of a LoRA adapter that is copied into the folder, to be served beside this base.
-        notes: remarks to write down beside those that are found here.
+        notes: the remarks to write down beside those that are found here.
         dtype: the data type to which the weights of a GGUF file are dequantized.
 
     Returns:
@@ -76,7 +76,7 @@ def export_folder(
 
     Raises:
         ValueError: the engine cannot express a table, ``out`` is in the way.
-        OSError: unreadable source, damaged weights, unwritable ``out``.
+        OSError: the source cannot be read, the weights are damaged, or ``out`` cannot be written.
     """
     tables = read_tables(model)
     version = check(to, str(model.config.model_type), tables)
@@ -130,7 +130,8 @@ def _config(
     notes += [] if in_version_4 else ["transformers 4 cannot express these tables"]
     longrope = any(p.get("rope_type") == "longrope" for p in _each(parameters))
     if to != "hf" and "original_max_position_embeddings" in text and longrope:
-        # Phi-3 keeps it here, where it wins over the one in rope_parameters, and vLLM takes it for the context.
+        # Phi-3 keeps the original context here, where it wins over the one in rope_parameters. vLLM takes it for the
+        # context that it serves.
         text["original_max_position_embeddings"] = tables[0].max_position_embeddings
     context = tables[0].max_position_embeddings
     if to != "hf" and (others := [key for key, length in other_contexts(text).items() if length != context]):

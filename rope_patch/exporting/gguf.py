@@ -63,7 +63,7 @@ def export_gguf(
     Raises:
         PatchError: the model does not use what its record says.
         ValueError: a family or table that llama.cpp cannot express, or a converter that fails, with its own error.
-        OSError: nothing to load, an unwritable ``out``, a full disk; ``out`` is then as it was.
+        OSError: there is nothing to load, ``out`` cannot be written, or the disk is full; ``out`` is then as it was.
         ImportError: the package gguf is missing.
     """
     config: Any = locate(model).config
@@ -82,7 +82,8 @@ def export_gguf(
         progress.say(f"copying the weights, converted by {converter.name}")
         opened = _converted(scratch / name, scratch / "unpatched.gguf", converter, dtype)
         _check_family(opened, base, graph, converter)
-        opened = with_table(opened, base, graph, None)  # of some bases the converter writes a part, or nothing
+        # Of some base tables the converter writes only a part, or nothing.
+        opened = with_table(opened, base, graph, None)
         if record is not None:
             opened = with_table(opened, table, graph, record)
         write(opened, out, overwrite=overwrite)

@@ -74,7 +74,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "through its own converter, convert_hf_to_gguf.py"),
 }
-"""By the name that ``rope-patch audit --engine`` takes."""
+"""The programs whose reading is known, by the name that ``rope-patch audit --engine`` takes."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         return Reading({kind: read(program, stated, kind) for kind in stated.tables})
     except RefusesError as error:
         return Reading(refused=str(error))
-    except (KeyError, TypeError) as error:  # of keys that transformers 5 drops: a factor that is missing or a string
+    except (KeyError, TypeError) as error:  # a missing factor, or one that is a string
         return Reading(unverified=f"its code was not compared on such a config ({type(error).__name__}: {error})")
 
 
@@ -209,7 +209,7 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
     parameters, table, family = stated.parameters(kind), stated.tables[kind], stated.model_type
     if family in ENGINES["sglang"].one_base:
         return _sglang_one_base(stated, kind)
-    if family == "gemma3_text" and kind != SLIDING:  # its model calls transformers' own functions, on one dictionary
+    if family == "gemma3_text" and kind != SLIDING:  # its model calls transformers' functions, on one dictionary
         return build(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
     dialect, head_dim = DIALECTS[program], stated.head_dim(kind)
     share = stated.raw.get(SHARE, _OLDER[family][1]) if family in _TOP_SHARE else 1.0
@@ -321,7 +321,7 @@ def _older_scaling(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
     scaling = raw.get("rope_scaling")
     if not scaling:
         return {"rope_type": "default"}
-    if family == "phi3":  # which takes its table by the older names alone
+    if family == "phi3":  # Phi-3 takes its table by the older names alone
         if set(scaling) != {"type", "short_factor", "long_factor"} or scaling["type"] not in ("longrope", "su", "yarn"):
             raise RefusesError(
                 "it takes a rope_scaling of Phi-3 with the three keys type, short_factor and long_factor alone, and "
@@ -370,7 +370,7 @@ def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
     if family == "phi3":
         return _phi3_converted(full, raw, table, context)
     dialect = DIALECTS[program]
-    if full.get("rope_type") == "llama3" and family in ("llama", "mistral"):  # whose converter writes factors
+    if full.get("rope_type") == "llama3" and family in ("llama", "mistral"):  # their converter writes factors
         dialect = replace(dialect, types=dialect.types | {"llama3"}, ignored=dialect.ignored - {"llama3"})
         full = {**_LLAMA3, **full}
     return build(full, stated.head_dim(kind), context, dialect)
@@ -381,7 +381,7 @@ def _phi3_converted(parameters: Mapping[str, Any], raw: Mapping[str, Any], table
     if "original_max_position_embeddings" not in parameters:
         try:
             _older_scaling(raw, "phi3")
-        except RefusesError:  # then the converter reads config.json itself
+        except RefusesError:  # the converter then reads config.json itself
             missing = "its converter fails on a Phi-3 config without original_max_position_embeddings"
             raise RefusesError(missing) from None
         parameters = {**parameters, "original_max_position_embeddings": _PHI3_CONTEXT}

@@ -65,7 +65,7 @@ class Dialect:
 
 
 TOLERANCE = 1e-5
-"""Relative: what float32 and another order of operations make of one formula."""
+"""Relative difference that float32 and another order of operations make of one formula, at most."""
 
 _ALL = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
 _SHORT_LONG = frozenset({"short_mscale", "long_mscale"})
@@ -255,7 +255,7 @@ def _yarn(
 
 
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
-    """Return YaRN's factor on cos and sin, from the keys that the program obeys."""
+    """Return YaRN's attention factor, by which cos and sin are multiplied, from the keys that the program obeys."""
     obeyed = {key: parameters[key] for key in dialect.yarn_keys if parameters.get(key) is not None}
     stated = [key for key in ("attention_factor", *_MSCALE) if parameters.get(key) is not None]
     left_out = [key for key in stated if key not in obeyed]
@@ -271,7 +271,7 @@ def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[
 
 
 def _longrope_factor(parameters: Mapping[str, Any], context: int, dialect: Dialect, reasons: list[str]) -> float:
-    """Return longrope's factor on cos and sin: the one stated, or the one that the contexts imply."""
+    """Return longrope's attention factor: the one that is stated, or the one that the contexts imply."""
     if "attention_factor" in dialect.longrope_keys and parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
     if "long_mscale" in dialect.longrope_keys:

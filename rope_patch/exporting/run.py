@@ -127,9 +127,9 @@ def export(
         ``export.json`` says the same.
 
     Raises:
-        ValueError: options that do not go together, or a table, family or adapter that the engine cannot express, with
-            the reason.
-        OSError: unreadable source, damaged weights, unwritable ``output``.
+        ValueError: some options do not go together, or the engine cannot express a table, family or adapter, with the
+            reason.
+        OSError: the source cannot be read, weights are damaged, or ``output`` cannot be written.
 
     Example:
         >>> import tempfile, rope_patch
@@ -159,7 +159,7 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
     overwrite = request.overwrite
     if request.to == "gguf":
         gguf()  # a missing package is reported now, not after the merge
-        check_out(output, overwrite=overwrite)  # before an adapter is merged, which takes long
+        check_out(output, overwrite=overwrite)  # also before the merge, which takes long
     if request.to != "gguf":
         check_free(output, overwrite)
     for place in (source, checkpoints.adapter_base(source)) if adapter else ():

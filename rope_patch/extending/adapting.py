@@ -21,13 +21,13 @@ from rope_patch.runtime.folders import folder_in_one_move
 from rope_patch.runtime.parallel import from_first, processes
 
 ROWS = 200
-"""Rows of a training where no time is given; fewer teach little."""
+"""Number of rows of a training where no time is given; fewer teach little."""
 
 ROW = 2048
-"""Length of a row at skipped positions, at most [tokens]."""
+"""Length of a row at skipped positions at most [tokens]."""
 
 ACCUMULATE = 8
-"""Rows of a step of the optimizer."""
+"""Number of rows in each step of the optimizer."""
 
 PASSES = 4.0
 """How many times as long as reading a token a step of training takes for it: forward, backward, and checkpointing."""

@@ -21,7 +21,7 @@ FLAT = 1.25
 the end is at most this many times the unpatched model's at the end of that context."""
 
 BASIS = "Methods are ranked by exact match at the target length first, and by perplexity second"
-"""What the choice goes by, as a sentence that reports have."""
+"""The order of the choice, as a sentence for reports."""
 
 NATIVE = ("default", "linear", "dynamic", "yarn", "llama3")
 """Types of rotary tables that other programs compute by a formula of their own, without a list of numbers."""

@@ -33,7 +33,7 @@ def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_leng
         lines += [f"note: {sentence}" for sentence in other_programs(options.model)]
     try:
         memory = plan(model, length=options.length).inference
-    except ValueError:  # shapes that the plan does not know
+    except ValueError:  # the plan does not know the shapes of this family
         return lines
     parts = ", ".join(f"{name} {size / 2**30:.2g}" for name, size in memory.items())
     total = sum(memory.values()) / 2**30

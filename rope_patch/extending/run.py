@@ -32,8 +32,9 @@ from rope_patch.runtime.parallel import alone, processes
 
 CACHE = "finished.jsonl"
 MEASURING = 0.4
-"""Share of a budget that is for measuring where a training follows; half is for the training."""
+"""Share of a budget that is for measuring the candidates, where a training follows."""
 TRAINING = 0.5
+"""Share of a budget that is for the training."""
 
 
 def extend(
@@ -131,7 +132,7 @@ class Run:
             # Whether the model can be patched at all, before any method is tried.
             with patched(self.model, UNPATCHED, target_length=self.options.length):
                 pass
-        except ValueError as error:  # a table that changes with the length
+        except ValueError as error:  # its table changes with the length
             raise ValueError(f"{error} (rope-patch compare and rope-patch apply --freeze-at; extend cannot)") from error
         for name in methods:
             try:

@@ -28,17 +28,17 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     """Answers lm-eval's requests with a loaded model, as ``hf`` does.
 
     Attributes:
-        reader: reads tokens with the loaded model, and scores them.
+        reader: the reader of the loaded model, which gives states and scores.
         chunk: the number of tokens per forward pass; None reads whole prompts [tokens].
         scheme: the cache formats by which keys and values are read as if they were quantized.
-        maker: makes caches that quantize keys and values, where the scheme is not the plain one.
+        maker: the factory of caches that quantize keys and values, where the scheme is not the plain one.
     """
 
     reader: Reader
     chunk: int | None
     scheme: Scheme
     maker: Any
-    _answer_tokens: Mapping[tuple[Any, ...], int] = {}  # of the right answers among the requests being encoded
+    _answer_tokens: Mapping[tuple[Any, ...], int] = {}  # by request, for the right answers among them
 
     def _bar(self, kind: str, tokens: int, hidden: bool) -> contextlib.AbstractContextManager[None]:
         """Show how many of the tokens of some requests are read, in the first process."""
@@ -67,7 +67,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         token of its own stays with the prompt (:class:`~rope_patch.evaluation.prompts.Prompt`).
 
         Raises:
-            ValueError: prompt and answer have other tokens together than apart.
+            ValueError: the tokens of prompt and answer together are others than those of each.
         """
         count = self._answer_tokens.get((context, continuation))
         if count is None:
@@ -102,7 +102,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        for _, context, continuation in requests:  # before any has run
+        for _, context, continuation in requests:  # before any of them is read
             if len(context) + len(continuation) - 1 > self.max_length:
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
@@ -121,6 +121,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
 
     def _table_of(self, length: int) -> int:
         """Return a number that stands for the table under which a text of so many tokens is read."""
+        # A dynamic table differs from length to length, so that only texts of one length share it.
         if self.reader.dynamic:
             return length
         switch = switch_of(self.model)
@@ -139,9 +140,10 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             check_ids(tokens, reader.vocabulary)
         nll = [torch.full((len(states),), math.nan, dtype=torch.float64) for states, _, _ in asked]
         right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in asked]
+        # A pass over whole rows needs no cache.
         past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
         with self._autocast():
-            reach = [len(row.ids) + 1 for row in batch]  # with the last token of each request
+            reach = [len(row.ids) + 1 for row in batch]  # the last token of a request is not read, but scored
             for start, hidden in reader.read(ids, past, self.chunk, done, reach=reach):
                 for i, (states, targets, _) in enumerate(asked):
                     # The states are sorted, so those of a chunk are neighbours.
@@ -182,6 +184,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         try:
             size = int(find_executable_batch_size(attempt, starting_batch_size=self.max_batch_size)())
         except RuntimeError as error:
+            # As HFLM does, go on with single rows, which show the error of the memory itself.
             if "No executable batch size" not in str(error):
                 raise
             size = 1
@@ -196,6 +199,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         """Continue prompts, as lm-eval does; the bar shows how much of them is read."""
         tokens = sum(len(self._encode_prompt(request.args[0])) for request in requests)
         with self._bar("generate_until", tokens, disable_tqdm):
+            # HFLM's own bar counts requests, which may be long.
             answers: list[str] = super().generate_until(requests, disable_tqdm=True)
         return answers
 
@@ -212,6 +216,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         Raises:
             ValueError: the longest does not fit; it is not cut.
         """
+        # HFLM is not told left_truncate_len: it would cut the prompts to it, with a warning.
         ids, mask = super().tok_batch_encode(strings, padding_side=padding_side, **kwargs)
         if left_truncate_len is not None and ids.shape[1] > left_truncate_len:
             answer = self.max_length - left_truncate_len
@@ -222,6 +227,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         if self.chunk is not None:
             kwargs.setdefault("prefill_chunk_size", self.chunk)
         if self.scheme != Scheme():
+            # Prompts are padded on the left, and the blocks of the cache begin with the text.
             mask = kwargs.get("attention_mask")
             kwargs[self.reader.cache_argument] = self.maker(None if mask is None else (mask == 0).sum(1))
         mask = kwargs.get("attention_mask")

@@ -33,8 +33,8 @@ def _run() -> None:
             raise
         raise ImportError('rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"') from None
     setup_logging()
-    importlib.import_module("lm_eval.models")  # lm-eval names its own model types only where there is none yet
-    if "rope_patch" not in model_registry:  # loaded when it is asked for
+    importlib.import_module("lm_eval.models")  # lm-eval registers its own model types only where there are none yet
+    if "rope_patch" not in model_registry:  # it is imported when it is asked for
         model_registry.register("rope_patch", target="rope_patch.harness.model:RopePatchLM")
     # lm-eval's own parser would refuse `--import`.
     sys.argv[1:] = without_imports(sys.argv[1:])

@@ -44,7 +44,7 @@ LOADING = set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {
     "use_kernels",
     "variant",
 }
-"""What ``from_pretrained`` takes; it names half of them only inside."""
+"""Arguments of ``from_pretrained``; the signature lacks those that are listed, which it takes out of its ``kwargs``."""
 
 IDENTITY = "rope_patch: whose answers these are"
 """Entry of lm-eval's file of answers that names the model and the patch that gave them."""
@@ -125,14 +125,14 @@ class RopePatchLM(AnsweringLM):
         elif record is not None:
             reapply(self.model, record)
         elif getattr(self.model.config.get_text_config(), "rope_patch", None):
-            verify_model(self.model)  # what the original loader built, before ours takes its place
+            verify_model(self.model)  # checks what the original loader built, before it is replaced
             reapply(self.model, locate(self.model).record)  # type: ignore[arg-type]
         # Else the tokenizer warns of texts beyond the length before the patch; prompts that do not fit are refused.
         self.tokenizer.model_max_length = max(self.tokenizer.model_max_length, self.max_length)
         self.reader = Reader(self.model)
         self.scheme = scheme
         if scheme != Scheme():
-            self._stack = contextlib.ExitStack()  # for as long as this object lives
+            self._stack = contextlib.ExitStack()  # kept open for as long as this object lives
             self.maker = self._stack.enter_context(quantized(self.model, scheme))
 
     def _split_over_processes(self, pretrained: Any, arguments: dict[str, Any]) -> None:
@@ -160,6 +160,7 @@ class RopePatchLM(AnsweringLM):
 
     def _create_model(self, pretrained: str, **kwargs: Any) -> None:
         known = {*inspect.signature(HFLM._create_model).parameters, *LOADING}
+        # from_pretrained also takes every attribute of the config, and sets it there.
         self._refuse_unknown({key: v for key, v in kwargs.items() if not hasattr(self.config, key)}, known)
         super()._create_model(pretrained, **kwargs)
 
@@ -176,7 +177,7 @@ class RopePatchLM(AnsweringLM):
     def get_model_info(self) -> dict[str, Any]:
         """Return what results say of the model: lm-eval's entries, the method, and the hash of every table in use."""
         info: dict[str, Any] = super().get_model_info()
-        with contextlib.suppress(ValueError):  # a model without rotary tables, unpatched
+        with contextlib.suppress(ValueError):  # an unpatched model without rotary tables
             seen = inspect_model(self.model)
             info["rope_patch"] = {
                 "method": str(seen.record.to_method()) if seen.record else None,

@@ -50,7 +50,8 @@ def grouped(requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Call
         ids = numpy.array([*context, *continuation[:-1]], dtype=">i4").tobytes()
         texts.append((table_of(len(context) + len(continuation)), ids, i))
     rows: list[tuple[int, bytes, list[int]]] = []
-    for table, ids, i in sorted(texts, reverse=True):  # what begins with a text comes right before it
+    # In reverse order a text follows the longer ones that begin with it.
+    for table, ids, i in sorted(texts, reverse=True):
         if not rows or rows[-1][0] != table or not rows[-1][1].startswith(ids):
             rows.append((table, ids, []))
         rows[-1][2].append(i)

@@ -47,6 +47,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
     """Whether the right answer is read, too: ``--metadata first_choice=true``."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        # `class` is the key by which lm-eval finds this class, and no field of a task's config.
         settings = {key: value for key, value in config.items() if key != "class"}
         requested = (config.get("metadata") or {}).get("first_choice", False)
         if not isinstance(requested, bool):
@@ -153,10 +154,10 @@ def retrieval_documents(
         haystack: the text around the needles: ``noise``, ``builtin``, or the path of a file or folder.
         turns: the texts before and after the user's turn in a chat, as
             :class:`~rope_patch.evaluation.prompts.PromptMaker` takes them; None without a chat.
-        **rest: other metadata, among them the arguments of the model, which name the tokenizer.
+        **rest: further metadata, among them the arguments of the model, which name the tokenizer.
 
     Raises:
-        ValueError: no tokenizer, a bad option, or a prompt that does not fit.
+        ValueError: there is no tokenizer, an option is bad, or a prompt does not fit.
     """
     refuse_misspelled(rest)
     if not isinstance(samples, int) or samples < 1:
@@ -195,10 +196,10 @@ def perplexity_documents(
         windows: the number of windows; by default as many as have 128k tokens, at most 32.
         stride: the approximate length of a continuation; half of ``length`` by default [tokens].
         text: the path of a file or folder; the built-in held-out text by default.
-        **rest: other metadata, among them the arguments of the model, which name the tokenizer.
+        **rest: further metadata, among them the arguments of the model, which name the tokenizer.
 
     Raises:
-        ValueError: no tokenizer, a bad option, a text that is too short or has too few spaces.
+        ValueError: there is no tokenizer, an option is bad, or the text is too short or has too few spaces.
     """
     refuse_misspelled(rest)
     stride = length // 2 if stride is None else stride
@@ -223,8 +224,8 @@ def perplexity_documents(
         part = "".join(words[low:high]).lstrip()
         return [*prefix, *tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
 
-    room = length - stride - len(prefix)  # of a context
-    apart = max(0, upto[-1] - length - SPARE) / max(1, windows - 1)  # from one continuation to the next, where longer
+    room = length - stride - len(prefix)  # for the context
+    apart = max(0, upto[-1] - length - SPARE) / max(1, windows - 1)  # least distance between two continuations
     rows: list[dict[str, Any]] = []
     middle = max(1, bisect.bisect_right(upto, room) - 1)
     while len(rows) < windows:
@@ -279,7 +280,8 @@ def refuse_misspelled(rest: Mapping[str, Any]) -> None:
         ValueError: there is such a key.
     """
     for key in rest:
-        close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.85)  # max_length, of the model, is no option
+        # Strict, since max_length, which looks like one of ours, is an argument of the model.
+        close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.85)
         if close and key not in OPTIONS:
             raise ValueError(f"unknown --metadata {key}=. Did you mean {close[0]!r}? Known: {', '.join(OPTIONS)}")
 
@@ -306,7 +308,7 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
     """Return the tokenizer, and the special tokens that lm-eval will put in front of a text.
 
     Raises:
-        ValueError: special tokens also behind a text.
+        ValueError: the tokenizer puts special tokens behind a text, too.
     """
     options = dict(arguments)
     name, bos = options.pop("name"), options.get("add_bos_token")
@@ -326,7 +328,7 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
 def _maker(arguments: TokenizerArguments, haystack: str, turns: tuple[str, str] | None) -> PromptMaker:
     tokenizer, prefix = load_tokenizer(arguments)
     if turns is not None and tokenizer.bos_token is not None and turns[0].startswith(tokenizer.bos_token):
-        prefix = ()  # lm-eval adds none where the text begins with one
+        prefix = ()  # lm-eval adds no token where the text begins with it
     source = haystack if haystack in ("builtin", "noise") else Path(haystack).expanduser()
     return PromptMaker(tokenizer, source, prefix=prefix, turns=turns)
 

@@ -15,9 +15,9 @@ from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Note
 
 ROLES = {"query": "queries", "key": "keys", "value": "values"}
 MOST_HEADS, MOST_OUTLIERS, MOST_SINKS = 400, 24, 16
-"""Rows of a table at most; all are in analysis.json."""
+"""Number of rows of a table at most; all are in analysis.json."""
 LINE = 16
-"""Tokens per line of the text that single heads are shown on."""
+"""Number of tokens in a line of the text that single heads are shown on."""
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
 
 
 def _schemes(check: KVCheck) -> DataTable:
+    # Reversed twice, the first row of each scheme stays, and so does their order.
     first = {row.scheme: row for row in reversed(check.rows) if row.divergence is not None}
     rows: list[Cells] = []
     for name, row in reversed(first.items()):

@@ -21,7 +21,7 @@ from rope_patch.reports.plots.base import svg
 from rope_patch.runtime.folders import write_atomically
 
 INTERVALS = "How intervals are made: docs/measure.md, “How sure a difference is”."
-_LONGEST = 80  # characters of a method's name before it is shortened in tables and figures
+_LONGEST = 80  # a method's name with more characters is shortened in tables and figures
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Cell:
     Attributes:
         text: the value, as text.
         note: a second line in small type, for example an interval; "" for none.
-        style: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"best"`` (what others are
-            compared with), ``"safe"``, ``"undecided"``, ``"unsafe"``, ``"strong"``, ``"left"`` (on one line),
-            ``"text"`` (on several lines), ``"token"`` (with its white space) or ``""`` for a number.
+        style: the look of the cell: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"best"``
+            (what others are compared with), ``"safe"``, ``"undecided"``, ``"unsafe"``, ``"strong"``, ``"left"`` (on one
+            line), ``"text"`` (on several lines), ``"token"`` (with its white space) or ``""`` for a number.
     """
 
     text: str
@@ -137,6 +137,7 @@ def render(page: Page, command: str | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
+    # The template asks of each part which kind it is.
     environment.tests["instance"] = lambda part, name: type(part).__name__ == name
     return environment.get_template("page.html.jinja").render(page=page, command=command)
 

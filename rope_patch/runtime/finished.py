@@ -51,7 +51,7 @@ class ResultCache(MutableMapping[str, Any]):
                     entry = json.loads(line)
                     self._values[entry["key"]] = entry["value"]
             except (ValueError, TypeError, KeyError):
-                # One that was cut short is dropped: its beginning, or the zeros of a file system that lost power.
+                # A line that was cut short is dropped: its beginning, or the zeros that a loss of power leaves.
                 if not line.startswith(START) and not START.startswith(line) and line.strip(b"\0"):
                     raise ValueError(
                         f"{self.path}, line {number}, is not a line of a result cache: remove the file, or give another"
@@ -69,7 +69,7 @@ class ResultCache(MutableMapping[str, Any]):
             if not whole:
                 file.seek(-1, os.SEEK_END)
                 whole = file.read(1) == b"\n"
-            file.write((b"" if whole else b"\n") + line + b"\n")  # at once: another process may write here too
+            file.write((b"" if whole else b"\n") + line + b"\n")  # in one call: another process may write here too
             os.fsync(file.fileno())
         self._values[name] = value
 
@@ -127,6 +127,7 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
 def _merge_parts(path: Path) -> dict[str, Any]:
     """Bring what other processes finished before a crash into one file, and return all that is finished."""
     cache = ResultCache(path)
+    # Without escaping, a name with brackets would be a pattern.
     for part in path.parent.glob(f"{glob.escape(path.name)}.rank*"):
         add_new(cache, dict(ResultCache(part)))
         part.unlink()

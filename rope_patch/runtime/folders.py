@@ -47,12 +47,12 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
     The hub is asked for nothing: with retries that takes half a minute.
 
     Args:
-        source: folder, GGUF file or hub id, which has at most one slash.
+        source: the folder, GGUF file or hub id, which has at most one slash.
         configs: the files of :data:`CONFIGS` of which a folder must hold one; a GGUF file stands for the first.
 
     Raises:
         ValueError: a file, a folder without such a file, or no folder; the message says what was expected.
-        FileNotFoundError: no such GGUF file.
+        FileNotFoundError: there is no such GGUF file.
     """
     path, name = Path(source), str(source)
     parts = name.split("/")
@@ -94,6 +94,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         OSError: the folder cannot be written; nothing is left behind.
     """
     path = Path(path)
+    # A random part, since two processes may write the same file at once.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{MARK}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -141,6 +142,7 @@ def _locked(path: Path, out: Path) -> Iterator[bool]:
     except Timeout:
         raise BlockingIOError(f"another command writes {out}: wait for it, or give another output") from None
     except OSError as error:
+        # In the name of the output: the user does not know of the lock.
         raise OSError(error.errno, error.strerror, str(out)) from None
     first = lock.lock_counter == 1
     try:
@@ -161,7 +163,7 @@ def _parents(path: Path) -> Iterator[None]:
         yield
     finally:
         for parent in missing:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it is not empty, and stays
                 parent.rmdir()
 
 
@@ -198,7 +200,7 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
         overwrite: whether to write into a folder that holds files.
 
     Raises:
-        FileExistsError: it holds files, and ``overwrite`` is not given.
+        FileExistsError: the folder holds files, and ``overwrite`` is not given.
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """

@@ -61,6 +61,7 @@ def joined() -> Iterator[int]:
         return
     from accelerate import PartialState
 
+    # accelerate joins processes on CPUs only when told.
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=TIMEOUT)
     yield state.process_index
     state.destroy_process_group()  # not after an error: the others may be waiting, and the launcher ends them

@@ -70,9 +70,10 @@ def listen(
     """Listen to the progress within a ``with`` block; what is not listened to goes where it went before.
 
     Args:
-        on_tokens: called with the stage of the work and the number of tokens that were just done, after each layer.
-        on_more: called with a number of tokens that will be done in addition.
-        on_sentence: called with a sentence about each step.
+        on_tokens: the function that is called after each layer, with the stage of the work and the number of tokens
+            that were just done.
+        on_more: the function that is called with a number of tokens that will be done in addition.
+        on_sentence: the function that is called with a sentence about each step.
     """
     tokens, additional, sentences = _on_tokens.get(), _on_more.get(), _on_sentence.get()
     _on_tokens.set(on_tokens or tokens)

@@ -22,12 +22,12 @@ from torch import Tensor
 from rope_patch.frequencies import unrotated, wavelength
 
 WIDTH = 10.0
-"""Of every figure [inches]."""
+"""Width of every figure [inches]."""
 # Okabe & Ito's colours, which colour-blind readers can distinguish; without their yellow, which is too pale for a line.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 Curves = Mapping[str, tuple[Any, Any]]
-"""Name of a line to its x and y, of equal length."""
+"""The x and y of each line, of equal length, by its name."""
 
 
 def perplexity_by_position(curves: Curves, *, trained_length: int, title: str) -> Figure:
@@ -45,7 +45,7 @@ def perplexity_by_position(curves: Curves, *, trained_length: int, title: str) -
     styles = line_styles(curves)
     for name in sorted(curves, key=lambda name: curves[name][1][-1]):
         positions, values = curves[name]
-        marker = "o" if len(values) == 1 else ""  # a line of one point is none
+        marker = "o" if len(values) == 1 else ""  # a line of one point would be invisible
         axes.plot(positions, values, marker=marker, label=f"{wrapped(name, 30)}  ({values[-1]:.3g})", **styles[name])
     if trained_length <= max(positions[-1] for positions, _ in curves.values()):
         mark(axes, trained_length, "trained length")
@@ -120,7 +120,7 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
     mark(axes, context, f"one turn in {context} tokens", low=True)
     axes.set(xlabel="wavelength before [tokens], log scale", ylabel="factor on the wavelength, log scale")
     axes.set(xscale="log", yscale="log")
-    axes.margins(y=0.12)  # room for the words on the dotted line
+    axes.margins(y=0.12)  # room for the label of the dotted line
     low, high = axes.get_ylim()
     if high / low < 1.5:  # a logarithmic scale would have no ticks there
         axes.set(yscale="linear", ylabel="factor on the wavelength")
@@ -144,9 +144,10 @@ def svg(figure: Figure) -> str:
 
 def new_figure(title: str) -> tuple[Figure, Axes]:
     """Return an empty figure with a title, and its axes."""
+    # Figure, not pyplot, which keeps figures alive and may look for a screen.
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     axes = figure.subplots()
-    figure.set_label(title)
+    figure.set_label(title)  # a report takes its title from here
     axes.set_title(title, loc="left", fontsize=11)
     plain(axes)
     return figure, axes

@@ -17,7 +17,7 @@ from torch import Tensor
 from rope_patch.reports.plots.base import line_styles, new_panels, plain, shared_legend, signed_percent, waved, wrapped
 
 VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": ("X", "#D55E00"), "": ("s", "0.35")}
-"""Marker and colour of a verdict; full precision has none."""
+"""Marker and colour of each verdict; full precision has none."""
 LINEAR = 1.0
 """A change of perplexity that is drawn in proportion; larger ones by their logarithm [%]."""
 STEP = 1.25
@@ -116,14 +116,14 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
     finite = [float(length) for panel in panels.values() for length in panel.wavelength.tolist() if length < math.inf]
     longest = max([*finite, *(panel.context for panel in panels.values())])
     most = max(int(panel.wavelength.isinf().sum()) for panel in panels.values())
-    rest = [3 * longest * STEP**i for i in range(most)]  # a logarithm has no end: they stand beyond the longest
+    rest = [3 * longest * STEP**i for i in range(most)]  # beyond the longest: infinity has no place on a log axis
     styles, lines = line_styles(schemes), dict[str, Any]()
     for axes, panel in zip(grid, panels.values(), strict=True):
         rests = panel.wavelength.isinf()
         if rests.any():
             axes.axvspan(rest[0] / STEP, rest[-1] * STEP, color="0.95", zorder=0)
         for name, values in panel.errors.items():
-            shown = values.double().masked_fill(values <= 0, math.nan)  # nor a 0
+            shown = values.double().masked_fill(values <= 0, math.nan)  # nor has 0
             style = {**styles[name], "marker": ".", "markersize": 4}
             lines[name] = axes.plot(panel.wavelength[~rests].numpy(), shown[~rests].numpy(), **style)[0]
             axes.plot(rest[: int(rests.sum())], shown[rests].numpy(), **style)

@@ -20,9 +20,9 @@ from rope_patch.reports.plots.analysis import BOUND, add_bar, spread
 from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, plain, signed_percent, waved, wrapped
 
 MANY = 600
-"""Points from here on are drawn as pixels."""
+"""Number of points from which on they are drawn as pixels, which keeps the file small."""
 DOTS = 160
-"""Of what is drawn as pixels, per inch."""
+"""Resolution of what is drawn as pixels [dots per inch]."""
 
 
 def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> Figure:
@@ -104,8 +104,8 @@ def p_sweep(
     for (name, values), color in zip(carried.items(), COLORS, strict=False):
         left.plot(tried, [100 * value for value in values], marker="o", markersize=4, color=color, label=name)
     for i, ((name, ends), color) in enumerate(zip(rises.items(), COLORS, strict=False)):
-        at = [p + 0.012 * i for p in tried]  # beside each other
-        known = [end if math.isfinite(end[0]) else (math.nan,) * 3 for end in ends]  # the others are not drawn
+        at = [p + 0.012 * i for p in tried]  # the intervals stand beside each other
+        known = [end if math.isfinite(end[0]) else (math.nan,) * 3 for end in ends]  # NaN is not drawn
         middle, low, high = (numpy.array([100 * end[j] for end in known]) for j in range(3))
         errors = numpy.nan_to_num(numpy.stack((middle - low, high - middle)), posinf=0.0)
         style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "color": color}
