@@ -105,6 +105,7 @@ class RotaryTable:
     def plain(self) -> RotaryTable:
         """Return plain RoPE of the same base: the table without its scaling."""
         plain = geometric(self.rope_theta, self.rotary_dim)
+        # A table that is plain already keeps its own encoding.
         if torch.equal(zero_unrotated(plain), self.inv_freq) and self.attention_scaling == 1.0:
             return self
         encoding = {"rope_type": "default", "rope_theta": self.rope_theta}

@@ -80,6 +80,7 @@ def activation_curve(inv_freq: Table, length: int, query: Features | None = None
     """
     steps = zero_unrotated(inv_freq.double())
     product = _complex(query, len(steps)).conj() * _complex(key, len(steps))
+    # Every distance is a start and a rest: exp(-i start) and exp(-i rest) are computed once each, and multiplied.
     starts = torch.arange(0, length, 1024, dtype=torch.float64)[:, None] * steps
     turned = product * torch.polar(torch.ones_like(starts), -starts)
     rests = torch.arange(min(length, 1024), dtype=torch.float64)[:, None] * steps

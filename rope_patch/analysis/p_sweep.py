@@ -159,6 +159,7 @@ def sweep_p(
         SweepPoint(1.0, {}, 0.0, 0.0, 0.0, 0.0, tuple(unchanged.between(*span) for span in spans), len(windows), None)
     ]
     for p in p_values:
+        # The patch that is in place stays, and p-RoPE is put on top of it.
         with patched(model, (*before, f"p_rope:p={p:g}"), replace=True) as patch:
             result = score(f"p = {p:g}")
             # Pairs that the checkpoint itself does not rotate lose nothing.

@@ -169,6 +169,7 @@ def analyze_rows(
     if chosen.p_values:
         windows, edges, text_name = sweep_text(tokenizer, text, context, sweep_tokens)
         progress.more((1 + len(chosen.p_values)) * len(windows) * edges[-1])
+    # The rows are read twice: for the statistics of queries and keys, and for the attention masses.
     progress.more(2 * rows.ids.numel())
     layers, chunk = chosen.layers, chosen.chunk
     identity = {"model": fingerprint(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
@@ -180,6 +181,7 @@ def analyze_rows(
         chunk=chunk,
     )
     measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
+    # Few tokens, which were not announced.
     with progress.unreported():
         single_heads = read_single_heads(
             model, rows.ids[0, : min(VIEWED, LIMIT)], list(chosen.heads) or _clearest(measured)

@@ -278,6 +278,7 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
     layers = _layers(locate(model).config, tables)
     rows = []
     for own in _own_rows(plain, layers):
+        # The file holds no table for sliding layers: llama.cpp computes a plain one.
         if own.layer_type == SLIDING and layered is not None:
             row = _row("llama.cpp", layered, tables[SLIDING], own.layers, _SLIDING_FIX)
             rows += [own, row if row.verdict == AGREES else replace(row, reasons=(_SCALED_TOO,))]

@@ -158,9 +158,10 @@ def flags(
             f"keys that {program} sets on the whole config would change nothing. rope-patch apply {source} METHOD "
             "-o FOLDER writes a patched folder, and rope-patch audit FOLDER says what is known of programs that read it"
         )
-    before = locate(model).config.to_dict()
+    before = locate(model).config.to_dict()  # now, since the patch changes the config
     patch = apply(model, method, target_length=target_length, layer_types=layer_types)
     config = locate(model).config
+    # Without a target length, the options state the context that the method reaches.
     reach = max(patch.method.reach(patch.before[kind]) or 0 for kind in patch.record.layer_types)
     tables = with_context(read_tables(model), target_length or max(reach, int(config.max_position_embeddings)))
     stated = StatedConfig(
@@ -219,6 +220,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
         raise ValueError(
             f"whether llama.cpp's graph for {checkpoint.stated.model_type} obeys its options was never checked"
         )
+    # The options state one table, that of full attention: sliding layers keep the plain one of the file.
     table = next(table for table in checkpoint.tables if table.layer_type in (None, "full_attention"))
     for other in checkpoint.tables:
         if other is not table and not other.is_geometric:
@@ -242,6 +244,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
         }
     elif kind == "default":
         options |= {"--rope-scaling": "none"}
+    # The options are read back as llama.cpp reads them: those that do not give the very table are not printed.
     rebuilt = _by_options(options, table)
     if rebuilt is None:
         raise ValueError(
@@ -249,6 +252,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
             f"YaRN with a factor on cos and sin of its own. {_in_a_file(checkpoint.stated.model_type)}"
         )
     options |= {"--ctx-size": checkpoint.context}
+    # The server gives a prompt no more than the context that the file states.
     if checkpoint.context > checkpoint.stated.complete["max_position_embeddings"]:
         name = _GRAPHS[checkpoint.stated.model_type]
         options |= {"--override-kv": f"{name}.context_length=int:{checkpoint.context}"}

@@ -102,6 +102,7 @@ def _one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
     for table in tables.values():
         if table.is_dynamic:
             raise ValueError(f"{table.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")
+    # A table under None is the one of all layers.
     if set(tables) == {None}:
         return tables[None]
     full, others = tables.get("full_attention"), [s for kind, s in tables.items() if kind != "full_attention"]

@@ -265,6 +265,7 @@ def _sglang_one_base(stated: StatedConfig, kind: str | None) -> Built:
 def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
     raw, family = stated.raw, stated.model_type
     base, share = _OLDER[family]
+    # GPT-NeoX has names of its own for the base and the share.
     names = ("rotary_emb_base", "rotary_pct") if family == "gpt_neox" else ("rope_theta", SHARE)
     theta, share = raw.get(names[0], base), raw.get(names[1], share)
     missing = "rope_theta" not in raw and names[0] not in raw
@@ -287,6 +288,7 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
     dims = int(stated.head_dim(kind) * share)
     parameters = {**scaling, "rope_theta": theta}
     if kind_of(scaling) == "longrope":
+        # For longrope, transformers 4 looks for the original context at the top of config.json alone.
         parameters.pop("original_max_position_embeddings", None)
         if original := raw.get("original_max_position_embeddings"):
             parameters["original_max_position_embeddings"] = original

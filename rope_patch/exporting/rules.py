@@ -237,6 +237,7 @@ def _yarn(
     if not truncate and not dialect.truncates:
         reasons.append("it rounds the ends of YaRN's ramp, whatever truncate says")
         truncate = True
+    # A beta of null or 0 counts as missing, as in transformers.
     inv_freq = frequencies.yarn(
         theta,
         rotary_dim,
@@ -251,6 +252,7 @@ def _yarn(
         return inv_freq
     reasons.append("it obeys extrapolation_factor, which transformers does not know")
     plain = frequencies.geometric(theta, rotary_dim)
+    # It multiplies the share of the plain frequencies, which is the same as this mixture.
     return extrapolated * inv_freq + (1 - extrapolated) * plain / float(parameters["factor"])
 
 

@@ -288,6 +288,7 @@ class Run:
             table, better = fitted(*asked, self.work / CACHE)
             if not better:
                 progress.say(f"the fit found nothing better than its start, {short(table)}")
+            # A fit that found nothing better gives its start, which may be one of the candidates.
             if table not in left:
                 left.append(table)
         for number, one in enumerate(rounds, 1):
@@ -354,5 +355,6 @@ class Run:
             scores = suite.run(adapted, resume=self.work / CACHE)
         row = Row(method, scores, inspect_model(adapted).tables, trained=True)
         comparison = replace(comparison, rows=(*comparison.rows, row))
+        # Now that the training is over, the conditions hold for the method with it and without.
         labels = [row.label for row in comparison.rows if row.method != UNPATCHED]
         return adapter, comparison, MethodEvaluator(comparison, self.options.tolerance).choose(labels)

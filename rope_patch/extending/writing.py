@@ -74,6 +74,7 @@ def write(
             checkpoints.save(chosen, staged, tokenizer=tokenizer)
         ours, device = probe_logits(chosen), str(chosen.device)
     progress.say("the checkpoint is saved; loading it in a process without rope_patch")
+    # A process of its own, in which no module of rope_patch can have changed transformers.
     theirs = plain_logits(staged, ours.shape[-1], device=device)
     if not torch.equal(ours, theirs):
         largest = float((ours.float() - theirs.float()).abs().max())

@@ -316,6 +316,7 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
         options["use_fast"] = options.pop("use_fast_tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(name, **options) if isinstance(name, str) else name
     special = {} if bos is None else {"add_special_tokens": bos}
+    # What a word has in addition to its own tokens are the special ones that stand around it.
     whole = tokenizer("word", **special)["input_ids"]
     bare = tokenizer("word", add_special_tokens=False)["input_ids"]
     front = len(whole) - len(bare)

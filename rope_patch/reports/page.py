@@ -129,6 +129,7 @@ def render(page: Page, command: str | None = None) -> str:
         page: the page to show.
         command: the command line that made the page; None shows none.
     """
+    # StrictUndefined: a misspelt name in the template raises, instead of leaving a gap.
     environment = Environment(
         loader=FileSystemLoader(data_path("assets")),
         autoescape=True,

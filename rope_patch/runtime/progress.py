@@ -195,6 +195,7 @@ class Progress:
         def after_layer(module: nn.Module, args: Any, output: Any) -> None:
             self.reach(min(self.read + share, last))
 
+        # The stack removes the hooks again, even if the pass raises.
         with contextlib.ExitStack() as stack:
             for layer in layers:
                 stack.callback(layer.register_forward_hook(after_layer).remove)

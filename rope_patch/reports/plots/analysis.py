@@ -228,6 +228,7 @@ def _scale(panels: Sequence[Tensor], limits: tuple[float, float] | None) -> tupl
     if limits is not None:
         return Normalize(*limits), "neither"
     values = numpy.abs(numpy.concatenate([panel.numpy().ravel() for panel in panels]))
+    # NaN stands for what was not measured, and has no place on the scale.
     values = values[numpy.isfinite(values)]
     top = float(values.max(initial=0.0))
     usual = float(numpy.quantile(values, SHOWN)) if len(values) else 0.0
