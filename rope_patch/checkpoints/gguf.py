@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_reader import read_once
-from rope_patch.checkpoints.gguf_table import read_gguf, same_table, sliding_base
+from rope_patch.checkpoints.gguf_table import ROUNDED_TWICE, read_gguf, sliding_base
 from rope_patch.checkpoints.reading import in_gguf, read_tokenizer
 from rope_patch.errors import blamed_on
 from rope_patch.methods import Table
@@ -81,7 +81,7 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
     record = inspection.record if not inspection.warnings else None
     if record is not None:
         _as_recorded(model, record)
-    elif not same_table(TableRecord.of(_table_like(model, in_file)), TableRecord.of(in_file)):
+    elif not _holds(model, in_file):
         kind = _table_like(model, in_file).layer_type
         table = Table(tuple(in_file.inv_freq.tolist()), in_file.attention_scaling)
         patch = apply(model, table, layer_types=None if kind is None else [kind])
@@ -89,7 +89,7 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
         patch.restore()
         rebase(model, settings)
     _check_sliding(model, path)
-    if not same_table(TableRecord.of(_table_like(model, in_file)), TableRecord.of(in_file)):
+    if not _holds(model, in_file):
         raise PatchError(f"{path} holds another table than the model that was loaded from it: {in_file}")
 
 
@@ -118,6 +118,10 @@ def unpack(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None
         model.save_pretrained(folder)
         with contextlib.suppress(ValueError):  # a file may hold a vocabulary that transformers cannot read
             read_tokenizer(path).save_pretrained(folder)
+
+
+def _holds(model: PreTrainedModel, in_file: RotaryTable) -> bool:
+    return TableRecord.of(_table_like(model, in_file)).matches(TableRecord.of(in_file), ROUNDED_TWICE)
 
 
 def _table_like(model: PreTrainedModel, in_file: RotaryTable) -> RotaryTable:

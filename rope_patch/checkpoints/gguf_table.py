@@ -32,6 +32,9 @@ from rope_patch.tables import RotaryTable, other_keys
 CHECKED = "0c1e57098, of llama-cpp-python 0.3.36"
 """The commit of llama.cpp whose source and behaviour the claims of this module were checked against."""
 
+ROUNDED_TWICE = 2e-6
+"""The relative difference that two roundings to float32 may make between a table in a file and a recorded one."""
+
 UNROTATED_DIVISOR = 1e30
 WIDEST = 65536
 """Features of a head; more is a damaged file."""
@@ -291,19 +294,9 @@ def _record(opened: GGUFFile, table: RotaryTable) -> tuple[PatchRecord | None, l
     except ValueError as error:
         return None, [f"its patch record cannot be read: {error}"]
     recorded = table_of(record.tables)
-    if recorded is None or not same_table(TableRecord.of(table), recorded):
+    if recorded is None or not TableRecord.of(table).matches(recorded, ROUNDED_TWICE):
         return record, [f"its patch record says another table: {record.to_method()}"]
     return record, []
-
-
-def same_table(one: TableRecord, other: TableRecord) -> bool:
-    """Tell whether two tables are one, up to two roundings to float32; their unrotated pairs must be the same."""
-    mine, theirs = frequencies.table_of(one.inv_freq), frequencies.table_of(other.inv_freq)
-    return (
-        mine.shape == theirs.shape
-        and torch.allclose(mine, theirs, rtol=2e-6, atol=frequencies.UNROTATED)
-        and abs(one.attention_scaling - other.attention_scaling) < 1e-5
-    )
 
 
 def table_of(tables: Mapping[str, TableRecord]) -> TableRecord | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from rope_patch.modeling.attention_probe import attending_with
+from rope_patch.modeling.modes import attending_with
 
 if TYPE_CHECKING:
     from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun

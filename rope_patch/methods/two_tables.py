@@ -106,12 +106,8 @@ class TwoTables(Method):
 
     def __str__(self) -> str:
         """Write the method string ``LONG@LENGTH[@SHORT]``."""
-        return joined(str(self.long), self.switch_at, str(self.short))
-
-
-def joined(long: str, switch_at: int, short: str) -> str:
-    """Return the method string of two methods: the short one is left out where it changes nothing."""
-    return "@".join([long, str(switch_at), *([] if short == Default.name else [short])])
+        string = f"{self.long}@{self.switch_at}"
+        return string if self.short == Default() else f"{string}@{self.short}"
 
 
 def check_one_table(method: Method, what: str) -> None:

@@ -1,13 +1,13 @@
 """Attention functions of our own, and what a model's attention layers were given while they ran.
 
-A model attends through :func:`attending_with` by way of any function that is registered with transformers'
-``AttentionInterface``. The one registered here attends causally and records the queries, keys and values.
+A model attends through any function that is registered with transformers' ``AttentionInterface``, in a block of
+:func:`~rope_patch.modeling.modes.attending_with`. The one registered here attends causally and records
+the queries, keys and values.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from rope_patch.modeling.modes import attention_set_to
+from rope_patch.modeling.modes import attending_with
 from rope_patch.patching.locate import device_of
 
 NAME = "rope_patch_probe"
@@ -115,12 +115,3 @@ def record_attention(model: PreTrainedModel, decoder: nn.Module, ids: Tensor, po
         stack.callback(_RECORDING.reset, _RECORDING.set(recording))
         decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
     return recording.calls
-
-
-@contextlib.contextmanager
-def attending_with(model: nn.Module, name: str) -> Iterator[None]:
-    """Let the parts of a model attend through a registered function."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    configs = list({id(part.config): part.config for part in parts if part._can_set_attn_implementation()}.values())
-    with attention_set_to(configs, name):
-        yield

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -30,16 +30,24 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attention_set_to(configs: Sequence[PreTrainedConfig], name: str) -> Iterator[None]:
-    """Let the parts of a model with these configs attend through a registered function within a ``with`` block.
+def attending_with(model: nn.Module, name: str, *, instead_of: str | None = None) -> Iterator[None]:
+    """Let the parts of a model attend through a registered function within a ``with`` block.
 
     As long as this lasts the model is not to be read from another thread.
+
+    Args:
+        model: of transformers, or a model around one.
+        name: of the function.
+        instead_of: the name of the function that a part must attend through now; by default any.
     """
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
+    chosen = [config for config in configs.values() if instead_of in (None, config._attn_implementation)]
+    before = [config._attn_implementation_internal for config in chosen]
+    for config in chosen:
         config._attn_implementation_internal = name
     try:
         yield
     finally:
-        for config, old in zip(configs, before, strict=True):
+        for config, old in zip(chosen, before, strict=True):
             config._attn_implementation_internal = old

@@ -6,18 +6,14 @@ point, keys and values repeated for grouped heads, and new copies of the layer's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-
-from rope_patch.modeling.modes import attention_set_to
 
 NAME = "rope_patch_prefill"
 ROWS = {"cpu": 64}
@@ -127,15 +123,3 @@ def prefill_mask(**kwargs: Any) -> Tensor | None:
 
 AttentionInterface.register(NAME, prefill_attention)
 AttentionMaskInterface.register(NAME, prefill_mask)
-
-
-def sdpa_configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Return the configs of the parts of a model that attend through transformers' ``sdpa``."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    configs = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
-    return [config for config in configs.values() if config._attn_implementation == "sdpa"]
-
-
-def lean_attention(configs: Sequence[PreTrainedConfig]) -> AbstractContextManager[None]:
-    """Attend with :func:`prefill_attention` in the parts of a model with these configs, within a ``with`` block."""
-    return attention_set_to(configs, NAME)

@@ -17,7 +17,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.inputs import refuse_prompts
-from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
+from rope_patch.modeling.modes import attending_with
+from rope_patch.modeling.prefill import NAME, RoomyLayer
 from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
@@ -125,13 +126,13 @@ class Reader:
                 "rope_patch.apply(model, 'default', freeze_at=LENGTH), or read whole texts one at a time"
             )
         size = chunk or max(ids.shape[1], 1)
-        configs = sdpa_configs(self.model) if past is not None else []
         reach = cached_tokens(past) + max(ids.shape[1], 1) if reach is None else reach
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
             before = 0.0 if progress is None else progress.read
             with contextlib.ExitStack() as stack:
-                stack.enter_context(lean_attention(configs))
+                if past is not None:
+                    stack.enter_context(attending_with(self.model, NAME, instead_of="sdpa"))
                 stack.enter_context(reaching(self.rotary, reach, trusted=True))
                 if progress is not None:
                     stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))

@@ -38,14 +38,14 @@ class TableRecord:
         """Record a table."""
         return cls(tuple(table.inv_freq.tolist()), float(table.attention_scaling), table.fingerprint)
 
-    def matches(self, other: TableRecord) -> bool:
+    def matches(self, other: TableRecord, rtol: float = 1e-6) -> bool:
         """Tell whether two tables are one, up to what another machine's float32 power function may differ by."""
         if self.hash == other.hash:
             return True
         mine, theirs = table_of(self.inv_freq), table_of(other.inv_freq)
         return (
             mine.shape == theirs.shape
-            and torch.allclose(mine, theirs, rtol=1e-6, atol=0.0)
+            and torch.allclose(mine, theirs, rtol=rtol, atol=0.0)
             and abs(self.attention_scaling - other.attention_scaling) < 1e-6
         )
 

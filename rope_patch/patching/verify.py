@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -191,30 +190,6 @@ def _in_use(location: Location, record: PatchRecord) -> list[str]:
         return [*problems, f"the table changes {switches}, the record says at {method.switch_at} tokens"]
     short = measure(location, module, record.short_tables, device, reach=method.switch_at)
     return problems + [f"short table: {problem}" for problem in short]
-
-
-def edits_since(location: Location) -> list[str]:
-    """Return what somebody has changed in a patched model's config since the patch, a line for each key."""
-    record = location.record
-    if record is None:
-        return []
-    recorded, current = (
-        dict(_flat(settings_of(config_with(location.config, settings))))
-        for settings in (repeat(location, record).settings, settings_of(location.config))
-    )
-    return [
-        f"{key} {recorded.get(key, 'absent')} -> {current.get(key, 'absent')}"
-        for key in sorted({*recorded, *current})
-        if recorded.get(key) != current.get(key)
-    ]
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, list(value) if isinstance(value, tuple) else value
 
 
 def _differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, TableRecord], what: str) -> list[str]:

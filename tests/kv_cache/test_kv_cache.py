@@ -40,8 +40,8 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.errors import attention_errors
-from rope_patch.modeling.attention_probe import attending_with
 from rope_patch.modeling.capture import capture
+from rope_patch.modeling.modes import attending_with
 
 TOKENS = 24
 NARROW = {**MIXED, "sliding_window": 8}

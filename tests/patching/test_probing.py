@@ -27,7 +27,6 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
-from rope_patch import PatchError
 from rope_patch.checkpoints.offline import skeleton
 from rope_patch.patching import locate as locating
 
@@ -278,26 +277,6 @@ def test_a_record_is_carried_out_as_it_is(tmp_path):
     config["max_position_embeddings"] = config["rope_patch"]["target_length"] = 4096
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     assert rope_patch.load(tmp_path / "out").config.max_position_embeddings == 4096
-
-
-# --- edits after a patch ----------------------------------------------------------------------------------------------
-
-
-def edited():
-    model = tiny_model()
-    rope_patch.apply(model, "pi:factor=2", target_length=128)
-    model.config.rope_parameters["factor"] = 4.0
-    model.config.max_position_embeddings = 256
-    return model
-
-
-def test_edits_of_the_config_are_named_when_they_are_dropped(monkeypatch):
-    warnings, model = heard(monkeypatch), edited()
-    with pytest.raises(PatchError, match="already patched"):
-        rope_patch.apply(model, "default")
-    patch = rope_patch.apply(model, "default", replace=True)
-    assert "128 -> 256" in warnings[0] and "rope_parameters.factor" in warnings[0]
-    assert patch.after[None].rope_type == "default" and model.config.max_position_embeddings == 64
 
 
 # --- encoders and decoders --------------------------------------------------------------------------------------------
