@@ -137,9 +137,7 @@ def test_analyze_records_that_weights_are_dequantized(file, tmp_path):
 def test_the_card_of_an_extended_file_says_that_weights_are_dequantized(file, tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.extending.run.default_tokens", lambda model: 1)
     words = ("--length", "1k", "--methods", "yarn", "--tolerance", "1")
-    run("extend", file, *words, "--export", "gguf", "-o", tmp_path / "out")
-    assert rope_patch.verify(tmp_path / "out.gguf").method == "yarn:factor=4", "the file itself is patched"
-    assert "Q8_0" in {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    run("extend", file, *words, "-o", tmp_path / "out")
     assert "Its weights come from a GGUF file: dequantized Q8_0." in (tmp_path / "out" / "README.md").read_text()
 
 
