@@ -41,10 +41,12 @@ def check_spec(spec: EvalSpec) -> None:
     """Raise unless a spec can be used for a check of caches.
 
     Raises:
-        ValueError: it asks for no window of text.
+        ValueError: it asks for no window of text, or for LongPPL.
     """
     if spec.windows == 0:
         raise ValueError("a check of caches needs windows of text: give windows >= 1, got 0")
+    if spec.longppl:
+        raise ValueError("LongPPL is measured by compare: give longppl=False")
 
 
 def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
@@ -119,11 +121,7 @@ def kv_check(
     if len(resolved) < len(methods):
         raise ValueError(f"methods must differ from each other, got {', '.join(map(str, methods))}")
     record = locate(model).record
-    result_cache = open_cache(resume)
-    setting = Setting(model, suite, limits, result_cache)
-    if suite.spec.longppl and suite.key_tokens is None:
-        with progress.unreported():
-            suite.choose_key_tokens(model, resume=result_cache, **options)
+    setting = Setting(model, suite, limits, open_cache(resume))
 
     @contextlib.contextmanager
     def in_place(label: str) -> Iterator[tuple[RotaryTable, ...]]:

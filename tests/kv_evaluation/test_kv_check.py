@@ -379,6 +379,7 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         ("llama", {"lengths": [20]}, "20"),
         ("llama", {"lengths": []}, "lengths is empty"),
         ("llama", {"windows": 0}, "windows >= 1"),
+        ("llama", {"longppl": True}, "compare"),
         ("llama", {"windows": 10**6}, "ask for fewer windows"),
         ("llama", {"haystack": Path("nowhere")}, "nowhere"),
         ("llama", {"confidence": 1.0}, "confidence"),
