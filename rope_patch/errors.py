@@ -47,7 +47,7 @@ def in_one_line(error: BaseException, most: int = 400) -> str:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object of a JSON file.
+    """Return the object that a JSON file holds.
 
     Raises:
         OSError: the file cannot be read, is no JSON, or holds a list, a word or a number.

@@ -151,7 +151,7 @@ class RotaryTable:
 
 
 Tables = Mapping[str | None, RotaryTable]
-"""The tables of a model by layer type; a single one, of None, where all layers have the same."""
+"""The tables of a model by layer type; a single one under the key None, where all layers share it."""
 
 
 def choose_layer_types(

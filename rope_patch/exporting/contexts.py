@@ -73,7 +73,7 @@ def kind_of(parameters: Mapping[str, Any]) -> str:
 
 
 def as_stated(stated: StatedContext) -> Derived:
-    """Return the context as it is stated: transformers, llama.cpp."""
+    """Return the context as it is stated, which transformers and llama.cpp take."""
     return stated.length, ()
 
 

@@ -43,7 +43,7 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True)
 class Flags:
-    """What to give a program.
+    """The options by which a program runs a checkpoint under a method.
 
     Attributes:
         program: the program, a key of :data:`WRITERS`.

@@ -35,7 +35,7 @@ PASSES = 4.0
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained on.
+    """The rows that a training reads, and its number of steps.
 
     Attributes:
         positions: the kind of rows: ``"full"``, rows of the target length, or ``"pose"``, short rows whose positions
@@ -59,7 +59,7 @@ class Training:
 
 
 def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_length: int, tokens: int | None) -> Training:
-    """Return which rows to train on, by what fits into memory and time.
+    """Return the rows to train on: those that fit into memory and time.
 
     Args:
         model: the model in memory.

@@ -67,7 +67,7 @@ evidence. rope_patch {version}.
 
 
 def card(outcome: Extended) -> str:
-    """Return the card.
+    """Return the model card of an extended checkpoint, in Markdown.
 
     Args:
         outcome: the outcome of the run, with a chosen method.

@@ -29,7 +29,7 @@ NATIVE = ("default", "linear", "dynamic", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class EvaluatedMethod:
-    """What speaks for and against a method.
+    """A method with the measurements that speak for and against it.
 
     Attributes:
         method: the method as a method string.
@@ -53,7 +53,7 @@ class EvaluatedMethod:
 
     @property
     def label(self) -> str:
-        """What its row of a comparison is called."""
+        """The label of its row in a comparison."""
         return labelled(self.method, self.trained)
 
     @property
@@ -70,7 +70,7 @@ class EvaluatedMethod:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was decided.
+    """The decision between methods.
 
     Attributes:
         chosen: the method that is chosen; None where none can be.
@@ -91,7 +91,7 @@ class Choice:
 
     @property
     def label(self) -> str | None:
-        """What the row of the chosen method is called."""
+        """The label of the row of the chosen method."""
         return None if self.chosen is None else self.chosen.label
 
 
@@ -115,7 +115,7 @@ class MethodEvaluator:
         return statistics.fmean(result.accuracy(length) for result in row.scores.retrieval.values())
 
     def perplexity(self, row: Row, stop: int) -> float:
-        """Return the perplexity in the second half of the positions below one."""
+        """Return the perplexity in the second half of the positions below ``stop``."""
         text = row.scores.perplexity
         if text is None:
             raise ValueError("no window of text was measured")
@@ -123,7 +123,7 @@ class MethodEvaluator:
         return math.inf if math.isnan(found) else found  # so that it sorts last
 
     def positions(self, stop: int) -> str:
-        """Return which positions :meth:`perplexity` is of, in words."""
+        """Return the positions that :meth:`perplexity` averages over, in words."""
         return f"positions {self.comparison.spec.edge_at(stop // 2)} to {stop}"
 
     def evaluate(self, row: Row) -> EvaluatedMethod:
@@ -204,7 +204,7 @@ class MethodEvaluator:
         return self.ahead(row.label, UNPATCHED) or (by_far and self._sign(row.label, UNPATCHED, "retrieval") == 0)
 
     def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:
-        """Return those that do not differ significantly from the best, and in what the others do.
+        """Return the methods that do not differ significantly from the best, and the metrics in which the others do.
 
         Args:
             evaluated: the methods to compare, the best first.

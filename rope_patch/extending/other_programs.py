@@ -16,7 +16,7 @@ from rope_patch.runtime.folders import is_gguf
 
 
 def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_length: int) -> list[str]:
-    """Return what a model is, a sentence each.
+    """Return a description of a model, one sentence to an entry.
 
     Args:
         model: the model in memory.
@@ -61,7 +61,7 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
 
 
 def _said(row: AuditRow) -> tuple[str, str]:
-    """Return what is said before and after the names of the programs."""
+    """Return the two parts of a sentence, before and after the names of the programs."""
     where = f" for {row.layer_type} layers" if row.layer_type else ""
     before, what = {
         DIFFERS: ("", f" computes another table from the config{where}"),

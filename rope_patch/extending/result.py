@@ -13,7 +13,7 @@ from rope_patch.options.extend import ExtendSettings
 
 @dataclass(frozen=True)
 class Extended:
-    """What came of a run.
+    """The result of a run: the choice, its evidence, and the folder that was written.
 
     Attributes:
         output: the folder that was written; None where no method could be chosen.

@@ -16,7 +16,7 @@ SIZES = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4))
 
 @dataclass(frozen=True)
 class Round:
-    """One round.
+    """One round of measurements.
 
     Attributes:
         candidates: the number of methods that are measured; the unpatched model is measured besides.
@@ -30,7 +30,7 @@ class Round:
 
 
 def rounds_of(candidates: int, windows: int, samples: int) -> tuple[Round, ...]:
-    """Return the rounds of some candidates; the last two meet twice.
+    """Return the rounds of a number of candidates; the last two are compared in two rounds.
 
     >>> [(r.candidates, r.windows, r.samples) for r in rounds_of(7, 4, 1)]
     [(7, 4, 1), (4, 8, 2), (2, 16, 4), (2, 32, 8)]
@@ -49,7 +49,7 @@ def rounds_of(candidates: int, windows: int, samples: int) -> tuple[Round, ...]:
 
 
 def cost_of(rounds: tuple[Round, ...], cost: Callable[[int, int], float]) -> float:
-    """Return what the rounds cost, each only what it measures anew.
+    """Return the cost of all rounds, of which each measures only what the rounds before did not.
 
     Args:
         rounds: the rounds, in order.

@@ -84,7 +84,7 @@ def extend(
 
 
 class Run:
-    """One run: what its steps share.
+    """One run of :func:`extend`: the values that its steps share, and the steps.
 
     Args:
         model: the model to be extended.
@@ -126,7 +126,7 @@ class Run:
         self.suite = self._suite(options.evaluation.depths)
 
     def _fitting(self, methods: Sequence[str]) -> list[str]:
-        """Return the methods that fit the model, with their factors; of those by default others are left out."""
+        """Return the methods that fit the model, with their factors; default methods that do not fit are left out."""
         fitting = []
         try:
             # Whether the model can be patched at all, before any method is tried.
@@ -151,7 +151,7 @@ class Run:
         return fitting
 
     def _suite(self, depths: Sequence[float]) -> EvalSuite:
-        """Return the largest suite that rounds take their parts of."""
+        """Return the largest suite, of which each round takes a part."""
         length, lengths = self.options.length, [self.trained_length]
         # The trained length, doubled until the target: reports show where a method begins to fail.
         while 2 * lengths[-1] < length:
@@ -171,12 +171,12 @@ class Run:
         return suite
 
     def say_what_the_model_is(self) -> None:
-        """Say what the model is."""
+        """Report what the model is, and what other programs compute from it."""
         for line in describe_model(self.model, self.options, self.trained_length):
             progress.say(line)
 
     def tokens_in_time(self) -> int:
-        """Return how many tokens fit into the budget, as the first of several calls measured it."""
+        """Return how many tokens fit into the budget; a run that goes on keeps the number that it measured at first."""
         spec = self.suite.spec
         rows = min(spec.rows, max(1, len(self.suite.windows)))
         budget = float(self.options.budget or 0)
@@ -316,7 +316,7 @@ class Run:
         return comparisons
 
     def finish(self, *, overwrite: bool, tokens: int | None = None) -> Extended:
-        """Do all steps that are left."""
+        """Measure, choose, train if asked to, and write; finished work is not repeated."""
         options = self.options
         if tokens is None and options.budget is not None:
             tokens = self.tokens_in_time()

@@ -51,7 +51,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     # --- log-likelihood
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score continuations, as lm-eval does, but the right answers of retrieval tasks in the engine's own tokens."""
+        """Score continuations as lm-eval does, but right answers of retrieval tasks in their own tokens."""
         # lm-eval has a request encoded from its two texts alone, so the number of tokens is looked up by them.
         self._answer_tokens = {request.args: count for request in requests if (count := answer_tokens(request))}
         try:

@@ -27,7 +27,7 @@ from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.text import did_you_mean
 
 NAME = "rope_patch"
-"""What ``--model`` calls it."""
+"""The name of this model type, for ``--model``."""
 
 PARAMETERS = {f.name for method in METHODS.values() for f in fields(method)}
 """Every parameter of every method; none of them is an argument of lm-eval's."""

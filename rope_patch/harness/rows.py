@@ -25,7 +25,7 @@ class RequestRow:
     asked: list[tuple[int, int, Sequence[int]]]
 
     def targets(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return which state scores which token, each pair once and in order, and of each request its pairs."""
+        """Return the states and the tokens that they score, each pair once and in order, and each request's pairs."""
         pairs = [
             torch.stack([torch.arange(context - 1, context - 1 + len(rest)), torch.tensor(rest)], 1)
             for _, context, rest in self.asked
@@ -35,7 +35,7 @@ class RequestRow:
 
 
 def grouped(requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Callable[[int], int]) -> list[RequestRow]:
-    """Requests in rows, the longest first.
+    """Return requests in rows, the longest first.
 
     Args:
         requests: the requests: each one's texts or None, the tokens of its context, and those of its continuation.
@@ -66,10 +66,7 @@ def grouped(requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Call
 
 
 def answer_tokens(request: Instance) -> int | None:
-    """Return how many tokens the continuation of a request has that asks for the right answer of a retrieval task.
-
-    None of any other request.
-    """
+    """Return the number of tokens of a right answer, for a request that scores one of a retrieval task; else None."""
     doc = request.doc if isinstance(request.doc, Mapping) else {}
     asked = "answer_tokens" in doc and request.args[1:] == (doc.get("target"),)
     return int(doc["answer_tokens"]) if asked else None

@@ -262,7 +262,7 @@ def perplexity_documents(
 # All lengths of a task cut the same text, which is tokenized once.
 @functools.lru_cache(maxsize=1)
 def words_of(arguments: TokenizerArguments, path: str | None) -> tuple[list[str], list[int]]:
-    """Words of a text, and the tokens up to each: an estimate, since neighbours may merge."""
+    """Return the words of a text, and the tokens up to each: an estimate, since the tokens of neighbours may merge."""
     tokenizer, _ = load_tokenizer(arguments)
     if path is None:
         text = builtin_text("heldout").text
@@ -293,7 +293,7 @@ TokenizerArguments = tuple[tuple[str, Any], ...]
 
 
 def tokenizer_arguments(metadata: Mapping[str, Any]) -> TokenizerArguments:
-    """What says which tokenizer the model will use, and how."""
+    """Return the arguments of the model that say which tokenizer it uses, and how."""
     name = next((metadata[key] for key in ("tokenizer", "pretrained", "model") if metadata.get(key)), None)
     if name is None:
         raise ValueError(

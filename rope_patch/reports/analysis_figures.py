@@ -23,7 +23,7 @@ LINE = "The line 2π/L is the frequency bound of Jonasson (2025): slower pairs m
 
 
 def attention_masses(analysis: Analysis) -> Figure:
-    """Return the attention mass of every head by what it attends to."""
+    """Return the figure of the attention mass of every head, by what it attends to."""
     layers = analysis.heads.layers
     masses: list[tuple[str, Callable[[LayerHeads], Tensor]]] = [
         ("own token", lambda layer: layer.offset_mass[:, 0]),
@@ -60,7 +60,7 @@ def _stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
-    """Return a single head."""
+    """Return the figure of a single head: norms of its pairs, attention, and what each pair adds to the logit."""
     terms = {distance: shown.mean_terms(distance) for distance in (0, 1)}
     logits = [number_text(float(shown.logits.diagonal(-distance).mean())) for distance in terms]
     title = _title(analysis, shown.layer, shown.head)
@@ -88,7 +88,7 @@ def _title(analysis: Analysis, layer: int, head: int) -> str:
 
 
 def norms(analysis: Analysis) -> Figure:
-    """Return the mean norm of each pair by layer, a line of panels for each kind of layers."""
+    """Return the figure of the mean norm of each pair by layer, with a row of panels for each kind of layers."""
     grid = []
     for kind in kinds(analysis.capture):
         titles = zip(ROLES, kind.titled(list(ROLES.values())), strict=True)
@@ -105,7 +105,7 @@ def norms(analysis: Analysis) -> Figure:
 
 
 def outlier_scatter(analysis: Analysis) -> Figure:
-    """Return length against turns and against the angle, with both bounds."""
+    """Return the figure of the mean's length against its turns and against its angle, with both bounds."""
     points = scatter(analysis.capture)
     cuts = {states: RATIO * float(points.radius(states).median()) for states in ("key", "query")}
     counted = []
@@ -125,7 +125,7 @@ def outlier_scatter(analysis: Analysis) -> Figure:
 
 
 def p_sweep(analysis: Analysis) -> Figure:
-    """Return what the pairs that each p zeroes carry, and what zeroing them costs."""
+    """Return the figure of what the pairs that each p zeroes carry, and of what zeroing them costs."""
     points = [point for point in analysis.p_sweep if point.change is not None]
     carried = {
         "norm of the queries": [point.query_share for point in points],

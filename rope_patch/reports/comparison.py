@@ -143,7 +143,7 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
 
 
 def _differences(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> list[DataTable]:
-    """Each method less the best of the column, on the same windows and prompts."""
+    """Return the table of each method minus the best of its column, on the same windows and prompts."""
     if len(comparison.rows) == 1:
         return []
     shown = {}
@@ -231,7 +231,7 @@ def retrieval_text(scores: EvalResult) -> str:
 
 
 def haystack_of(retrieval: RetrievalResult) -> str:
-    """Return what needles were hidden in, and how prompts were put to the model."""
+    """Return the text that needles were hidden in, and the form in which prompts were put to the model."""
     put = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
     return f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {put}"
 
@@ -244,7 +244,7 @@ def _percent(comparison: Comparison) -> str:
 
 
 def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
-    """Perplexity by position, of the methods whose perplexity is a number."""
+    """Return the figure of perplexity by position, of the methods whose perplexity is a number."""
     curves = {}
     for row in comparison.rows:
         text = row.scores.perplexity
@@ -266,7 +266,7 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
 
 
 def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
-    """Exact match over lengths × depths of one task."""
+    """Return the figure of exact match over lengths × depths of one task."""
     lengths = comparison.spec.lengths
     depths = list(dict.fromkeys(cell.depth for cell in comparison.rows[0].scores.retrieval[task].cells))
     rows, ends = "depth of the needle", "0 % is the start of the prompt, 100 % just before the question"
@@ -283,7 +283,7 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
 
 
 def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
-    """A figure for each layer type whose tables differ, a sentence for each of the others."""
+    """Return a figure for each layer type whose tables differ, and a note for each other one."""
     parts: list[Figure | Note] = []
     for i, slot in enumerate(comparison.rows[0].tables):
         layers = f"layers of type {slot.layer_type}" if slot.layer_type else "all layers"

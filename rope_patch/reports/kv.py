@@ -85,7 +85,7 @@ def _table(check: KVCheck, length: int) -> DataTable:
 
 
 def _value(metric: Metric, scores: EvalResult, span: Span) -> Cell:
-    """A value, and below that of retrieval the share of answers that are first choice."""
+    """Return a value; below one of retrieval stands the share of answers that are first choice."""
     value = value_text(metric, metric.value(scores, span))
     if metric.name != "retrieval" or span.task is None:
         return Cell(value)
@@ -94,7 +94,7 @@ def _value(metric: Metric, scores: EvalResult, span: Span) -> Cell:
 
 
 def _change(check: KVCheck, row: CheckRow, metric: Metric, span: Span) -> Cell:
-    """A change from full precision, and below it its interval where there is one."""
+    """Return a change from full precision; below it stands its interval, where there is one."""
     change = check.change(row, metric, span)
     estimate, low, high = (change_text(metric, value) for value in change)
     return Cell(estimate, f"{low} to {high}" if math.isfinite(change.high - change.low) else "")
@@ -106,13 +106,13 @@ def _verdict(check: KVCheck, row: CheckRow, length: int) -> Cell:
 
 
 def _bits(row: CheckRow, length: int) -> Cell:
-    """Bits of a cache, and below them those of its quantized part where they differ."""
+    """Return the bits of a cache; below them stand those of its quantized part, where they differ."""
     whole, part = number_text(row.cache_bits[length]), number_text(row.bits)
     return Cell(whole, part if part != whole else "")
 
 
 def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
-    """What each scheme costs in one metric at the longest length."""
+    """Return the figure of what each scheme costs in one metric at the longest length."""
     names = _schemes_of(check)
     panels = {}
     for method, name in _methods(check).items():
@@ -190,7 +190,7 @@ def _attribution_row(check: KVCheck, row: CheckRow) -> Cells | None:
 
 
 def _by_wavelength(check: KVCheck) -> Figure | Note:
-    """What each pair adds to the error of the logits; a sentence where no key is rounded."""
+    """Return the figure of what each pair adds to the error of the logits, or a note where no key is rounded."""
     names = _schemes_of(check)
     panels: dict[str, plots.Waves] = {}
     worst = []

@@ -84,7 +84,7 @@ class ResultCache(MutableMapping[str, Any]):
 
 
 class PartOfCache(ResultCache):
-    """The result cache of all processes, of which this one writes what it alone has read, to a file of its own.
+    """The result cache of all processes; this process writes what it alone has finished, to a file of its own.
 
     Args:
         path: the file of this process.
@@ -153,7 +153,7 @@ def key(**parts: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a value as JSON can say it: numbers that are infinite or none become None, tuples lists.
+    """Return a value that JSON can hold: infinite numbers and NaN become None, tuples become lists.
 
     Example:
         >>> finite({"a": (1.5, float("inf"))})

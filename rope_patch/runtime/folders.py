@@ -42,7 +42,7 @@ def is_gguf(source: str | Path) -> bool:
 
 
 def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
-    """Raise where a checkpoint or an adapter is none on this disk, and its name is not that of a hub repository.
+    """Raise unless a source is a checkpoint or adapter on this disk, or its name may be that of a hub repository.
 
     The hub is asked for nothing: with retries that takes half a minute.
 
@@ -327,7 +327,7 @@ def _move_into(source: Path, out: Path) -> None:
 
 
 def _retired(new: set[str], out: Path) -> list[Path]:
-    """Return what has to go before new files of these names come: the old config first."""
+    """Return the older files that are moved away before new ones of these names arrive: the old config first."""
     names = [name for name in CONFIGS if name in new]
     if "config.json" in new:  # a whole model; an adapter leaves the base model beside it alone
         names += [CONFIGS[1], *(path.name for pattern in _STALE for path in out.glob(pattern))]

@@ -96,7 +96,7 @@ def unreported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_of(tokens: int) -> Iterator[None]:
-    """Report at the end of a ``with`` block what of a number of tokens was not reported within it."""
+    """Report at the end of a ``with`` block the part of a number of tokens that was not reported within it."""
     left, outer = tokens, _on_tokens.get()
 
     def count(name: str, done: int) -> None:
@@ -166,7 +166,7 @@ class Progress:
         self._report(min(int(self.size * self.read / self.reads), self.size - 1))
 
     def finish(self) -> None:
-        """Report what is left: the result is there, and stored where it is to be stored."""
+        """Report the rest; called when the result is there, and stored where it is to be stored."""
         self._report(self.size)
 
     def _report(self, tokens: int) -> None:

@@ -22,7 +22,7 @@ from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, drawable, pl
 
 BOUND = "2π/L"
 SHOWN = 0.995
-"""Quantile of the values that colours end at, where a few larger ones would leave all others in the dark."""
+"""Quantile of the values at which the colours end, where a few larger values would leave all others dark."""
 PAIRS = "wavelength of the pair [tokens]\n(number of the pair)"
 
 

@@ -95,7 +95,7 @@ def retrieval_heatmap(
 
 
 def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, context: int, title: str) -> Figure:
-    """Draw by what each table divides the frequencies it was made from, against their wavelengths, a line per table.
+    """Draw the factor by which each table divides the frequencies before, against their wavelengths, a line per table.
 
     Pairs that a table stops have no factor: they are triangles at the upper edge.
 

@@ -21,7 +21,7 @@ VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": (
 LINEAR = 1.0
 """A change of perplexity that is drawn in proportion; larger ones by their logarithm [%]."""
 STEP = 1.25
-"""Distance between unrotated pairs, which have no wavelength, on the axis of wavelengths."""
+"""Factor between the places of neighbouring unrotated pairs, which have no wavelength, on the logarithmic axis."""
 
 
 class Cost(NamedTuple):
