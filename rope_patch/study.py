@@ -125,7 +125,7 @@ class Study:
             head = sharpness_for(table, *wendler_head(table), mass=MASS, length=self.length)
         except ValueError:  # no pair turns, or by less than float64 can tell
             head = None
-        return [
+        return [  # in the order of the names in `facts`
             float(rests.sum()),
             float(wavelength(turning).min()) if len(turning) else None,
             2 * math.pi / slowest if slowest else None,

@@ -90,6 +90,7 @@ class LayerHeads:
             types.append("first token")
         elif float(self.sink_mass[head]) >= majority:
             types.append("sink")
+        # NaN stands for what was not measured, and counts as no attention.
         on_text = self.induction_mass[head] - self.induction_chance
         if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= majority:
             types.append("induction")

@@ -112,6 +112,7 @@ class SingleHead:
         if not 0 <= distance < len(self.query):
             raise ValueError(f"distance must be in [0, {len(self.query)}), got {distance}")
         query, key = self._rotated
+        # Query i + distance stands beside key i.
         return (query[distance:] * key[: len(key) - distance]).sum(-1).mean(0) * self.scaling
 
     def _pairs(self, states: Tensor) -> Tensor:
@@ -122,6 +123,7 @@ class SingleHead:
         """Queries and keys as attention sees them: (tokens, pairs, 2) each."""
         angles = torch.arange(len(self.query))[:, None] * self.inv_freq.double()
         turns = torch.polar(torch.ones_like(angles), angles) * self.attention_scaling
+        # view_as_complex needs the two features of a pair side by side in memory.
         query, key = (
             torch.view_as_real(torch.view_as_complex(self._pairs(states).contiguous()) * turns)
             for states in (self.query, self.key)

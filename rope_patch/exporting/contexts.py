@@ -101,6 +101,7 @@ def vllm(stated: StatedContext) -> Derived:
         kind = kind_of(parameters)
         if kind in ("longrope", "llama3", "yarn"):
             continue
+        # As in vLLM's loop over layer types, a dictionary without a factor keeps the one before it.
         factor = parameters.get("factor", factor) or 1.0
         if factor != 1.0:
             reasons.append(f"{_MULTIPLIED} {kind}")

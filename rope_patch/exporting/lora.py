@@ -20,7 +20,7 @@ def check_adapter(source: str | Path, to: str) -> None:
         FileNotFoundError: the source is not a local folder with safetensors.
     """
     folder = Path(source)
-    for name in _FILES[:2]:
+    for name in _FILES[:2]:  # an adapter that was trained without a patch has no record
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: download or save the adapter again")
     config = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))

@@ -173,6 +173,7 @@ class MethodEvaluator:
         Few windows tell poorly whether a condition is kept, and methods that change nothing keep most of them. So the
         best with regard to the conditions and the best without take turns.
         """
+        # Where conditions are not regarded, the two orders are the same one.
         orders = [self.order(methods, conditions=one) for one in dict.fromkeys((conditions, False))]
         turns = dict.fromkeys(evaluated.label for pair in zip(*orders, strict=True) for evaluated in pair)
         return list(turns)[:count]

@@ -72,6 +72,7 @@ def summary(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
     """
     longest: dict[tuple[str, str | None], Column] = {}
     for column in columns:
+        # Columns come in the order of their lengths, so that the longest one stays.
         longest[column.metric, column.span.task] = column
     return [_best(comparison, column, names) for column in longest.values() if all(map(math.isfinite, column.values))]
 
@@ -125,6 +126,7 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
     for column in columns:
         metric, cells = METRICS[column.metric], []
         tied = {method for method, difference in column.differences.items() if not difference.significant}
+        # The best is marked as well, since the intervals do not tell it from those.
         tied |= {comparison.rows[column.best].label} if tied else set()
         for row, value in zip(comparison.rows, column.values, strict=True):
             note = ""

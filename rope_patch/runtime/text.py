@@ -24,6 +24,7 @@ def parse_length(text: str) -> int:
     (32768, 1000)
     """
     digits, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    # isdigit is true of signs such as ², too, which int refuses.
     if not digits.isascii() or not digits.isdigit():
         raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")
     if int(digits) * thousands > LONGEST:

@@ -65,6 +65,7 @@ def costs(
             axes.axvline(limit, color="0.4", linewidth=1, linestyle=":")
         for cost in costs:
             marker, color = VERDICTS[cost.verdict]
+            # An interval without finite ends, or without a width, has no line to draw.
             if -math.inf < cost.low < cost.high < math.inf:
                 axes.plot([cost.low, cost.high], [rows[cost.scheme]] * 2, color=color, linewidth=1.6, alpha=0.6)
             if math.isfinite(cost.value):
