@@ -76,9 +76,12 @@ def kv_cache(shape: Shape, o: StepOptions) -> int:
 def prefill(shape: Shape, o: StepOptions) -> int:
     """Return what lives beside weights and cache while one sequence is read in a single pass [bytes].
 
-    The residual stream, and in the widest layer the input and three tensors of the gated MLP.
+    The embeddings, and in the widest layer its input, its residual stream, and input and three tensors of its MLP.
+    And all keys and values of sliding layers: what transformers' cache keeps of them is a view.
     """
-    return int(o.length * o.element * max(2 * layer.hidden + 3 * layer.ffn for layer in shape.kinds))
+    work = max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
+    whole = shape.total(lambda layer: 2 * layer.key)
+    return int(o.length * o.element * (work + whole)) - kv_cache(shape, o)
 
 
 def with_adapters(layer: Layer, o: StepOptions) -> tuple[Linear, ...]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.commands import fail, run
+from support.live_bytes import LiveBytes
 from support.subsets import covering
 from support.tiny import SIZE as TINY
 from support.tiny import tiny_config, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rope_patch.modeling.loss import token_loss
@@ -103,7 +101,7 @@ def test_inference():
     assert plan("Llama-3-8B", length=131072).inference == {
         "weights": 2 * 8_030_261_248,
         "KV cache": 2 * 131072 * 32 * 1024 * 2,
-        "prefill in one pass": 131072 * 2 * (2 * 4096 + 3 * 14336),
+        "prefill in one pass": 131072 * 2 * (4 * 4096 + 3 * 14336),
     }
     # gemma-3-12b: 40 layers hold 1024 positions, 8 all of them
     assert plan("gemma-3-12b", length=131072).inference["KV cache"] == 2 * 2048 * 2 * (40 * 1024 + 8 * 131072)
@@ -133,29 +131,6 @@ RUNS = [
     ("gemma3-64", "sdpa", "bfloat16", 4),  # a window of 64 tokens: sdpa needs masks
     ("gemma3-64", "sdpa", "float32", None),
 ]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made inside it that are still alive, now and at most."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        own = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-        self.sizes = {t.untyped_storage()._cdata: 0 for t in own}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.sizes:
-                self.sizes[key] = tensor.untyped_storage().nbytes()
-                self.now += self.sizes[key]
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(tensor.untyped_storage(), self._freed, key)
-        return out
-
-    def _freed(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
 
 
 def prepared(family: str, attention: str, dtype: str, rank: int | None, *, checkpointing: bool, **changes: Any):
