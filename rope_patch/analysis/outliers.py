@@ -177,7 +177,7 @@ class OutlierPair:
     """A pair whose mean key (or query) is long, and where it lies with regard to the bounds.
 
     Attributes:
-        states: whose mean vector it is: ``"key"`` or ``"query"``.
+        states: the states whose mean vector is long, ``"key"`` or ``"query"``.
         layer: the index of the layer.
         head: the index of the query head.
         pair: the index of the pair, fastest first.
@@ -221,7 +221,7 @@ def outlier_pairs(
 
     Args:
         capture: the statistics of queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
-        states: whose mean vectors are searched: ``"key"`` or ``"query"``.
+        states: the states whose mean vectors are searched, ``"key"`` or ``"query"``.
         ratio: the multiple of the median radius above which a pair is an outlier.
         median: the radius that ``ratio`` refers to; by default the median of the layers looked at.
         context: the greatest distance that the bounds consider, as for :func:`scatter` [tokens].

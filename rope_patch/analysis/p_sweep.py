@@ -59,8 +59,8 @@ class SweepPoint:
             exp(i f n)|`` over distances ``n`` within the context.
         perplexity: the perplexity within the context and beyond it; one value where the text is too short for both.
         windows: the number of windows of text.
-        change: for each perplexity, the estimate and the 95 % interval of its rise over the unchanged table, paired by
-            window; None for the unchanged table [nats/token].
+        change: the rise of each perplexity over the unchanged table, as its estimate and the ends of its 95 % interval,
+            paired by window; None for the unchanged table [nats/token].
     """
 
     p: float

@@ -47,8 +47,8 @@ def export_gguf(
     The converter sees the checkpoint as it was before the patch, because it drops or refuses most other tables. What it
     wrote is patched as :func:`~rope_patch.checkpoints.gguf_patch.patch_gguf` patches a file.
 
-    A factor on cos and sin other than 1 (YaRN's) is exact in llama.cpp, except after a context shift: that rotates kept
-    keys once more, and scales them once more too.
+    An attention factor other than 1 (YaRN's) is exact in llama.cpp, except after a context shift: that rotates the keys
+    that are kept once more, and scales them once more, too.
 
     Args:
         model: the checkpoint's model without weights, patched as it shall be; it is not patched any more afterwards.

@@ -40,8 +40,8 @@ class Dialect:
     Attributes:
         types: the rope types that the program knows; at others it raises.
         ignored: the rope types that it reads as plain RoPE, without a word.
-        yarn_keys: the keys by which it lets a config state YaRN's factor on cos and sin.
-        longrope_keys: the keys by which it lets a config state longrope's factor on cos and sin.
+        yarn_keys: the keys by which it lets a config state YaRN's attention factor.
+        longrope_keys: the keys by which it lets a config state longrope's attention factor.
         proportional_share: whether it obeys the share of ``proportional``.
         zero_share: whether it takes a share of 0.
         truncates: whether it obeys ``truncate`` of YaRN; otherwise the ends of the ramp are always rounded.

@@ -18,7 +18,7 @@ class RequestRow:
 
     Attributes:
         ids: (tokens,) int64, the tokens that are read: all but the last one of the longest request.
-        asked: for each request its number, the number of tokens of its context, and the tokens of its continuation.
+        asked: the number of each request, with the number of tokens of its context and the tokens of its continuation.
     """
 
     ids: Tensor

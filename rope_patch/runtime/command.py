@@ -12,7 +12,7 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
 
     Args:
         run: the command; it returns its status, or None for success.
-        interrupted: what the message says after Ctrl-C about the work that was done.
+        interrupted: the message after Ctrl-C, which says what became of the work that was done.
 
     Returns:
         The status of the command; 2 where the user's words or files are wrong, 1 where a library fails, and 130 after
