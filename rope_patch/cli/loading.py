@@ -125,7 +125,7 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
         machine: where the model runs and in which type; ``dtype="auto"`` is that of the checkpoint, or on a CPU what
             :func:`cpu_type` says.
         method: patch to apply, as a method string.
-        **apply_options: of :func:`rope_patch.apply`, for ``method``.
+        **apply_options: options of :func:`rope_patch.apply` for ``method``.
 
     Raises:
         ValueError: an unknown method, no such folder, or one without a checkpoint.
@@ -196,7 +196,7 @@ def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str |
     """Print how much a command reads, and what is lost where it reads less than was asked for.
 
     Args:
-        tokens: that are read.
+        tokens: how many tokens are read.
         lost: a sentence; "" where nothing is.
         budget: the time that was given [s]; None where the size of the model decides.
         more: what stands behind the number of tokens; by default the advice to give a time where none is given.

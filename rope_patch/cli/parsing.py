@@ -38,7 +38,7 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
 
     Args:
         kind: the class of the options; its docstring is the text above the help.
-        words: of the command line, behind the name of the command.
+        words: the words of the command line, behind the name of the command.
 
     Raises:
         UsageError: an unknown option, a missing one, or a word that is no value of its option.

@@ -14,7 +14,7 @@ def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
 
     Args:
         output: folder that the first one claims and creates.
-        files: that it will write there.
+        files: the names of the files that it will write there.
 
     Yields:
         Whether this process is the first, or the only one.

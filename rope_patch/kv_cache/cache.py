@@ -34,7 +34,7 @@ class CacheMaker:
     """Makes empty caches for the model of a run.
 
     Attributes:
-        config: of the model.
+        config: the config of the model.
         run: the model under its scheme.
         identity: tells what is measured through these caches from what is measured through others.
     """
@@ -102,7 +102,7 @@ def quantized(
 
     Args:
         model: a causal language model of transformers.
-        scheme: or its text.
+        scheme: the scheme, or its text.
         exact: every query sees exactly what it would if the text had been decoded token by token, however many tokens
             a pass reads, with or without a cache: attention is computed by :mod:`rope_patch.kv_cache.attention`. If
             not, the model attends as it is set, and the tokens of one pass see each other in full precision, as they do

@@ -20,7 +20,7 @@ class SchemeRun:
     """A model while its cache is quantized by a scheme.
 
     Attributes:
-        plans: by layer.
+        plans: the plan of each layer, by its index.
         turns: cos and sin of the tokens that are being read, by layer type.
         stored: the cache layer that was added to last, by layer, for as long as its cache is in use.
         observe: called with the index of each layer, its queries, keys and values, and the factor on its logits.
@@ -54,8 +54,8 @@ class QuantizedLayer(DynamicLayer):
     Attributes:
         keys: (rows, heads, tokens, head_dim) as they are read: quantized where frozen.
         values: the same of values.
-        raw_keys: in full precision.
-        raw_values: in full precision.
+        raw_keys: the keys in full precision.
+        raw_values: the values in full precision.
     """
 
     keys: Tensor

@@ -26,8 +26,8 @@ class LayerPlan:
     """One layer of a model under a scheme.
 
     Attributes:
-        layer: where its keys appear, its table and its window.
-        scheme: of the model.
+        layer: the layer: where its keys appear, its table and its window.
+        scheme: the scheme of the whole model.
         sides: how ``"keys"`` and ``"values"`` are quantized here.
         exact: (head_dim,) features of keys that stay in full precision whatever the scheme says, or None.
     """

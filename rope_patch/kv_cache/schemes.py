@@ -78,8 +78,8 @@ class Scheme:
     """How a cache is quantized.
 
     Attributes:
-        key: of keys.
-        value: of values.
+        key: how keys are quantized.
+        value: how values are quantized.
         residual: latest tokens in full precision [tokens]; under ``flush`` values alone.
         flush: keys gather in full precision until there are so many, and are then quantized together, as KIVI does
             [tokens]; 0: a block is quantized as soon as it leaves the residual window. Under ``flush`` a query reads
@@ -147,8 +147,8 @@ class Preset:
     """A scheme that others know by name.
 
     Attributes:
-        text: of the scheme.
-        source: where it comes from, and how this differs.
+        text: the scheme written out.
+        source: where it comes from, and how it differs from that.
     """
 
     text: str
@@ -221,7 +221,7 @@ def effective_bits(side: Side, head_dim: int) -> float:
     The residual window, sinks and skipped layers are not in it: they do not grow with the text.
 
     Args:
-        side: of keys or values.
+        side: how keys, or values, are quantized.
         head_dim: features of a head.
     """
     form, share = FORMATS[side.format], float(head_dim)

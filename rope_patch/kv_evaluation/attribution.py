@@ -23,7 +23,7 @@ class Attribution:
     """What parts of a scheme cost on the compared windows, each the rise of the loss over full precision [nats/token].
 
     Attributes:
-        whole: the scheme.
+        whole: the whole scheme.
         keys: its keys alone, values in full precision.
         values: its values alone.
         layers: each layer alone, all others in full precision.
@@ -53,7 +53,7 @@ def worst_layers(costs: Mapping[int, float], tolerance: float) -> tuple[int, ...
     """Return the layers that alone cost more than is tolerated, or two thirds of what the worst one does.
 
     Args:
-        costs: of each layer alone [nats/token].
+        costs: what each layer costs alone, by its index [nats/token].
         tolerance: rise of perplexity that a safe scheme may cost, relative.
     """
     least = min(NAMED * max(costs.values()), math.log1p(tolerance))

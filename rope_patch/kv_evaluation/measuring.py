@@ -35,9 +35,9 @@ def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Sche
     """Measure schemes under a method that is in place.
 
     Args:
-        setting: what is the same for all.
-        patched: the method.
-        schemes: by name.
+        setting: what is the same for all methods and schemes.
+        patched: the method that is in place.
+        schemes: the schemes to measure, by name.
     """
     with progress.stage(f"{patched.method}, none"):
         patched.states = _states(setting, None)

@@ -25,13 +25,13 @@ class KVCheck:
     """The result of a cache check.
 
     Attributes:
-        model: name.
-        rows: by method, full precision first.
+        model: the name of the model.
+        rows: the rows of each method, full precision first.
         spec: what was measured.
-        windows: of text, each as long as the longest length; they do not overlap.
-        text: name.
-        digest: SHA-256 of the text.
-        trained_length: of the model, as :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
+        windows: how many windows of text were read, each as long as the longest length; they do not overlap.
+        text: the name of the text.
+        digest: the SHA-256 of the text.
+        trained_length: what :func:`~rope_patch.patching.verify.trained_length` returns of the model [tokens].
         limits: what a safe scheme may cost.
         captures: statistics of queries and keys under each method.
         environment: versions, device, data type.

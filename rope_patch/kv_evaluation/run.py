@@ -53,7 +53,7 @@ def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
     """Return the schemes to measure by the names they were given, full precision first.
 
     Args:
-        names: of presets, or texts; one that is full precision is left out, and so is one that is given again.
+        names: presets, or schemes written out; full precision is left out, and so is a name that is given again.
 
     Raises:
         ValueError: a bad scheme, two names of one, or none beside full precision.
@@ -89,10 +89,10 @@ def kv_check(
 
     Args:
         model: a causal language model; one that is patched already is measured as it is under ``"default"``.
-        tokenizer: its own.
+        tokenizer: the tokenizer of the model.
         schemes: names of presets, or schemes written out; full precision is always measured too.
         spec: what is measured, or a suite of it with texts in memory.
-        methods: as method strings.
+        methods: the methods to measure under, as method strings.
         limits: what a safe scheme may cost; by default 2 % of perplexity.
         layer_types: which tables are patched, on mixed models.
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].

@@ -28,10 +28,10 @@ class Setting:
     """What is the same for all methods and schemes.
 
     Attributes:
-        model: that is measured.
-        suite: windows and prompts.
+        model: the model that is measured.
+        suite: the windows and prompts.
         limits: what a scheme may cost.
-        result_cache: finished work; None where none is kept.
+        result_cache: what keeps finished work; None where none is kept.
     """
 
     model: nn.Module
@@ -77,9 +77,9 @@ class MethodInPlace:
     """A method that is in place, and what is known of the model under it.
 
     Attributes:
-        method: as a method string.
-        tables: its rotary tables, by layer type.
-        capture: statistics of queries and keys.
+        method: the method string.
+        tables: the rotary tables of the method, by layer type.
+        capture: the statistics of queries and keys.
         states: last hidden states of the compared windows in full precision: (tokens, features) each.
     """
 

@@ -22,7 +22,7 @@ class Divergence:
     Attributes:
         kl: mean of KL(full precision ‖ quantized) [nats/token].
         top1: share of positions at which both prefer the same token.
-        tokens: compared.
+        tokens: how many positions were compared.
     """
 
     kl: float
@@ -50,17 +50,17 @@ class CheckRow:
     """One method under one scheme.
 
     Attributes:
-        method: as a method string.
-        scheme: its name, as it was given.
+        method: the method string.
+        scheme: the name of the scheme, as it was given.
         scheme_text: the scheme written out.
-        scores: perplexity by position and retrieval.
+        scores: the perplexity by position, and retrieval.
         tables: the rotary tables of the method, by layer type.
-        divergence: from full precision; None for full precision itself.
+        divergence: how far the row is from full precision; None for full precision itself.
         key_bits: effective bits per element of the part that is quantized, mean over layers.
-        value_bits: of values.
+        value_bits: the same of values.
         cache_bits: bits per element of a whole cache, by its length: sinks, residual window and unfinished blocks are
             in full precision, and layers that slide hold their window alone.
-        errors: by layer; empty for full precision.
+        errors: what the scheme does to the logits, by layer; empty for full precision.
         attribution: what parts of it cost, where it is unsafe at some length; None elsewhere.
     """
 
@@ -90,10 +90,10 @@ def find_verdict(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> 
     safe where at most :data:`~rope_patch.evaluation.metrics.LOST` of them were lost.
 
     Args:
-        row: of the scheme.
-        base: of full precision, under the same method.
-        length: positions below it, and prompts of it [tokens].
-        limits: what it may cost.
+        row: the row of the scheme.
+        base: the row of full precision under the same method.
+        length: the verdict is on positions below it, and on prompts of it [tokens].
+        limits: what the scheme may cost.
     """
     if row is base:
         return Verdict("safe", "full precision")

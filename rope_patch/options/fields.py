@@ -48,7 +48,7 @@ class Option:
         most: the largest value.
         above: what the value must be larger than.
         below: what the value must be smaller than.
-        unit: of the value, for the messages of the bounds.
+        unit: the unit of the value, for the messages of the bounds.
         choices: all values; empty where there are no fixed ones.
         several: the option holds a tuple, which is written as one word, separated by commas or spaces.
         repeated: the option holds a tuple, and is given once for each item.
@@ -262,7 +262,7 @@ def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
 
     Args:
         kind: the class.
-        values: by the path of the leaf; those that are left out keep their defaults.
+        values: the values by the path of their option; options that are left out keep their defaults.
     """
     arguments: dict[str, Any] = {}
     for one in fields(kind):

@@ -21,7 +21,7 @@ def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
 
     Args:
         kind: the class of the options.
-        values: by the names of their fields; a section is a dictionary of its own.
+        values: the values by the names of their fields; a section is a dictionary of its own.
 
     Raises:
         ValueError: an unknown name, or a value out of its bounds.
@@ -37,7 +37,7 @@ def stated(
 
     Args:
         known: options by their keys.
-        values: by key; a section is a dictionary of its own, or empty.
+        values: the values by key; a section is a dictionary of its own, or empty.
         where: what messages begin with.
 
     Raises:
@@ -86,7 +86,7 @@ def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> s
 
     Args:
         options: the values.
-        comments: whether there are any.
+        comments: whether comments are written.
         width: longest line of a comment [characters].
     """
     if not comments:
