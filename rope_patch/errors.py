@@ -37,13 +37,13 @@ def blamed_on(what: str) -> Iterator[None]:
         raise ValueError(f"{what} ({in_one_line(error)})") from error
 
 
-def in_one_line(error: BaseException, most: int = 400) -> str:
+def in_one_line(error: BaseException) -> str:
     """Return an error's type and message on one line: a message alone may be no more than a key or a number."""
     message = " ".join(str(error).split())
     if isinstance(error, AssertionError) and not message:
         # A bare `assert` of a library has no message.
         return type(error).__name__
-    return f"{type(error).__name__}: {message if len(message) <= most else message[:most] + ' …'}"
+    return f"{type(error).__name__}: {message if len(message) <= 400 else message[:400] + ' …'}"
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -308,24 +308,19 @@ def fingerprint(inv_freq: Table, attention_scaling: float) -> str:
 # --- what a table implies --------------------------------------------------------------------------------------------
 
 
-def granularity(inv_freq: Table, x: Float[Tensor, " features"] | None = None) -> float:
-    """Return the sine similarity of the images of ``x`` at consecutive positions.
+def granularity(inv_freq: Table) -> float:
+    """Return the sine similarity of the images of a query or key at consecutive positions: the mean sine of the pairs.
 
-    ``sum_j w_j sin(inv_freq_j)`` with ``w_j`` the share of ``||x||^2`` in pair ``j``; the plain mean when ``x`` is None
-    (pairs of equal norm). A larger value means that neighbouring positions are easier to tell apart.
+    It is that of vectors whose pairs are of equal norm. A larger value means that neighbouring positions are easier to
+    tell apart.
 
     *Source*: Xiong et al., arXiv:2309.16039, appendix B, theorem 1. The paper's ``C_d`` is printed as a bare sum; it is
     the mean that converges, and the mean is what is returned.
 
-    Args:
-        inv_freq: (pairs,) the table [rad/token].
-        x: (2 pairs,) a query or key in Hugging Face's half-split layout, or None for pairs of equal norm.
-
     >>> round(granularity(geometric(10000.0, 128)), 5)
     0.10938
     """
-    sines = torch.sin(inv_freq.double())
-    return float((pair_shares(x, len(inv_freq)) * sines).sum() if x is not None else sines.mean())
+    return float(torch.sin(inv_freq.double()).mean())
 
 
 def offset_frequency_bound(context: int) -> float:
@@ -350,17 +345,3 @@ def offset_angle_bound(inv_freq: Table, context: int) -> Table:
     if context <= 0:
         raise ValueError(f"context must be positive, got {context}")
     return math.pi + context * zero_unrotated(inv_freq) / 2
-
-
-def _check_features(x: Float[Tensor, " features"], pairs: int) -> None:
-    if len(x) != 2 * pairs:
-        raise ValueError(f"x must hold 2 features per pair: expected {2 * pairs}, got {len(x)}")
-    if not bool(x.any()):
-        raise ValueError("x is zero: it has no direction to compare")
-
-
-def pair_shares(x: Float[Tensor, " features"], pairs: int) -> Float[Tensor, " pairs"]:
-    """Return the share of each pair in the squared length of a query or key."""
-    _check_features(x, pairs)
-    squares = x.double().square()
-    return (squares[:pairs] + squares[pairs:]) / squares.sum()

@@ -14,7 +14,6 @@ no angle is enough for it here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,20 +116,16 @@ class Scatter:
         return self.key_radius if states == "key" else self.query_radius
 
 
-def scatter(capture: Capture, *, context: int | None = None, layers: Sequence[int] | None = None) -> Scatter:
+def scatter(capture: Capture, *, context: int | None = None) -> Scatter:
     """Return radius, angle, deviation and bounds of every pair of every head.
 
     Args:
         capture: the statistics of queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
         context: the greatest distance that the bounds consider, for all layers; by default each layer's own, which is
             the context the config states, or the window where a layer slides [tokens].
-        layers: the indices of the layers; by default all that were captured.
-
-    Raises:
-        ValueError: a layer that was not captured.
     """
     columns: dict[str, list[Tensor]] = {}
-    for layer in capture.chosen(layers):
+    for layer in capture.layers:
         limits = bounds(layer.inv_freq, layer.context if context is None else context)
         query, key = layer.query, layer.key_by_query_head
         heads, pairs = query.heads, query.pairs
@@ -213,7 +208,6 @@ def outlier_pairs(
     ratio: float = RATIO,
     median: float | None = None,
     context: int | None = None,
-    layers: Sequence[int] | None = None,
 ) -> tuple[OutlierPair, ...]:
     """Return the pairs whose radius is many times the median, the longest first.
 
@@ -225,14 +219,13 @@ def outlier_pairs(
         ratio: the multiple of the median radius above which a pair is an outlier.
         median: the radius that ``ratio`` refers to; by default the median of the layers looked at.
         context: the greatest distance that the bounds consider, as for :func:`scatter` [tokens].
-        layers: the indices of the layers; by default all that were captured.
 
     Raises:
-        ValueError: a ratio that is not positive, other states, a layer that was not captured.
+        ValueError: a ratio that is not positive, or other states.
     """
     if not ratio > 0:
         raise ValueError(f"ratio must be > 0, got {ratio}")
-    points = scatter(capture, context=context, layers=layers)
+    points = scatter(capture, context=context)
     radius = points.radius(states)
     deviation = points.key_deviation if states == "key" else points.query_deviation
     median = float(radius.median()) if median is None else median

@@ -21,10 +21,9 @@ sys.modules["rope_patch"] = None
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-folder, ids, out, dtype, device = sys.argv[1:]
+folder, ids, out, device = sys.argv[1:]
 with torch.no_grad():
-    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
     logits = model(load_file(ids)["ids"].to(device), use_cache=False).logits
     save_file({"logits": logits.cpu().contiguous()}, out)
 """
@@ -39,13 +38,12 @@ def probe_logits(model: Any) -> torch.Tensor:
     return logits.cpu()
 
 
-def plain_logits(folder: str | Path, vocabulary: int, *, dtype: str = "auto", device: str = "cpu") -> torch.Tensor:
+def plain_logits(folder: str | Path, vocabulary: int, device: str = "cpu") -> torch.Tensor:
     """Return the logits that plain transformers gives from a folder, of the tokens of :func:`probe_logits`.
 
     Args:
         folder: of a checkpoint.
         vocabulary: size of its vocabulary.
-        dtype: of the weights; ``"auto"`` as they are stored.
         device: to compute on.
 
     Raises:
@@ -54,7 +52,7 @@ def plain_logits(folder: str | Path, vocabulary: int, *, dtype: str = "auto", de
     with tempfile.TemporaryDirectory() as scratch:
         save_file({"ids": _ids(vocabulary, "cpu")}, f"{scratch}/ids")
         files = [str(folder), f"{scratch}/ids", f"{scratch}/logits"]
-        command = [sys.executable, "-c", PROGRAM, *files, dtype, device]
+        command = [sys.executable, "-c", PROGRAM, *files, device]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")

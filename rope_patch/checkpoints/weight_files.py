@@ -96,9 +96,9 @@ def wrong_in_load(loaded: Mapping[str, Any]) -> str:
     return "; ".join(f"{what}: {_first(names)}" for what, names in wrong.items() if names)
 
 
-def _first(names: Iterable[str], most: int = 3) -> str:
+def _first(names: Iterable[str]) -> str:
     listed = sorted(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 def _model_files(folder: Path) -> list[Path]:

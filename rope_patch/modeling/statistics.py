@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -149,14 +149,6 @@ class Capture:
             if layer.index == index:
                 return layer
         raise ValueError(f"layers {[layer.index for layer in self.layers]} were captured, got {index}")
-
-    def chosen(self, indices: Sequence[int] | None) -> tuple[LayerCapture, ...]:
-        """Return the layers of these indices; all by default.
-
-        Raises:
-            ValueError: a layer that was not captured.
-        """
-        return self.layers if indices is None else tuple(self.layer(index) for index in indices)
 
     def to_npz(self, path: str | Path) -> None:
         """Write everything to one ``.npz`` of plain arrays, no pickle in it, and rename it into place.

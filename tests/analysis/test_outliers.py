@@ -166,10 +166,8 @@ def test_pairs_that_do_not_rotate_lie_below_the_frequency_bound_alone():
     assert not points.within_angle[points.pair >= 8].any() and bool(points.partial[points.pair >= 8].all())
 
 
-def test_bad_layers_and_states():
+def test_bad_states():
     got = capture(tiny_model(), ids(8, 1))
-    with pytest.raises(ValueError, match="layers"):
-        scatter(got, layers=[7])
     with pytest.raises(ValueError, match="value"):
         scatter(got).radius("value")
 
