@@ -319,7 +319,7 @@ def _compared(report: Mapping[str, Any]) -> Numbers:
         for task, answers in row["retrieval"].items():
             numbers[task] = {
                 f"{cell['length']} at {cell['depth']}": [
-                    [int(one["correct"]), one["digits"], one["logprob"]] for one in cell["samples"]
+                    [int(one["correct"]), one["logprob"]] for one in cell["samples"]
                 ]
                 for cell in answers["cells"]
             }

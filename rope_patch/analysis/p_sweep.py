@@ -112,7 +112,7 @@ def sweep_text(
     else:
         whole = "\n\n".join(document.text for source in text.values() for document in documents(source))
         name = ", ".join(text)
-    (stream,) = encode(tokenizer, whole, bos=False)
+    (stream,) = encode(tokenizer, whole, prefix=())
     most = WINDOWS * BEYOND * CONTEXT if tokens is None else max(tokens, LEAST_WINDOWS * SHORTEST)
     most = min(most, len(stream.ids))
     near = min(context, CONTEXT, max(2, most // LEAST_WINDOWS))

@@ -105,23 +105,6 @@ def answers_text(shown: Iterable[tuple[str, ShownAnswer]]) -> str:
     return "\n".join([f"{EXACT_MATCH}, as in:", *(f"  {name}, {answer}" for name, answer in shown)])
 
 
-def markdown_table(shown: Iterable[tuple[str, ShownAnswer]], head: str = "") -> str:
-    """Return answers as a Markdown table.
-
-    Args:
-        shown: answers with their names.
-        head: of the column of names; without one there is no such column.
-    """
-    lines = ["| task | tokens | depth | asked for | answer | |", "| --- | ---: | ---: | --- | --- | --- |"]
-    if head:
-        lines = [f"| {head} {lines[0]}", f"| --- {lines[1]}"]
-    for name, one in shown:
-        cells = [one.task, str(one.length), one.place, one.expected, f"`` {one.quoted} ``", one.verdict]
-        cells = [f"`{name}`", *cells] if head else cells
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines)
-
-
 def first_choice(scores: EvalResult) -> dict[str, float]:
     """Return the share of answers that are first choice, by length as text; of several tasks the mean."""
     results = scores.retrieval.values()
@@ -143,5 +126,6 @@ def first_choice_note(scores: Sequence[tuple[str, EvalResult]]) -> str:
                     apart.append(f"{first} instead of {exact} for {name} in {task} prompts of {length} tokens")
     if not apart:
         return ""
-    more = [f"{len(apart) - _NOTED} more"] * (len(apart) > _NOTED)
-    return f"{FIRST_CHOICE} That share differs from exact match: {'; '.join([*apart[:_NOTED], *more])}."
+    if len(apart) > _NOTED:
+        apart[_NOTED:] = [f"{len(apart) - _NOTED} more"]
+    return f"{FIRST_CHOICE} That share differs from exact match: {'; '.join(apart)}."

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rope_patch.evaluation.batches import ways
 from rope_patch.evaluation.key_tokens import tokens_of_spec
@@ -90,7 +89,9 @@ def comparison_within(
     return suite_within(suite, most, cost=lambda one: tokens_of_spec(one, context) + methods * tokens_computed(one))
 
 
-def tokens_within(model: nn.Module, seconds: float, length: int, finished: Path, **options: Any) -> int:
+def tokens_within(
+    model: nn.Module, seconds: float, length: int, finished: Path, *, rows: int, chunk: int | None
+) -> int:
     """Return how many tokens all processes read in a time; a command that goes on reads as many as it planned at first.
 
     Args:
@@ -98,15 +99,15 @@ def tokens_within(model: nn.Module, seconds: float, length: int, finished: Path,
         seconds: the time [s].
         length: the longest row that will be read, which takes the most time for each token [tokens].
         finished: file of the result cache in which the answer is kept.
-        **options: for :func:`tokens_per_second`.
+        rows: the rows that are read side by side.
+        chunk: the tokens of a forward pass; None for all.
     """
 
     def measure() -> float:
         cache = ResultCache(finished)
-        described = {name: value if name != "read" else "other than scoring" for name, value in options.items()}
-        name = key(what="speed", model=fingerprint(model), seconds=seconds, length=length, **described)
+        name = key(what="speed", model=fingerprint(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
         if name not in cache:
-            cache[name] = tokens_per_second(model, length, **options)
+            cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
         return float(cache[name])
 
     return int(SAFETY * seconds * from_first(measure)) * ways(model)
@@ -119,7 +120,6 @@ def tokens_per_second(
     *,
     rows: int = 1,
     chunk: int | None = None,
-    read: Callable[[Tensor], None] | None = None,
 ) -> float:
     """Measure how fast a model reads rows of tokens: short ones, and ever longer ones while time allows.
 
@@ -131,21 +131,15 @@ def tokens_per_second(
         length: length of the rows [tokens].
         rows: rows that are read side by side; tried where a single one took little time.
         chunk: tokens per forward pass.
-        read: what is done with ids (rows, tokens); by default they are scored, as for perplexity.
     """
     reader = Reader(model)
     if reader.dynamic:  # whole rows, one at a time
         rows, chunk = 1, None
 
-    def score(ids: Tensor) -> None:
-        losses(reader, ids, [1] * len(ids), chunk=chunk)  # waits for a GPU
-
-    call = read or score
-
     def seconds(count: int, size: int) -> float:
         ids = (torch.arange(count * size) % reader.vocabulary).view(count, size)
         started = time.perf_counter()
-        call(ids)
+        losses(reader, ids, [1] * count, chunk=chunk)  # waits for a GPU
         return time.perf_counter() - started
 
     with in_eval_mode(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,16 +13,13 @@ from jinja2 import TemplateError
 DATE = datetime.datetime(2024, 7, 26, 12)
 """The day that prompts state where a chat template prints today's date: the one that Llama's template falls back on."""
 
-DATE_CODES = "aAwdbBmyYHIpMSjUWu"
-"""Codes of ``strftime`` that a template may ask for."""
-
 
 def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | None:
     """Return what a tokenizer's chat template writes before and after a user's message, the assistant's turn begun.
 
     A template that prints today's date (``strftime_now``) prints :data:`DATE`: prompts do not change with the day, so
     that a run that goes on tomorrow asks the same. Transformers gives templates the clock itself and takes no other
-    function, so a macro of that name is put in front of the template.
+    function, so the day is written into the template.
 
     Args:
         tokenizer: of the model.
@@ -56,14 +54,8 @@ def _dated(template: str | Mapping[str, str]) -> dict[str, str]:
         template: of a tokenizer; of several by name the one called ``"default"`` is rendered.
     """
     text = template if isinstance(template, str) else template.get("default", "")
-    if "strftime_now" not in text:
-        return {}
-    # %-d, as glibc writes it, is a day without a zero in front.
-    values = {f"%-{code}": DATE.strftime(f"%{code}").lstrip("0") or "0" for code in "dmHIMSj"}
-    values |= {f"%{code}": DATE.strftime(f"%{code}") for code in DATE_CODES}
-    filters = "".join(f"|replace({code!r}, {value!r})" for code, value in values.items())
-    # The line break goes with the end of the block: the template begins where it would without the macro.
-    return {"chat_template": f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro %}}\n{text}"}
+    dated = re.sub(r"""strftime_now\((["'])(.*?)\1\)""", lambda call: repr(DATE.strftime(call[2])), text)
+    return {} if dated == text else {"chat_template": dated}
 
 
 def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:

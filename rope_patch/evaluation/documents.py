@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,26 +139,19 @@ def check_tokenizer(tokenizer: Any) -> None:
     raise ValueError(f"tokenizer must be a transformers tokenizer, got {what}{hint}")
 
 
-def prefix_ids(tokenizer: Any, bos: bool | None = None) -> tuple[int, ...]:
-    """Return the special tokens that go in front of a text.
+def prefix_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the special tokens that go in front of a text: the beginning-of-sequence token where there is one.
 
-    Args:
-        tokenizer: of the model.
-        bos: put the beginning-of-sequence token there; by default when the tokenizer has one. lm-eval does so only
-            for tokenizers that add it themselves: give ``bos=False`` to compare with it on others.
+    lm-eval puts it there only for tokenizers that add it themselves.
 
     Raises:
-        ValueError: ``bos=True`` and the tokenizer has none, or no tokenizer.
+        ValueError: no tokenizer.
     """
     check_tokenizer(tokenizer)
-    if bos is False or (bos is None and tokenizer.bos_token_id is None):
-        return ()
-    if tokenizer.bos_token_id is None:
-        raise ValueError("bos=True, but this tokenizer has no beginning-of-sequence token: leave bos out")
-    return (int(tokenizer.bos_token_id),)
+    return () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
 
 
-def encode(tokenizer: Any, source: Source, *, bos: bool | None = None) -> Iterator[TokenDocument]:
+def encode(tokenizer: Any, source: Source, prefix: Sequence[int] | None = None) -> Iterator[TokenDocument]:
     """Yield the documents of a source as tokens, one at a time.
 
     The beginning-of-sequence token stands in front of each document when the tokenizer has one; no other special
@@ -167,12 +160,13 @@ def encode(tokenizer: Any, source: Source, *, bos: bool | None = None) -> Iterat
     Args:
         tokenizer: of the model.
         source: as in :func:`documents`.
-        bos: as in :func:`prefix_ids`.
+        prefix: special tokens in front of each document; by default those of :func:`prefix_ids`.
 
     Raises:
         ValueError: as :func:`documents` and :func:`prefix_ids`.
     """
-    prefix = prefix_ids(tokenizer, bos)
+    check_tokenizer(tokenizer)
+    prefix = prefix_ids(tokenizer) if prefix is None else tuple(prefix)
     for document in documents(source):
         yield _encode(tokenizer, document, prefix)
 
@@ -192,7 +186,7 @@ def spread_windows(
         ValueError: too little text.
     """
     whole = source.text if isinstance(source, Corpus) else "\n\n".join(d.text for d in documents(source))
-    (stream,) = encode(tokenizer, whole, bos=False)
+    (stream,) = encode(tokenizer, whole, prefix=())
     prefix = prefix_ids(tokenizer)
     size, total = longest - len(prefix), len(stream.ids)
     if windows is None:

@@ -74,7 +74,7 @@ def read_rows(
     for name, source in named.items():
         whole = "\n\n".join(document.text for document in documents(source))
         digest.update(whole.encode("utf-8", "surrogatepass") + b"\0")
-        (stream,) = encode(tokenizer, whole, bos=False)
+        (stream,) = encode(tokenizer, whole, prefix=())
         streams[name] = stream.ids
     shortest = min(streams, key=lambda name: len(streams[name]))
     room = len(streams[shortest]) + len(prefix)

@@ -80,31 +80,13 @@ class KeyTokens:
         )
 
 
-def default_short_context(context: int) -> int:
+def short_context_of(context: int) -> int:
     """Return the short context that goes with a long one: 4096 tokens, but an eighth to a quarter of the long one.
 
-    >>> [default_short_context(context) for context in (256, 8192, 32768, 131072)]
+    >>> [short_context_of(context) for context in (256, 8192, 32768, 131072)]
     [64, 2048, 4096, 16384]
     """
     return max(context // 8, min(SHORT_CONTEXT, context // 4), 1)
-
-
-def check_short_context(context: int, short_context: int) -> None:
-    """Raise where a short context is not an eighth to a half of the long one.
-
-    Args:
-        context: of the evaluator [tokens].
-        short_context: to be compared with it [tokens].
-
-    Raises:
-        ValueError: outside these bounds, which it names.
-    """
-    low, high = -(-context // 8), context // 2
-    if not max(1, low) <= short_context <= high:
-        raise ValueError(
-            f"the short context must be an eighth to a half of the evaluator's {context} tokens, {low} to {high}, got "
-            f"{short_context}"
-        )
 
 
 def tokens_to_choose(length: int, context: int, short_context: int) -> int:
@@ -129,16 +111,11 @@ def tokens_of_spec(spec: EvalSpec, context: int, windows: int | None = None) -> 
         spec: what is measured.
         context: of the evaluator [tokens].
         windows: that the text has room for; by default those asked for.
-
-    Raises:
-        ValueError: a short context that does not fit.
     """
     if not spec.longppl:
         return 0
-    short_context = spec.short_context or default_short_context(context)
-    check_short_context(context, short_context)
     asked = WINDOWS if spec.windows is None else spec.windows
-    return (asked if windows is None else windows) * tokens_to_choose(spec.longest, context, short_context)
+    return (asked if windows is None else windows) * tokens_to_choose(spec.longest, context, short_context_of(context))
 
 
 @contextlib.contextmanager
@@ -180,9 +157,8 @@ def choose_key_tokens(
         The windows with their key tokens marked, and what was chosen.
 
     Raises:
-        ValueError: a short context that does not fit, or logits that are not finite.
+        ValueError: logits that are not finite.
     """
-    check_short_context(context, short_context)
     reader = Reader(model)
     settings: dict[str, Any] = {"context": context, "short": short_context, "gain": GAIN, "loss": LOSS}
     identity = settings if result_cache is None else settings | {"model": fingerprint(model)}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -69,11 +68,6 @@ class DocumentScore:
     key_tokens: tuple[int, ...] = ()
     key_nll: tuple[float, ...] = ()
 
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Code length of the text under the model, comparable between vocabularies."""
-        return self.total_nll / math.log(2) / self.bytes if self.bytes else None
-
 
 @dataclass(frozen=True)
 class PerplexityResult:
@@ -88,11 +82,8 @@ class PerplexityResult:
         window: their length [tokens].
         stride: tokens between the starts of consecutive windows of a document [tokens].
         chunk: tokens per forward pass [tokens].
-        prefix: special tokens put in front of each document.
-        skipped: documents with nothing to predict.
         buckets: the same by position.
         documents: each document's share, or each window's where there is a single document.
-        schema: version of this layout.
     """
 
     nll: float
@@ -103,11 +94,8 @@ class PerplexityResult:
     window: int
     stride: int
     chunk: int
-    prefix: tuple[int, ...]
-    skipped: int
     buckets: tuple[Bucket, ...]
     documents: tuple[DocumentScore, ...]
-    schema: int = SCHEMA
 
     @property
     def perplexity(self) -> float:
@@ -133,10 +121,6 @@ class PerplexityResult:
         """
         buckets = [self.buckets[i] for i in self.inside(start, stop)]
         return _exp(sum(b.nll * b.tokens for b in buckets) / sum(b.tokens for b in buckets))
-
-    def to_json(self) -> str:
-        """Return the result as JSON."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
 
 
 def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> PerplexityResult:
@@ -198,7 +182,6 @@ class DocumentSums:
         self.edges, self.skipped = edges, 0
         self.windows: list[DocumentScore] = []
         self.documents: dict[int, DocumentScore] = {}
-        self.prefix: tuple[int, ...] = ()
         self.count = 0
 
     def add(self, item: Window, part: dict[str, Any]) -> None:
@@ -207,7 +190,6 @@ class DocumentSums:
         total = (part["total_tokens"], part["total_nll"])
         keys: dict[str, Any] = {name: tuple(part[name]) for name in ("key_tokens", "key_nll") if name in part}
         self.count += 1
-        self.prefix = item.source.prefix
         name = item.source.name
         before = self.documents.get(item.document)
         if len(self.documents) < 2:
@@ -262,8 +244,6 @@ class DocumentSums:
             window=window,
             stride=stride,
             chunk=chunk,
-            prefix=self.prefix,
-            skipped=self.skipped,
             buckets=tuple(buckets),
             documents=tuple(units),
         )

@@ -55,29 +55,28 @@ class PromptMaker:
     Args:
         tokenizer: of the model.
         haystack: what the needles are hidden in.
-        bos: as in :func:`~rope_patch.evaluation.documents.prefix_ids`.
-        prefix: special tokens in front of each prompt, in place of what ``bos`` says.
+        prefix: special tokens in front of each prompt; by default the beginning-of-sequence token where there is one,
+            and none in a chat.
         turns: what a chat template writes before and after the user's message, as
             :func:`~rope_patch.evaluation.chat.chat_turns` returns it: the text and the question are then that message,
             the answer begins in the assistant's turn, and the special tokens are those of the template. None for plain
             text.
 
     Raises:
-        ValueError: no text, or ``bos=True`` without such a token.
+        ValueError: no text.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         haystack: str | Path | Haystack = HAYSTACK,
-        bos: bool | None = None,
         *,
         prefix: Sequence[int] | None = None,
         turns: tuple[str, str] | None = None,
     ) -> None:
         self.tokenizer, self.haystack, self.turns = tokenizer, Haystack.of(haystack), turns
         if prefix is None:
-            prefix = prefix_ids(tokenizer, bos) if turns is None else ()
+            prefix = prefix_ids(tokenizer) if turns is None else ()
         self.prefix = tuple(prefix)
         self.words: list[str] = re.findall(r"\s*\S+", self.haystack.text)
         if self.haystack.endless:  # so that words of one copy follow those of the one before

@@ -29,7 +29,7 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.finished import key, open_cache
 from rope_patch.runtime.text import did_you_mean
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Sample:
             anywhere, contains it.
         first_choice: each of its tokens is the most probable one after the right ones before it, as one forward pass
             over the right answer shows, without generation.
-        digits: share of its characters that are right, each predicted from the right answer before it.
         logprob: log-probability of its tokens [nats].
     """
 
@@ -51,7 +50,6 @@ class Sample:
     output: str
     correct: bool
     first_choice: bool
-    digits: float
     logprob: float
 
 
@@ -75,21 +73,6 @@ class RetrievalCell:
         """Exact matches of greedy decoding."""
         return sum(sample.correct for sample in self.samples)
 
-    @property
-    def first_choice(self) -> int:
-        """Answers whose tokens are all first choice when the right answer is read."""
-        return sum(sample.first_choice for sample in self.samples)
-
-    @property
-    def digits(self) -> float:
-        """Mean share of right characters."""
-        return math.fsum(sample.digits for sample in self.samples) / len(self.samples)
-
-    @property
-    def logprob(self) -> float:
-        """Mean log-probability of what was asked for [nats]; it moves before exact match does."""
-        return math.fsum(sample.logprob for sample in self.samples) / len(self.samples)
-
 
 @dataclass(frozen=True)
 class RetrievalResult:
@@ -105,7 +88,6 @@ class RetrievalResult:
         prefix: special tokens in front of each prompt; none in a chat, whose template has its own.
         chat: the prompts go through the tokenizer's chat template.
         chat_sha256: digest of what the template writes before and after a prompt; "" without one.
-        schema: version of this layout.
     """
 
     task: str
@@ -117,7 +99,6 @@ class RetrievalResult:
     prefix: tuple[int, ...]
     chat: bool = False
     chat_sha256: str = ""
-    schema: int = SCHEMA
 
     def samples(self, length: int) -> list[Sample]:
         """Return what was asked at a length, by depth and sample.
@@ -167,10 +148,6 @@ class RetrievalResult:
         samples = self.samples(length)
         return math.fsum(sample.logprob for sample in samples) / len(samples)
 
-    def to_json(self) -> str:
-        """Return the result as JSON."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
-
 
 def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidence: float) -> float:
     """Return how many independent prompts those of some haystacks are worth: the ones of a haystack may be alike.
@@ -195,7 +172,6 @@ def retrieval(
     spec: EvalSpec | None = None,
     cache: CacheFactory | None = None,
     haystack: str | Path | Haystack | PromptMaker | None = None,
-    bos: bool | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
     **asked: Any,
 ) -> RetrievalResult:
@@ -213,8 +189,7 @@ def retrieval(
         spec: what is asked: the fields :data:`ASKED` of a :class:`~rope_patch.EvalSpec`, and its ``haystack``.
         cache: zero-argument factory of a cache to read through.
         haystack: in place of the spec's: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a :class:`Haystack`,
-            or a :class:`PromptMaker` of this tokenizer, whose ``turns`` and ``bos`` then count.
-        bos: as in :func:`~rope_patch.evaluation.documents.prefix_ids`.
+            or a :class:`PromptMaker` of this tokenizer, whose ``turns`` and ``prefix`` then count.
         resume: file (or mapping) in which finished haystacks are kept. With a ``cache`` only if that has an
             ``identity``, a text that tells it from others.
         **asked: those fields of a spec by name, in place of a spec or of what it says.
@@ -230,7 +205,7 @@ def retrieval(
     lengths, depths, chunk = spec.lengths, spec.depths, spec.chunk
     check_tokenizer(tokenizer)
     reader = Reader(model)
-    maker = _prompt_maker(tokenizer, spec.haystack if haystack is None else haystack, bos, spec.chat_template)
+    maker = _prompt_maker(tokenizer, spec.haystack if haystack is None else haystack, spec.chat_template)
     stops = _stops(model, tokenizer)
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
     identity = settings | {"model": fingerprint(model) if resume is not None else ""}
@@ -275,14 +250,14 @@ def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> Eval
 
 
 def _prompt_maker(
-    tokenizer: Any, haystack: str | Path | Haystack | PromptMaker | None, bos: bool | None, chat_template: str
+    tokenizer: Any, haystack: str | Path | Haystack | PromptMaker | None, chat_template: str
 ) -> PromptMaker:
     """Return what makes the prompts of a haystack."""
     if haystack is None:
         raise ValueError("a haystack is needed: noise, builtin, a file or a folder")
     if isinstance(haystack, PromptMaker):
         return haystack
-    return PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
+    return PromptMaker(tokenizer, haystack, turns=chat_turns(tokenizer, chat_template))
 
 
 def _result(
@@ -378,13 +353,6 @@ def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sa
     for part, end in zip(prompt.parts, prompt.ends, strict=True):
         correct = task.correct(part, written)
         first_choice = tuple(answer.predicted[start:end]) == tuple(right[start:end])
-        hits = characters = 0
-        for token, guess in zip(right[start:end], answer.predicted[start:end], strict=True):
-            letters = [c for c in tokenizer.decode([token]) if c.isalnum()]
-            guessed = [c for c in tokenizer.decode([guess]) if c.isalnum()]
-            hits += sum(a == b for a, b in zip(letters, guessed, strict=False))
-            characters += len(letters)
-        digits = hits / characters if characters else float(correct)
-        samples.append(Sample(part, written, correct, first_choice, digits, math.fsum(answer.logprobs[start:end])))
+        samples.append(Sample(part, written, correct, first_choice, math.fsum(answer.logprobs[start:end])))
         start = end
     return samples

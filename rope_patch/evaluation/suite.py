@@ -17,7 +17,7 @@ from rope_patch.evaluation.key_tokens import (
     KeyTokens,
     as_trained,
     choose_key_tokens,
-    default_short_context,
+    short_context_of,
     tokens_of_spec,
 )
 from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
@@ -234,7 +234,7 @@ class EvalSuite:
             **patch: ``layer_types`` and ``freeze_at``, as :func:`rope_patch.apply` takes them.
 
         Raises:
-            ValueError: a short context that does not fit, ids that the model does not know, or logits that are not
+            ValueError: ids that the model does not know, or logits that are not
                 finite.
         """
         context = trained_length(model) if context is None else context
@@ -243,7 +243,7 @@ class EvalSuite:
                 model,
                 self.windows,
                 context=context,
-                short_context=self.spec.short_context or default_short_context(context),
+                short_context=short_context_of(context),
                 batch_tokens=self.spec.batch_tokens,
                 evaluator=evaluator_name(model),
                 result_cache=open_cache(resume),

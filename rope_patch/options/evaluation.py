@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
 
@@ -89,11 +89,6 @@ class EvalSpec(OptionSet):
         "Measure LongPPL too (arXiv:2410.23771): the perplexity over the tokens that the unpatched model predicts well "
         "only with a long context. They are chosen once, which takes several times as long as reading the text."
     )
-    short_context: int | None = tokens(
-        "For LongPPL: the context that the model's own is compared with, an eighth to a half of it. By default 4096, "
-        "or a quarter of the model's context if that is less, but at least an eighth.",
-        None,
-    )
     bucket: int | None = tokens(
         "The width of the position ranges that perplexity is averaged over. By default a sixteenth of the longest "
         "length.",
@@ -110,8 +105,6 @@ class EvalSpec(OptionSet):
             values = getattr(self, name)
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} must differ from each other, got {list(values)}")
-        if self.short_context is not None and not self.longppl:
-            raise ValueError("short_context is of LongPPL: give longppl=True (--longppl) too, or leave it out")
         if self.longppl and self.windows == 0:
             raise ValueError("LongPPL is measured on windows of text: give windows >= 1")
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
@@ -150,15 +143,3 @@ class EvalSpec(OptionSet):
         """Return the spec as JSON values."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> EvalSpec:
-        """Return the spec that :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError: an unknown name.
-        """
-        unknown = set(values) - {field.name for field in fields(cls)}
-        if unknown:
-            raise ValueError(f"EvalSpec has no {', '.join(sorted(unknown))}")
-        return cls(**values)

@@ -42,7 +42,7 @@ class KvCheckOptions(OptionSet, command="kv-check"):
         metavar="SCHEMES",
         several=True,
     )
-    evaluation: EvalSpec = contained(EvalSpec, without=("longppl", "short_context", "bucket", "batch_tokens"))
+    evaluation: EvalSpec = contained(EvalSpec, without=("longppl", "bucket", "batch_tokens"))
     methods: tuple[str, ...] = shared.methods(("default",))
     output: Path = shared.output("rope-patch-kv-check")
     limits: Limits = contained(Limits, without=("confidence",))

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def measured(model, tokenizer, folder):
         assert compare_with(model, tokenizer, cache).to_json() == comparison
     with listen(slowly):
         checked = check_cache(model, tokenizer, ["int4-token"], **CHECK, resume=folder / "kv.jsonl")
-        text = perplexity(model, IDS, **WINDOWS).to_json()
+        text = json.dumps(asdict(perplexity(model, IDS, **WINDOWS)))
     found = {
         "comparison": json.loads(comparison),
         "tokens": sum(reports),
@@ -79,12 +80,12 @@ def share(rank, model, tokenizer, folder):
     dist.init_process_group("gloo")
     found, process = measured(model, tokenizer, folder)
     # What the first process does for all, or alone, waits for nobody and leaves no mark on what they share later.
-    process["for all"] = from_first(lambda: perplexity(model, IDS, **WINDOWS).to_json())
+    process["for all"] = from_first(lambda: json.dumps(asdict(perplexity(model, IDS, **WINDOWS))))
     if rank == 0:
         with alone():
             perplexity(model, IDS, **WINDOWS)
     with listen(slowly):
-        process["after"] = perplexity(model, IDS, **WINDOWS).to_json()
+        process["after"] = json.dumps(asdict(perplexity(model, IDS, **WINDOWS)))
         try:  # each reads other text
             perplexity(model, IDS[rank:], window=64)
         except ValueError as error:

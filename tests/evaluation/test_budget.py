@@ -37,12 +37,13 @@ def test_what_is_too_long_to_measure_is_extrapolated(monkeypatch, cost, length, 
     """With a time that passes only while rows are read."""
     now, shapes = [0.0], []
 
-    def read(ids):
+    def read(reader, ids, first, chunk):
         shapes.append(tuple(ids.shape))
         now.append(now[-1] + cost(*ids.shape))
 
     monkeypatch.setattr("time.perf_counter", lambda: now[-1])
-    assert tokens_per_second(tiny_model(), length, read=read, rows=rows) == pytest.approx(speed)
+    monkeypatch.setattr(budget, "losses", read)
+    assert tokens_per_second(tiny_model(), length, rows=rows) == pytest.approx(speed)
     assert now[-1] < 2 * MEASURING or shapes == [(1, 16), (1, 128)]
 
 
@@ -50,7 +51,7 @@ def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch
     speeds = iter([1000.0, 10.0])
     monkeypatch.setattr(budget, "tokens_per_second", lambda *_, **__: next(speeds))
     model = tiny_model()
-    planned = [tokens_within(model, 60, 64, tmp_path / "finished.jsonl") for _ in range(2)]
+    planned = [tokens_within(model, 60, 64, tmp_path / "finished.jsonl", rows=1, chunk=None) for _ in range(2)]
     assert planned == [SAFETY * 60 * 1000] * 2
 
 

@@ -103,10 +103,8 @@ def test_special_tokens_are_put_once_and_only_in_front():
     text = "some words"
     plain = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert [d.ids.tolist() for d in encode(bare, text)] == [plain]
-    assert [d.ids.tolist() for d in encode(TOKENIZER, text, bos=False)] == [plain]
+    assert [d.ids.tolist() for d in encode(TOKENIZER, text, prefix=())] == [plain]
     assert [d.ids.tolist() for d in encode(TOKENIZER, [text, text])] == [[0, *plain]] * 2
-    with pytest.raises(ValueError, match="bos"):
-        list(encode(bare, text, bos=True))
 
 
 def test_a_very_long_text_is_encoded_in_pieces_that_end_with_a_line(monkeypatch):

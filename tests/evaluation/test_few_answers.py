@@ -12,7 +12,6 @@ from rope_patch.evaluation.answers import (
     few_answers,
     first_choice,
     first_choice_note,
-    markdown_table,
     one_of_each,
     shortest_of_each,
 )
@@ -33,7 +32,7 @@ def scores(right, lengths=(64, 128, 256), task="passkey", first=None):
         for at, depth in enumerate(DEPTHS):
             places = [3 * haystack + at for haystack in range(2)]
             samples = [
-                replace(answered("7", f"{length} {i} {depth}", i >= 6 - count, 1.0, -1.0), first_choice=i >= 6 - read)
+                replace(answered("7", f"{length} {i} {depth}", i >= 6 - count, -1.0), first_choice=i >= 6 - read)
                 for i in places
             ]
             cells.append(RetrievalCell(length, depth, tuple(samples)))
@@ -57,13 +56,6 @@ def test_in_two_lines_stand_the_shortest_prompts_of_any_method():
     both = [("yarn", scores((6, 6, 5))), ("pi", scores((0, 0, 0)))]
     assert shown(shortest_of_each(both)) == [("pi", 64, 0.0, "wrong"), ("yarn", 64, 0.0, "right")]
     assert [one[1].correct for one in one_of_each(few_answers(both[1:]))] == [False], "none is right"
-
-
-def test_a_table_keeps_what_would_end_a_cell_or_a_code_span():
-    answer = ShownAnswer("passkey", 64, 0.5, "7", "a|b`c\n", False)
-    *_, line = markdown_table([("yarn", answer)], "model").splitlines()
-    assert line == r'| `yarn` | passkey | 64 | 50 % | 7 | `` "a\|b`c\n" `` | wrong |'
-    assert markdown_table([("", answer)]).splitlines()[-1] == line.replace("| `yarn` ", "")
 
 
 def test_words_of_a_haystack_have_no_depth():

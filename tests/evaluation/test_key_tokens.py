@@ -81,12 +81,6 @@ def test_finished_windows_are_not_read_again():
     assert sum(read) == tokens_to_choose(64, 64, 16)
 
 
-@pytest.mark.parametrize("short", [7, 33])
-def test_a_short_context_is_an_eighth_to_a_half(short):
-    with pytest.raises(ValueError, match="8 to 32"):
-        chosen(bold_model(), TokenDocument("text", ids(64, 1)[0]), 64, short)
-
-
 def test_longppl_is_the_perplexity_over_the_key_tokens():
     model, rows, spec = bold_model(), ids(40, 2), EvalSpec([20, 40], longppl=True)
     metric, span = METRICS["longppl"], Span(40, 20)
@@ -149,7 +143,7 @@ def test_an_adapter_does_not_choose(bundled):
     from peft import LoraConfig, get_peft_model
 
     model = bold_model()
-    suite = EvalSuite(EvalSpec([96], windows=1, samples=1, depths=[0.5], longppl=True, short_context=24), bundled[1])
+    suite = EvalSuite(EvalSpec([96], windows=1, samples=1, depths=[0.5], longppl=True), bundled[1])
     suite.windows = [TokenDocument("text", torch.cat([ids(48, 1)[0]] * 2))]  # said again: the far ones are needed
     before = suite.choose_key_tokens(model, context=96)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))

@@ -174,6 +174,4 @@ def test_a_tokenizer_without_a_first_token():
     bare = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<eos>")
     (prompt,) = PromptMaker(bare, HAY).prompts("passkey", 200, [0.5])
     assert len(prompt.ids) == 200 and prompt.ids[0] != recipe.BOS
-    with pytest.raises(ValueError, match="bos"):
-        PromptMaker(bare, HAY, bos=True)
-    assert PromptMaker(TOKENIZER, HAY, bos=False).prefix == ()
+    assert PromptMaker(TOKENIZER, HAY, prefix=()).prompts("passkey", 200, [0.5]) == [prompt]

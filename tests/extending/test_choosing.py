@@ -37,9 +37,9 @@ def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.
         Bucket(start, stop, 10 * n, within if stop <= TRAINED else end, 0.1)
         for start, stop, n in zip(EDGES[:-1], EDGES[1:], sizes, strict=True)
     )
-    text = PerplexityResult(within, 0.1, 310, None, 10, 32, 32, 32, (), 0, buckets, tuple(documents))
+    text = PerplexityResult(within, 0.1, 310, None, 10, 32, 32, 32, buckets, tuple(documents))
     cells = tuple(
-        RetrievalCell(n, 0.5, tuple(answered("1", "1", i < hits, 1.0, -1.0) for i in range(20)))
+        RetrievalCell(n, 0.5, tuple(answered("1", "1", i < hits, -1.0) for i in range(20)))
         for n, hits in zip((TRAINED, TARGET), right, strict=True)
     )
     table = RotaryTable(torch.ones(2), 1.0, rope_type=rope_type, rope_theta=1e4, max_position_embeddings=TRAINED)

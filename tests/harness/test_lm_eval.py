@@ -431,7 +431,7 @@ def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(asked,
 
 @functools.cache
 def cached_maker(haystack, bos):
-    return PromptMaker(tokenizer(), haystack, bos)
+    return PromptMaker(tokenizer(), haystack, prefix=() if bos is False else None)
 
 
 @pytest.fixture(scope="module")

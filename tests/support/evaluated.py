@@ -40,15 +40,15 @@ def check_cache(model, tokenizer, schemes, **options):
     return kv_check(model, tokenizer, schemes, suite_of(tokenizer, **options), **own)
 
 
-def answered(expected, output, correct, digits, logprob):
+def answered(expected, output, correct, logprob):
     """One answer, whose tokens are first choice where it is correct."""
-    return Sample(expected, output, correct, correct, digits, logprob)
+    return Sample(expected, output, correct, correct, logprob)
 
 
 def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
     """Retrieval whose prompts of each (length, depth) are answered right or wrong as given."""
     cells = tuple(
-        RetrievalCell(*place, tuple(answered("1", "1" if hit else "2", bool(hit), float(hit), -1.0) for hit in column))
+        RetrievalCell(*place, tuple(answered("1", "1" if hit else "2", bool(hit), -1.0) for hit in column))
         for place, column in hits.items()
     )
     return RetrievalResult(task, cells, 0, haystack, "", None, (), chat)
@@ -73,8 +73,6 @@ def perplexity_of(losses, edges):
         window=length,
         stride=length,
         chunk=length,
-        prefix=(),
-        skipped=0,
         buckets=buckets,
         documents=documents,
     )

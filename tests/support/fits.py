@@ -33,13 +33,13 @@ def text_of(near, far):
         DocumentScore("a", (64, 64), (64 * a, 64 * b), 128, 0.0, None) for a, b in zip(near, far, strict=True)
     )
     buckets = (Bucket(0, 64, 64, 1.0, None), Bucket(64, 128, 64, 1.0, None))
-    return PerplexityResult(1.0, None, 128, None, len(documents), 128, 128, 128, (), 0, buckets, documents)
+    return PerplexityResult(1.0, None, 128, None, len(documents), 128, 128, 128, buckets, documents)
 
 
 def candidate(name, found, nll, loss=0.1, *, second=None, method=None, depths=1):
     """So many of ten haystacks were answered at each of two lengths, all prompts of a haystack alike."""
     cells = [
-        RetrievalCell(n, i / depths, tuple(answered("7", "7", j < count, 1.0, -loss) for j in range(10)))
+        RetrievalCell(n, i / depths, tuple(answered("7", "7", j < count, -loss) for j in range(10)))
         for n, count in zip(LENGTHS, found, strict=True)
         for i in range(depths)
     ]

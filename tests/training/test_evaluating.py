@@ -22,7 +22,7 @@ def result(answers, losses=()):
     depths = [i / 10 for i in range(len(answers))]
     spec = EvalSpec([64], depths=depths, samples=len(answers[0]), windows=len(losses), bucket=64)
     cells = tuple(
-        RetrievalCell(64, depth, tuple(answered("1", "1", bool(correct), 1.0, -1.0) for correct in column))
+        RetrievalCell(64, depth, tuple(answered("1", "1", bool(correct), -1.0) for correct in column))
         for depth, column in zip(depths, answers, strict=True)
     )
     retrieval = RetrievalResult("passkey", cells, 0, "noise", "", None, (0,))
@@ -31,9 +31,7 @@ def result(answers, losses=()):
         documents = tuple(DocumentScore(str(i), (10,), (10 * n,), 10, 10 * n, None) for i, n in enumerate(losses))
         mean = math.fsum(losses) / len(losses)
         bucket = Bucket(0, 64, 10 * len(losses), mean, None)
-        text = PerplexityResult(
-            mean, None, 10 * len(losses), None, len(losses), 64, 64, 64, (0,), 0, (bucket,), documents
-        )
+        text = PerplexityResult(mean, None, 10 * len(losses), None, len(losses), 64, 64, 64, (bucket,), documents)
     return EvalResult(spec, text, {"passkey": retrieval})
 
 
