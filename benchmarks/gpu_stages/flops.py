@@ -40,7 +40,7 @@ def step_flops(planned: Plan) -> StepFlops:
     tokens = o.batch * o.length * (o.gpus // o.context_parallel)
     layers = 2.0 * tokens * shape.total(lambda layer: layer.matmul_weights)
     scores = tokens / o.length * shape.total(lambda layer: attention_flops(layer, o.length))
-    head = 2.0 * tokens * shape.head
+    head = 2.0 * tokens * shape.vocab * shape.hidden
     adapters = 2.0 * tokens * adapter_entries(shape, o)
     forward = layers + scores + head + adapters
     weights = layers + head if o.lora_rank is None else adapters

@@ -34,11 +34,11 @@ def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
     Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
     arXiv:1910.02054, section 5.3); what FSDP gathers is added.
     """
-    saved = shape.total(lambda layer: _saved(layer, shape, o))
-    work = max(_work(layer, shape, o) for layer in shape.kinds)
+    saved = shape.total(lambda layer: _saved(layer, o))
+    work = max(_work(layer, o) for layer in shape.kinds)
     inputs = shape.total(lambda layer: layer.hidden * o.element * o.tokens_per_gpu)
     if o.checkpointing:
-        work += max(_saved(layer, shape, o) for layer in shape.kinds)
+        work += max(_saved(layer, o) for layer in shape.kinds)
     adapters = adapter_entries(shape, o)
     full = shape.parameters if o.lora_rank is None else 0
     storage = o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
@@ -161,19 +161,19 @@ def _masks(shape: Shape, o: StepOptions) -> int:
     return int(o.tokens_per_gpu / o.batch * o.length) if needed else 0
 
 
-def _saved(layer: Layer, shape: Shape, o: StepOptions) -> float:
+def _saved(layer: Layer, o: StepOptions) -> float:
     r"""Bytes one layer saves for its backward pass.
 
     *Source*: the counting of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1, equation 1:
     :math:`sbh(34 + 5as/h)`), done again for what transformers runs. We differ: no dropout; grouped KV heads; norms
-    compute in float32, and a trained one keeps what it multiplies by its weight; a gated MLP keeps three tensors as
+    compute in float32, and a trained one keeps what it multiplies by its weight (in float32 for Gemma, whose count is
+    taken for all); a gated MLP keeps three tensors as
     wide as f; inputs of projections are saved only where the weight or an adapter is trained, and 16-bit ones once per
     adapter, because each casts its own copy; flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) keeps
     q, k, v, its output and one float32 per head and token in place of the scores.
     """
     e = o.element
-    trained = o.lora_rank is None
-    norms = sum(layer.norm_inputs) * (4 + trained * max(e, 4 * shape.norms_in_float32)) + 4 * len(layer.norm_inputs)
+    norms = sum(layer.norm_inputs) * (8 if o.lora_rank is None else 4) + 4 * len(layer.norm_inputs)
     attention: float = 2 * (layer.query + layer.key) * e + 4 * layer.heads
     if _masked(layer, o):  # keys and values repeated for every head, the mask once more as numbers to add
         attention = 4 * layer.query * e + 4 * layer.heads + o.length * e / o.batch
@@ -190,7 +190,7 @@ def _inputs(layer: Layer, o: StepOptions) -> float:
     return ranks + sum(widths.values()) * o.element
 
 
-def _work(layer: Layer, shape: Shape, o: StepOptions) -> float:
+def _work(layer: Layer, o: StepOptions) -> float:
     """Bytes live beside the saved ones at the busiest moment of a layer.
 
     *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest

@@ -145,7 +145,6 @@ class Plan:
         data = {
             "schema": SCHEMA,
             "model": self.shape.name,
-            "model_class": self.shape.model_class,
             "parameters": self.shape.parameters,
             "options": asdict(self.options),
             "total_bytes": self.total,
@@ -189,7 +188,7 @@ def _checked(shape: Shape, options: StepOptions) -> Plan:
                 f"Known: {ALL_LINEAR}, attention, {', '.join(known)}"
             )
     if options.attention == "sdpa" and not shape.sdpa:
-        raise ValueError(f"{shape.model_class} has no sdpa attention in transformers: take flash")
+        raise ValueError(f"{shape.name} has no sdpa attention in transformers: take flash")
     return Plan(shape, options)
 
 

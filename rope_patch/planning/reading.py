@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -54,25 +53,17 @@ def shape_of(model: str | Path | PreTrainedModel | Shape) -> Shape:
 def _read(model: PreTrainedModel, name: str) -> Shape:
     parts: Any = model.get_decoder()
     head: Any = model.get_output_embeddings()
-    embedding: Any = model.get_input_embeddings()
     config = model.config.get_text_config()
     if head is None or not isinstance(getattr(parts, "layers", None), nn.ModuleList):
         raise ValueError(f"a plan needs a decoder with .layers and an output head, {type(model).__name__} has none")
     windows = _windows(config, len(parts.layers))
-    norms = [module for module in parts.modules() if _is_norm(module)]
     return Shape(
         name=name,
-        model_class=type(model).__name__,
         parameters=sum(p.numel() for p in model.parameters()),
         layers=tuple(
             _layer(layer, config, w, type(model).__name__) for layer, w in zip(parts.layers, windows, strict=True)
         ),
-        embedding=embedding.weight.numel(),
-        head=head.weight.numel(),
-        tied=head.weight is embedding.weight,
         vocab=head.weight.shape[0],
-        norm_weights=sum(norm.weight.numel() for norm in norms),
-        norms_in_float32=_multiplies_in_float32(norms[0]),
         sdpa=bool(model._supports_sdpa),
         capped_logits=bool(getattr(config, "final_logit_softcapping", None)),
     )
@@ -89,20 +80,6 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and weight.ndim == 1
 
 
-def _multiplies_in_float32(norm: Any) -> bool:
-    """Ask autograd: run the norm on 16-bit numbers and look at what it saves for the gradient of its weight."""
-    saved: set[torch.dtype] = set()
-    norm = copy.deepcopy(norm).to("meta", torch.bfloat16)
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.add(tensor.dtype)
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        norm(torch.ones_like(norm.weight))  # the input needs no gradient: only the weight's saves anything
-    return torch.float32 in saved
-
-
 def _layer(layer: nn.Module, config: Any, window: int | None, owner: str) -> Layer:
     """Read one layer: its attention is the child with ``attn`` in its name, its MLP the one with ``mlp``."""
     blocks = {key: block for key, block in layer.named_children() if "attn" in key or "mlp" in key}
@@ -117,7 +94,7 @@ def _layer(layer: nn.Module, config: Any, window: int | None, owner: str) -> Lay
         last = next((n for n, _ in inside[key] if n.startswith(("o_", "out", "down"))), inside[key][-1][0])
         for n, m in inside[key]:
             where = f"{place}_out" if n == last else place
-            linears.append(Linear(n, m.in_features, m.out_features, m.bias is not None, where))
+            linears.append(Linear(n, m.in_features, m.out_features, where))
     query, ffn = (next(x.inputs for x in linears if x.place == f"{place}_out") for place in ("attention", "mlp"))
     head_dim = getattr(blocks[attention], "head_dim", query // config.num_attention_heads)
     key_width = config.num_key_value_heads * head_dim
@@ -132,7 +109,6 @@ def _layer(layer: nn.Module, config: Any, window: int | None, owner: str) -> Lay
         ffn=ffn,
         window=window,
         norm_inputs=tuple(hidden if size == hidden else reads.get(n[0], size) for n, size in norms),
-        norm_weights=sum(size for _, size in norms),
         linears=tuple(linears),
         parameters=sum(p.numel() for p in layer.parameters()),
     )

@@ -15,7 +15,6 @@ class Linear:
     name: str
     inputs: int
     outputs: int
-    bias: bool
     place: str  # "attention" (q, k, v), "attention_out", "mlp" (gate, up) or "mlp_out"
 
     @property
@@ -35,7 +34,6 @@ class Layer:
     ffn: int
     window: int | None  # keys a query sees at most; None for all before it
     norm_inputs: tuple[int, ...]  # what each norm reads
-    norm_weights: int
     linears: tuple[Linear, ...]
     parameters: int
 
@@ -50,15 +48,9 @@ class Shape:
     """What a plan needs to know of a model."""
 
     name: str
-    model_class: str
     parameters: int  # tied weights once
     layers: tuple[Layer, ...]
-    embedding: int  # entries of the token embedding
-    head: int  # entries of the output projection
-    tied: bool
     vocab: int
-    norm_weights: int  # of all norms, the last one too
-    norms_in_float32: bool  # Gemma's norms multiply by their weight before they round, others after
     sdpa: bool
     capped_logits: bool
 

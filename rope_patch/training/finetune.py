@@ -32,7 +32,7 @@ class Result:
 
     Attributes:
         folder: the adapter (or model), loaded by :func:`rope_patch.load`.
-        results: the contents of ``results.json``: options, command, scores before and after, the curve. Empty in all
+        results: the contents of ``results.json``: options, command, scores before and after. Empty in all
             processes but the first.
         finished_before: whether an earlier command finished this run, and nothing was trained now.
     """

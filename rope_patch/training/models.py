@@ -98,8 +98,7 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
         ValueError: a name that matches no projection (the known ones are listed), or a patch that the checkpoint has
             already and that does not fit the options.
     """
-    patch = options.patch
-    lora = options.lora
+    patch, lora = options.patch, options.lora
     targets = target_pattern(model, lora.target_modules) if lora.rank else ""  # raises before anything is changed
     own = locate(model).record
     if patch.method is None and own is not None:

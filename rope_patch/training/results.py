@@ -96,7 +96,6 @@ def write_results(
         "losses": [{"step": entry["step"], "loss": entry["loss"]} for entry in state.log_history if "loss" in entry],
         "environment": environment(model),
         "before": None if before is None else metrics(before),
-        "curve": _curve(state.log_history),
         "after": metrics(after),
         "changes": compared,
         "notes": _notes(model, before, after),
@@ -106,15 +105,6 @@ def write_results(
     write_atomically(out / "README.md", card(options, results, after))
     write_atomically(out / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")  # last: it means finished
     return results
-
-
-def _curve(log: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the metrics of every evaluation during training, in order, as the Trainer logged them."""
-    return [
-        {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
-        for entry in log
-        if "eval_score" in entry
-    ]
 
 
 def _notes(model: Any, before: EvalResult | None, after: EvalResult) -> list[str]:

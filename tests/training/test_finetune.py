@@ -68,7 +68,7 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
     assert str(read_record(folder).to_method()) == "yarn:factor=4" == results["patch"]
     assert results == json.loads((folder / "results.json").read_text())
     assert results["steps"] == 4 and results["tokens"] == 4 * 2 * 128
-    assert [row["step"] for row in results["curve"]] == [2, 4] and len(results["losses"]) == 4
+    assert len(results["losses"]) == 4
     evaluated = json.loads((folder / "evaluation.json").read_text())
     for when in ("before", "after"):
         cells = [cell for cell in evaluated[when]["retrieval"]["passkey"]["cells"] if cell["length"] == 256]
