@@ -28,8 +28,8 @@ class Attribution:
         values: its values alone.
         layers: each layer alone, all others in full precision.
         worst: the layers that are named, see :func:`worst_layers`.
-        pairs: the pairs of their keys that are named, see :func:`worst_pairs`; none where values cost more than keys,
-            or where the scheme costs no less with them in full precision.
+        pairs: the pairs of their keys that are named: those of :func:`longest_keys` or :func:`worst_pairs`, whichever
+            left in full precision lowers the cost more; none where values cost more than keys, or neither lowers it.
         left: the scheme with these pairs of these layers in full precision; None where no pair is named.
     """
 

@@ -153,26 +153,33 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
     if attribution.values > attribution.keys:
         return attribution
     worst = attribution.worst
+    if scheme.key.hadamard:  # which leaves no pair to keep
+        return attribution
+
+    def without(pairs: tuple[int, ...]) -> Callable[[LayerPlan], LayerPlan]:
+        def change(plan: LayerPlan) -> LayerPlan:
+            source = plan.layer
+            exact = torch.zeros(source.parts["key"].head_dim, dtype=torch.bool)
+            for half in split_pairs(exact, source.table.pairs, source.interleaved):
+                half[[pair for pair in pairs if pair < source.table.pairs]] = True
+            return replace(plan, exact=exact) if source.index in worst else plan
+
+        return change
+
     # Long keys stretch the scale that the features of a token share: the error that they cause lies in other pairs.
-    pairs = longest_keys(patched.capture, worst) if scheme.key.axis == "token" else ()
-    pairs = pairs or worst_pairs([error for error in row.errors if error.layer in worst])
-    if not pairs or scheme.key.hadamard:  # which leaves no pair to keep
-        return replace(attribution, pairs=pairs)
-
-    def without(plan: LayerPlan) -> LayerPlan:
-        source = plan.layer
-        exact = torch.zeros(source.parts["key"].head_dim, dtype=torch.bool)
-        for half in split_pairs(exact, source.table.pairs, source.interleaved):
-            half[[pair for pair in pairs if pair < source.table.pairs]] = True
-        return replace(plan, exact=exact) if source.index in worst else plan
-
-    left = loss(without) - full
-    return replace(attribution, pairs=pairs, left=left) if left < attribution.whole else attribution
+    longest = longest_keys(patched.capture, worst) if scheme.key.axis == "token" else ()
+    for pairs in dict.fromkeys((longest, worst_pairs([error for error in row.errors if error.layer in worst]))):
+        if not pairs:
+            continue
+        left = loss(without(pairs)) - full
+        if left < (attribution.whole if attribution.left is None else attribution.left):
+            attribution = replace(attribution, pairs=pairs, left=left)
+    return attribution
 
 
 def readings(layers: int) -> int:
-    """Return how often :func:`measure_attribution` reads its windows: whole, each part, each layer, named pairs."""
-    return 5 + layers
+    """Return how often :func:`measure_attribution` reads its windows: whole, each part, each layer, without pairs."""
+    return 6 + layers
 
 
 def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:

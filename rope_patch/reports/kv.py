@@ -168,8 +168,8 @@ def _attribution(check: KVCheck) -> Section:
         answer = "No scheme is unsafe: there is nothing to attribute."
         return Section("Where the cost comes from", [answer], [_by_wavelength(check)])
     caption = (
-        "Layers that cost most when they alone are quantized, and pairs of their keys: long ones, which stretch the "
-        "scale of a token, else those that carry half of the error of the logits."
+        "Layers that cost most when they alone are quantized, and pairs of their keys that lower the cost if left in "
+        "full precision: long ones, which stretch the scale of a token, or those that carry half of the logit error."
     )
     columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why")
     table = DataTable("Unsafe schemes", columns, rows, caption)

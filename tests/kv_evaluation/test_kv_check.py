@@ -316,9 +316,9 @@ def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_an
     # By hand: 3 schemes of 3 windows of 56 and 2 prompts of each length; full precision, 2 schemes and the statistics
     # on 2 windows, and errors of 2 schemes on one.
     assert announced == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56)
-    # Under each method one scheme is unsafe: the whole, keys, values, full precision, named pairs and two layers.
+    # Under each method one scheme is unsafe: the whole, keys, values, full precision, two sets of pairs, two layers.
     expected = 2 * tokens_to_attribute(spec, layers=2)
-    assert expected == 2 * 7 * 2 * 56
+    assert expected == 2 * 8 * 2 * 56
     results = []
     for progress, more in (([], []), ([], [])):
         options = {"methods": ("default", "nope"), "resume": kept, "confidence": 0.1, **ASKED}
