@@ -99,32 +99,32 @@ class Draw:
             digits: of each number.
         """
         pool = ["".join(self.rng.choices("0123456789", k=digits)) for _ in range(64 + count)]
-        return self.alike(list(dict.fromkeys(pool)), count)
+        return self.equally_long(list(dict.fromkeys(pool)), count)
 
     def names(self, count: int) -> list[str]:
         """Return different English nouns."""
-        return self.some(NAMES.split(), count)
+        return self.words(NAMES.split(), count)
 
-    def some(self, words: Sequence[str], count: int) -> list[str]:
+    def words(self, words: Sequence[str], count: int) -> list[str]:
         """Return some of these words, in random order."""
-        return self.alike(self.rng.sample(words, len(words)), count)
+        return self.equally_long(self.rng.sample(words, len(words)), count)
 
     def variables(self, count: int) -> list[str]:
         """Return different variable names of three capital letters."""
-        return self.alike(
+        return self.equally_long(
             list(dict.fromkeys("".join(self.rng.sample(LETTERS, 3)) for _ in range(64 + count))),
             count,
         )
 
     def uuids(self, count: int) -> list[str]:
         """Return different UUIDs of version 4."""
-        return self.usual(endless_uuids, count)
+        return self.of_common_length(endless_uuids, count)
 
     def pairs_of_words(self, count: int) -> list[str]:
         """Return different pairs of an adjective and a noun, such as ``quiet-river``."""
-        return self.usual(endless_pairs, count)
+        return self.of_common_length(endless_pairs, count)
 
-    def usual(self, endless: Callable[[random.Random], Iterator[str]], count: int) -> list[str]:
+    def of_common_length(self, endless: Callable[[random.Random], Iterator[str]], count: int) -> list[str]:
         """Return items that have the number of tokens that is most common among those of one fixed seed.
 
         So the items of all haystacks have equally many.
@@ -134,9 +134,9 @@ class Draw:
             count: how many of them.
         """
         sizes = self._sizes(list(itertools.islice(endless(random.Random(0)), 128)))
-        return self.alike(list(itertools.islice(endless(self.rng), 64 + 8 * count)), count, _most_common(sizes))
+        return self.equally_long(list(itertools.islice(endless(self.rng), 64 + 8 * count)), count, _most_common(sizes))
 
-    def alike(self, pool: Sequence[str], count: int, size: int | None = None) -> list[str]:
+    def equally_long(self, pool: Sequence[str], count: int, size: int | None = None) -> list[str]:
         """Return items of a pool, those with so many tokens first.
 
         Args:

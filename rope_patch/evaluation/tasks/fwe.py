@@ -24,7 +24,7 @@ class FrequentWords(Task, name="fwe"):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for the most frequent words; the depths change nothing."""
-        frequent = tuple(draw.usual(coded_words, FREQUENT))
+        frequent = tuple(draw.of_common_length(coded_words, FREQUENT))
         others = (word for word in coded_words(draw.rng) if word not in frequent)
         words = ["...", *frequent, *itertools.islice(others, max(1, draw.length // 50 - FREQUENT - 1))]
         seed = draw.rng.random()

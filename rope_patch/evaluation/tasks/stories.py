@@ -1,4 +1,4 @@
-"""A small simulator of people who go from place to place and carry objects: facts to scatter through a haystack."""
+"""Questions about people who go from place to place and carry objects: facts that are scattered through a haystack."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ class StoryTask(Task):
         places: how many of them a person goes to.
     """
 
+    source = (
+        "Kuratov et al. (2024), BABILong, arXiv:2406.10149, after the task of this number of Weston et al. (2015), "
+        "bAbI, arXiv:1502.05698; facts, names and wording are ours, without instructions and worked examples"
+    )
     anywhere = True
     places: ClassVar[int]
 
@@ -73,8 +77,8 @@ class StoryTask(Task):
         """Return a question for each depth."""
         count = max(len(depths), CAST)
         extra = [draw.rng.random() for _ in range(count - len(depths))]
-        people, things = draw.some(PEOPLE.split(), count), draw.some(OBJECTS.split(), count)
-        places = draw.some(PLACES.split(), max(6, self.places))
+        people, things = draw.words(PEOPLE.split(), count), draw.words(OBJECTS.split(), count)
+        places = draw.words(PLACES.split(), max(6, self.places))
         threads = [
             self.thread(depth, person, thing, draw.rng.sample(places, self.places), draw)
             for depth, person, thing in zip([*depths, *extra], people, things, strict=True)
@@ -89,3 +93,61 @@ class StoryTask(Task):
 def earlier(depth: float, count: int, draw: Draw) -> list[float]:
     """Return so many random depths up to one, rising."""
     return sorted(draw.rng.uniform(0, depth) for _ in range(count))
+
+
+class OneFact(StoryTask, name="qa1"):
+    """Each person goes to two places; asked for is the last."""
+
+    places = 2
+
+    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
+        """Return two facts, the second of which tells."""
+        (before,) = earlier(depth, 1, draw)
+        facts = ((before, f" {person} went to the {places[0]}."), (depth, f" {person} went to the {places[1]}."))
+        return Thread(facts, f" Where is {person}?", f" {person} is in the", places[1])
+
+
+class TwoFacts(StoryTask, name="qa2"):
+    """Each person takes an object to another place; half of them leave it there and go on."""
+
+    places = 3
+
+    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
+        """Return three or five facts; the last of those that tell is that the person goes there, or leaves it there."""
+        leaves = draw.rng.random() < 0.5
+        before = earlier(depth, 3 if leaves else 2, draw)
+        texts = [
+            f" {person} went to the {places[0]}.",
+            f" {person} took the {thing}.",
+            f" {person} went to the {places[1]}.",
+        ]
+        facts = list(zip([*before, depth], texts, strict=False))
+        if leaves:
+            facts.append((depth, f" {person} put down the {thing}."))
+            facts.append((draw.rng.uniform(depth, 1), f" {person} went to the {places[2]}."))
+        return Thread(tuple(facts), f" Where is the {thing}?", f" The {thing} is in the", places[1])
+
+
+class ThreeFacts(StoryTask, name="qa3"):
+    """Each person takes an object and goes to two places with it; half of them go to a third."""
+
+    places = 4
+
+    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
+        """Return four or five facts; the last of those that tell is that the person goes to the third place."""
+        facts = [
+            *zip(
+                earlier(depth, 3, draw),
+                (
+                    f" {person} went to the {places[0]}.",
+                    f" {person} took the {thing}.",
+                    f" {person} went to the {places[1]}.",
+                ),
+                strict=True,
+            ),
+            (depth, f" {person} went to the {places[2]}."),
+        ]
+        if draw.rng.random() < 0.5:
+            facts.append((draw.rng.uniform(depth, 1), f" {person} went to the {places[3]}."))
+        question = f" Where was the {thing} before it was in the {places[2]}?"
+        return Thread(tuple(facts), question, f" Before that, the {thing} was in the", places[1])
