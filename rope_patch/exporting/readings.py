@@ -367,7 +367,7 @@ def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
     if kind == SLIDING:
         default = 1e4 if family == "gemma3_text" else full["rope_theta"]
         scaled = sliding.get("rope_type", "default") != "default"
-        reasons = ["its sliding layers are plain: it has no keys for their scaling"] * scaled
+        reasons = ["its sliding layers are plain: it has no keys for their scaling"] if scaled else []
         return _plain(sliding.get("rope_theta", default), stated.head_dim(kind), context, *reasons)
     if family == "phi3":
         return _phi3_converted(full, raw, table, context)

@@ -130,7 +130,7 @@ def train(
             "learning_rate": 4e-4,
             "scheduler": "cosine",
             "warmup": 0.1,
-            "precision": "float32" if dtype == "float32" else dtype,
+            "precision": dtype,
             "checkpointing": torch.cuda.is_available(),
             "seed": options.evaluation.seed,
             "save_every": max(1, training.steps // 10),

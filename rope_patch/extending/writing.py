@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +91,7 @@ def write(
     write_atomically(staged / "README.md", card(outcome))
     with folder_in_one_move(out, overwrite=overwrite) as folder:
         for path in staged.iterdir():
-            os.replace(path, folder / path.name)
+            shutil.move(path, folder / path.name)  # which copies where the output is on a disk of its own
     shutil.rmtree(staged.parent)
     return outcome
 
