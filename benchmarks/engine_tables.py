@@ -33,7 +33,7 @@ import engine_code
 from measuring import command, environment, write
 from rope_patch.checkpoints.offline import patch_folder, skeleton
 from rope_patch.exporting import export
-from rope_patch.exporting.engines import UNVERIFIED
+from rope_patch.exporting.verified_versions import UNVERIFIED
 from rope_patch.methods import MethodLike, Table, as_method
 from rope_patch.patching.verify import inspect_model
 

@@ -318,7 +318,7 @@ def main() -> None:
     from transformers.utils import logging
 
     from measuring import environment
-    from rope_patch.exporting.readings import PROGRAMS
+    from rope_patch.exporting.program_readings import PROGRAMS
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -52,7 +52,7 @@ def _table_of(model: str) -> Any:
 def _study(table: Any, model: str | None, method: str, length: int) -> Any:
     """Return a study of what a method makes of a table."""
     from rope_patch.methods import as_method
-    from rope_patch.study import Study
+    from rope_patch.table_facts import Study
 
     name = "plain RoPE" if model is None else f"the table of {Path(model).name}"
     asked = as_method(method)

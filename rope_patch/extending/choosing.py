@@ -165,7 +165,9 @@ class MethodEvaluator:
             conditions: whether methods that fail fewer conditions come first.
         """
         evaluated = [self.evaluate(self.rows[method]) for method in methods]
-        return sorted(evaluated, key=lambda one: (len(one.failures) if conditions else 0, -one.answered, one.perplexity))
+        return sorted(
+            evaluated, key=lambda one: (len(one.failures) if conditions else 0, -one.answered, one.perplexity)
+        )
 
     def leaders(self, methods: Sequence[str], count: int, *, conditions: bool = True) -> list[str]:
         """Return the methods that are worth more windows and prompts, the best first.

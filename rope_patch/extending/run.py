@@ -18,7 +18,7 @@ from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import Choice, MethodEvaluator, short
 from rope_patch.extending.other_programs import describe_model, slows_a_pair
 from rope_patch.extending.result import Extended
-from rope_patch.extending.rounds import TOO_FEW, Round, cost_of, rounds_within
+from rope_patch.extending.round_sizes import TOO_FEW, Round, cost_of, rounds_within
 from rope_patch.extending.writing import check, write
 from rope_patch.methods import as_method
 from rope_patch.options.extend import CANDIDATES, ExtendSettings
@@ -244,7 +244,7 @@ class Run:
         total = int(sum((one.candidates + 1) * self.tokens_of(one.windows, one.samples) for one in rounds))
         if not self.options.fit:
             return total
-        from rope_patch.extending.fitted import tokens as tokens_of_fit
+        from rope_patch.extending.fit_candidate import tokens as tokens_of_fit
 
         return total + tokens_of_fit(self.model, self.options.length)
 
@@ -253,7 +253,7 @@ class Run:
         names = [*map(short, self.methods), *["a fitted table"] * self.options.fit]
         lines, windows, samples, total = [f"methods: {', '.join(names)}"], 0, 0, 0.0
         if self.options.fit:
-            from rope_patch.extending.fitted import tokens as tokens_of_fit
+            from rope_patch.extending.fit_candidate import tokens as tokens_of_fit
 
             outside = "" if self.options.budget is None else ", in addition to the budget"
             lines.append(f"fitting a table: {tokens_of_fit(self.model, self.options.length):,} tokens{outside}")
@@ -281,7 +281,7 @@ class Run:
         """
         left, comparisons = list(self.methods), list[Comparison]()
         if self.options.fit:
-            from rope_patch.extending.fitted import fitted
+            from rope_patch.extending.fit_candidate import fitted
 
             progress.say("fitting a table to text, with the weights as they are")
             asked = self.model, self.tokenizer, self.options.length

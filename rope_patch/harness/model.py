@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
-from rope_patch.harness.answers import AnsweringLM
+from rope_patch.harness.answering_model import AnsweringLM
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.exporting import export
-from rope_patch.exporting.engines import ENGINES
 from rope_patch.exporting.flags import flags
+from rope_patch.exporting.verified_versions import ENGINES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [

@@ -19,8 +19,8 @@ from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
 from rope_patch.exporting import export, folders
 from rope_patch.exporting.audit import audit
-from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
 from rope_patch.exporting.flags import flags
+from rope_patch.exporting.verified_versions import ENGINES, UNVERIFIED, check
 from rope_patch.patching.verify import inspect_model
 
 BUNDLED = rope_patch.data_path("assets") / "llama"

@@ -214,7 +214,7 @@ def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
         chosen = "average" if better else "start"
         return SimpleNamespace(method=patch.method, restore=patch.restore, chosen=chosen)
 
-    monkeypatch.setattr("rope_patch.extending.fitted.fit", found)
+    monkeypatch.setattr("rope_patch.extending.fit_candidate.fit", found)
     said = []
     options = {"output": tmp_path / "out", **QUICK, "methods": others, "budget": 40, "tokens": FEW, "fit": True}
     with listen(on_sentence=said.append):

@@ -11,7 +11,7 @@ from support.prompting import HAY, TOKENIZER
 
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.extending.rounds import Round, cost_of, rounds_of, rounds_within
+from rope_patch.extending.round_sizes import Round, cost_of, rounds_of, rounds_within
 from rope_patch.options.evaluation import EvalSpec
 
 

@@ -23,7 +23,7 @@ from rope_patch.frequencies import (
     turns,
 )
 from rope_patch.methods import parse
-from rope_patch.study import Study
+from rope_patch.table_facts import Study
 from rope_patch.tables import RotaryTable
 
 PLAIN, GEMMA = geometric(1e4, 128), geometric(1e4, 256)
