@@ -27,9 +27,10 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
     """Return ``rope_parameters`` that transformers 4 and 5 read as a table; with ``everywhere`` vLLM and SGLang too.
 
     The table's own encoding stays where all of them build the table from it, by
-    :mod:`~rope_patch.exporting.program_rules`. Other tables are written in the longrope form, which must state one context, lest engines switch, and its scaling as
-    ``short_mscale`` and ``long_mscale``, lest they make up one of their own. ``proportional``, which transformers 4
-    does not know, stays on Gemma 4 alone, whose own type it is and which version 4 does not know either.
+    :mod:`~rope_patch.exporting.program_rules`. Other tables are written in the longrope form, which must state one
+    context, lest engines switch, and its scaling as ``short_mscale`` and ``long_mscale``, lest they make up one of
+    their own. ``proportional``, which transformers 4 does not know, stays on Gemma 4 alone, whose own type it is and
+    which version 4 does not know either.
     """
     encoded = dict(table.rope_parameters or {})
     kind = encoded.get("rope_type", "default") if table.rope_parameters else None
