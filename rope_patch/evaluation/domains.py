@@ -27,14 +27,12 @@ class TextRows:
         groups: (rows) what each is of.
         name: of the text.
         sha256: of the text.
-        prefix: the special tokens.
     """
 
     ids: Tensor
     groups: tuple[str, ...]
     name: str
     sha256: str
-    prefix: tuple[int, ...]
 
 
 def builtin_domains() -> dict[str, str]:
@@ -92,4 +90,4 @@ def read_rows(
             rows.append(torch.cat((torch.tensor(prefix, dtype=torch.long), ids[start : start + inner])))
             groups.append(name)
     label = "built-in domains" if sources is None else ", ".join(named)
-    return TextRows(torch.stack(rows), tuple(groups), label, digest.hexdigest(), prefix)
+    return TextRows(torch.stack(rows), tuple(groups), label, digest.hexdigest())

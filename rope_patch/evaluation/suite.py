@@ -234,8 +234,7 @@ class EvalSuite:
             **patch: ``layer_types`` and ``freeze_at``, as :func:`rope_patch.apply` takes them.
 
         Raises:
-            ValueError: ids that the model does not know, or logits that are not
-                finite.
+            ValueError: ids that the model does not know, or logits that are not finite.
         """
         context = trained_length(model) if context is None else context
         with as_trained(model, **patch), progress.stage("LongPPL, key tokens"):

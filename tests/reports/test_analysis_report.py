@@ -138,7 +138,7 @@ def random_analysis(
         table="the table",
         method=None,
         context=256,
-        rows=TextRows(ids.expand(2, tokens), groups, "a text", "ab" * 32, (0,)),
+        rows=TextRows(ids.expand(2, tokens), groups, "a text", "ab" * 32),
         capture=Capture("TinyForCausalLM", 2 * tokens, 2, "c" * 16, 0, tuple(captured)),
         heads=Heads("TinyForCausalLM", 2 * tokens, 2, "c" * 16, tuple(attended)),
         single_heads=(view,),
@@ -360,7 +360,7 @@ class Words:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
 def test_a_real_model_has_a_page(figures, tmp_path, family):
     model = tiny.tiny_model(family)
-    rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32, ())
+    rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32)
     analysis = analyze_rows(model, Words(), rows, Chosen(p_values=(), heads=[(0, 1), (1, 3)]))
     write(tmp_path / "page.html", analysis_report.page(analysis))
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
