@@ -301,8 +301,13 @@ def _hooks(module: nn.Module) -> list[str]:
     own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_NOT_THE_USERS)]
     if not own:
         return []
-    from datasets.fingerprint import Hasher  # takes half a second to import
-
+    try:
+        from datasets.fingerprint import Hasher  # takes half a second to import
+    except ImportError:
+        raise ImportError(
+            f"{type(module).__name__} has a forward hook, and the package datasets tells its results from those of "
+            "other hooks: pip install datasets, or remove the hook"
+        ) from None
     return [Hasher.hash(hook) for hook in own]
 
 

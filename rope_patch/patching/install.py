@@ -18,6 +18,7 @@ from rope_patch.patching.locate import Location, PatchError, device_of, locate
 from rope_patch.patching.record import PatchRecord, build_rotary, hashes, same_tables, settings_of, write_config
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.two_tables import Reach, TwoTableRotary, check_decoder, reaching
+from rope_patch.patching.verify import edits_since
 from rope_patch.tables import choose_layer_types
 
 logger = hf_logging.get_logger("rope_patch")
@@ -103,7 +104,8 @@ def apply(
         layer_types: which tables to patch on models with one per layer type; ``("full_attention",)`` by default.
         target_length: the context to state in the config [tokens]; unchanged by default. A ``factor`` that is left out
             is taken from it, one that does not reach it is refused.
-        replace: replace an earlier patch, starting again from the table and the config before it.
+        replace: replace an earlier patch, starting again from the table and the config before it. What was changed in
+            the config since then is dropped, with a warning.
         freeze_at: length at which to freeze a ``dynamic`` or two-table ``longrope`` checkpoint [tokens].
         **params: the method's parameters.
 
@@ -126,9 +128,12 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
     """Read a model, make new tables, find settings that encode them, check, install."""
     location = locate(model)
     location.check_base()
+    warnings = []
     if not options.replace:
         _refuse_a_second_patch(location)
-    plan, warnings = encode(location, method, options), []
+    elif edits := edits_since(location):
+        warnings.append(f"replacing the patch drops what was changed in the config since: {'; '.join(edits)}")
+    plan = encode(location, method, options)
     if not (plan.record.changed or isinstance(method, Default)):
         warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
     _check(location, plan, warnings, warn)

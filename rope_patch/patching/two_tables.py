@@ -61,7 +61,8 @@ def reaching(rotary: nn.Module, tokens: Reach, *, trusted: bool = False) -> Iter
     Raises:
         ValueError: no whole numbers above 0, or several axes of them.
     """
-    stated = torch.as_tensor(tokens)
+    # Under torch.device("meta") a new tensor would have no numbers to check.
+    stated = tokens if isinstance(tokens, Tensor) else torch.as_tensor(tokens, device="cpu")
     whole = not stated.is_floating_point() and stated.dtype != torch.bool
     if not whole or stated.ndim > 1 or not stated.numel() or int(stated.min()) < 1:
         raise ValueError(f"reaching takes a number of tokens >= 1, or one for each row, got {tokens!r}")

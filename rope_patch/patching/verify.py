@@ -192,6 +192,19 @@ def _in_use(location: Location, record: PatchRecord) -> list[str]:
     return problems + [f"short table: {problem}" for problem in short]
 
 
+def edits_since(location: Location) -> list[str]:
+    """Return what somebody has changed in a patched model's config since the patch, a line for each key."""
+    if location.record is None:
+        return []
+    recorded = settings_of(config_with(location.config, repeat(location, location.record).settings))
+    current = settings_of(location.config)
+    return [
+        f"{key} {recorded.get(key)} -> {current.get(key)}"
+        for key in sorted({*recorded, *current})
+        if recorded.get(key) != current.get(key)
+    ]
+
+
 def _differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, TableRecord], what: str) -> list[str]:
     if set(recorded) != set(tables):
         return [f"{what}: layer types are {sorted(tables)}, the record has {sorted(recorded)}"]

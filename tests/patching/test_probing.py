@@ -341,3 +341,17 @@ def test_a_target_below_what_a_scaled_checkpoint_reaches_is_refused():
         refused(model, "512", method, target_length=256)
     rope_patch.apply(model, "yarn", target_length=256, replace_scaling=True)  # which starts again from 64
     assert model.config.rope_parameters["factor"] == 4.0
+
+
+# --- edits after a patch ----------------------------------------------------------------------------------------------
+
+
+def test_edits_of_the_config_are_named_when_they_are_dropped(monkeypatch):
+    model = tiny_model()
+    rope_patch.apply(model, "pi:factor=2", target_length=128)
+    model.config.rope_parameters["factor"] = 4.0
+    model.config.max_position_embeddings = 256
+    warnings = heard(monkeypatch)
+    patch = rope_patch.apply(model, "default", replace=True)
+    assert "max_position_embeddings 128 -> 256" in warnings[0] and "'factor': 4.0" in warnings[0]
+    assert patch.after[None].rope_type == "default" and model.config.max_position_embeddings == 64
