@@ -31,7 +31,7 @@ from transformers.utils import logging as hf_logging
 
 import engine_code
 from measuring import command, environment, write
-from rope_patch.checkpoints.offline import patch_folder, skeleton
+from rope_patch.checkpoints.folder_patch import patch_folder, skeleton
 from rope_patch.exporting import export
 from rope_patch.exporting.verified_versions import UNVERIFIED
 from rope_patch.methods import MethodLike, Table, as_method

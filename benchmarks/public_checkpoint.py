@@ -224,7 +224,7 @@ def plain_folder(folder: Path, *, release: Release = SMOLLM2) -> Path:
     import rope_patch
     from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.checkpoints.gguf_reader import read_once
-    from rope_patch.checkpoints.reading import read_tokenizer
+    from rope_patch.checkpoints.source_files import read_tokenizer
 
     print(f"writing {out}", flush=True)
     package = f"{release.wheels[0].name} {release.wheels[0].version}"

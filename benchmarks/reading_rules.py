@@ -65,7 +65,7 @@ def older_tables(root: Path) -> dict[str, Any]:
 def folders(root: Path) -> Iterator[Path]:
     """Write the folders that are read; yields each."""
     import engine_tables
-    from rope_patch.checkpoints.offline import patch_folder
+    from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.exporting import export
 
     families = {name: settings for name, settings in engine_tables.FAMILIES.items() if name != "gemma4_text"}

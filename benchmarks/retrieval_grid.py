@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from measuring import command, environment, ratio, time_in_turn, write
-from rope_patch.evaluation.answering import answer
+from rope_patch.evaluation.generate_answers import answer
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.modeling.scoring import Reader

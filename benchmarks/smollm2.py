@@ -121,7 +121,7 @@ def answers_of(gguf: Path, sizes: Sizes) -> dict[str, Any]:
 
     import rope_patch
     from rope_patch.checkpoints.gguf import weights_in_file
-    from rope_patch.checkpoints.reading import read_tokenizer
+    from rope_patch.checkpoints.source_files import read_tokenizer
     from rope_patch.evaluation.chat import chat_turns
     from rope_patch.evaluation.prompts import PromptMaker
 

@@ -56,8 +56,8 @@ from measuring import (
     write,
 )
 from rope_patch.modeling import loss as loss_module
-from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.training_loss import token_loss
 from rope_patch.training.trainer import LongTrainer
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, twin
-from rope_patch.modeling.loss import fuse
+from rope_patch.modeling.training_loss import fuse
 from rope_patch.patching.locate import locate
 
 MODES = {"float32": ("float32", "highest"), "tf32": ("float32", "high"), "bfloat16": ("bfloat16", "highest")}

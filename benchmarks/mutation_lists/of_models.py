@@ -112,7 +112,7 @@ PATCHING = (
     ),
     Mutation(
         "dynamic_table_shrinks_below_its_context",
-        "rope_patch/patching/frozen.py",
+        "rope_patch/patching/table_at_length.py",
         'encoding["factor"] * max(length, table.max_position_embeddings) /',
         'encoding["factor"] * length /',
     ),
@@ -169,7 +169,7 @@ CHECKPOINTS = (
     ),
     Mutation(
         "report_of_an_export_is_copied",
-        "rope_patch/checkpoints/offline.py",
+        "rope_patch/checkpoints/folder_patch.py",
         '_NOT_COPIED = ("config.json", RECORD_FILE, "export.json")',
         '_NOT_COPIED = ("config.json", RECORD_FILE)',
     ),

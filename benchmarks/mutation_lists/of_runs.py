@@ -13,7 +13,7 @@ EVALUATION = (
     ),
     Mutation(
         "beginnings_under_the_short_table_are_not_in_the_total",
-        "rope_patch/evaluation/losses.py",
+        "rope_patch/evaluation/window_losses.py",
         "total_nll=document.total_nll - sum(document.nll[: len(first.nll)]) + sum(first.nll),",
         "total_nll=document.total_nll,",
     ),
@@ -25,7 +25,7 @@ EVALUATION = (
     ),
     Mutation(
         "answer_with_an_early_mistake_counts_as_right",
-        "rope_patch/evaluation/answering.py",
+        "rope_patch/evaluation/generate_answers.py",
         "!= expected).long()[missed].argmax(1).min())",
         "!= expected).long()[missed].argmax(1).max())",
     ),
@@ -94,7 +94,7 @@ FITTING = (
     ),
     Mutation(
         "window_of_the_whole_length_counts_as_short",
-        "rope_patch/fitting/positions.py",
+        "rope_patch/fitting/row_positions.py",
         "if window is not None and window < length)",
         "if window is not None and window <= length)",
     ),

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, encode, spread_windows
 from rope_patch.evaluation.intervals import paired_means
-from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.text import builtin_text
+from rope_patch.evaluation.window_losses import PerplexityResult
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.statistics import Capture, LayerCapture
 from rope_patch.options.analyze import TOLERANCE

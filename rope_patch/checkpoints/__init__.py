@@ -9,8 +9,8 @@ from rope_patch.checkpoints.adapters import (
     write_record,
 )
 from rope_patch.checkpoints.checking import inspect, verify
-from rope_patch.checkpoints.reading import load_config, read_tokenizer
 from rope_patch.checkpoints.save_load import load, load_adapter, save
+from rope_patch.checkpoints.source_files import load_config, read_tokenizer
 
 __all__ = [
     "ADAPTER_FILE",

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_reader import read_once
 from rope_patch.checkpoints.gguf_table import ROUNDED_TWICE, read_gguf, sliding_base
-from rope_patch.checkpoints.reading import in_gguf, read_tokenizer
+from rope_patch.checkpoints.source_files import in_gguf, read_tokenizer
 from rope_patch.errors import blamed_on
 from rope_patch.methods import Table
 from rope_patch.patching.install import apply, reapply, rebase

@@ -30,7 +30,7 @@ from rope_patch.checkpoints.adapters import (
     weight_sizes,
 )
 from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
-from rope_patch.checkpoints.reading import check_older_keys, config_json, reaching_hub
+from rope_patch.checkpoints.source_files import check_older_keys, config_json, reaching_hub
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import wrong_in_load, wrong_tensors

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
-from rope_patch.checkpoints.reading import read_tokenizer
+from rope_patch.checkpoints.source_files import read_tokenizer
 from rope_patch.errors import read_json
 from rope_patch.patching.older_keys import text_part
 from rope_patch.runtime.folders import is_gguf

@@ -67,7 +67,7 @@ def read_texts(paths: Sequence[Path], pattern: str) -> dict[str, Any] | None:
 def read_config(source: str) -> Any:
     """Return the config of the text model of a checkpoint, or of an adapter's base."""
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.reading import load_config
+    from rope_patch.checkpoints.source_files import load_config
 
     return load_config(adapter_base(source) if is_adapter(source) else source).get_text_config()
 

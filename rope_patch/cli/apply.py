@@ -15,8 +15,8 @@ from rope_patch.options.checkpoints import ApplyOptions
 def apply(words: Sequence[str]) -> None:
     """Run ``rope-patch apply`` with the words behind it."""
     options = parse(ApplyOptions, words)
+    from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.checkpoints.gguf_patch import patch_gguf, stated_context
-    from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.methods import as_method
     from rope_patch.patching.record import about_two_tables
     from rope_patch.runtime.folders import is_gguf

@@ -92,8 +92,8 @@ def _evaluator(source: str, tokenizer: Any, machine: Machine) -> Any:
 
 def print_table(comparison: Any) -> None:
     """Print scores, paired differences, a few answers, effective lengths, and what to know before reading them."""
-    from rope_patch.evaluation.answers import answers_text, first_choice_note, shortest_of_each
     from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+    from rope_patch.evaluation.shown_answers import answers_text, first_choice_note, shortest_of_each
 
     columns = print_scores(comparison)
     print_differences(comparison)

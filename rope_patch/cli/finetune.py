@@ -38,7 +38,7 @@ def finetune(words: Sequence[str]) -> int:
 
     check(recipe)
     if options.dry_run:
-        from rope_patch.training.estimate import describe
+        from rope_patch.training.run_summary import describe
 
         print(describe(recipe, options.gpu_memory))
         return 0

@@ -34,11 +34,11 @@ def fit(words: Sequence[str]) -> None:
     """Run ``rope-patch fit`` with the words behind it."""
     options = parse(FitOptions, words)
     from rope_patch import fitting
-    from rope_patch.checkpoints.offline import patch_folder
+    from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.evaluation.budget import default_tokens
     from rope_patch.evaluation.compare import environment
     from rope_patch.evaluation.spec import cost_of
-    from rope_patch.fitting.estimate import affordable, tokens_to_fit
+    from rope_patch.fitting.fit_cost import affordable, tokens_to_fit
     from rope_patch.runtime.folders import check_source, claimed, holds_files, write_atomically
 
     settings, output = options.settings, options.output

@@ -14,8 +14,8 @@ HEAD_DIM = 128
 
 def print_check(checked: Any) -> None:
     """Print a table of verdicts for each length, and a summary."""
-    from rope_patch.evaluation.answers import answers_text, shortest_of_each
     from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+    from rope_patch.evaluation.shown_answers import answers_text, shortest_of_each
     from rope_patch.kv_evaluation.captions import windows_of
 
     for method in checked.methods:

@@ -103,7 +103,7 @@ def load_tokenizer(source: str) -> Any:
         ValueError: no such folder, one without a checkpoint, or no tokenizer that can be loaded.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.reading import read_tokenizer
+    from rope_patch.checkpoints.source_files import read_tokenizer
     from rope_patch.runtime.folders import check_source
 
     check_source(source)

@@ -11,7 +11,7 @@ from rope_patch.options.checkpoints import RestoreOptions
 def restore(words: Sequence[str]) -> None:
     """Run ``rope-patch restore`` with the words behind it."""
     options = parse(RestoreOptions, words)
-    from rope_patch.checkpoints.offline import restore_folder
+    from rope_patch.checkpoints.folder_patch import restore_folder
 
     restore_folder(options.model, options.output, overwrite=options.force)
     print(f"wrote {options.output}: the checkpoint before its patch")

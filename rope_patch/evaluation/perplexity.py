@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.losses import SCHEMA, DocumentSums, PerplexityResult, Window
+from rope_patch.evaluation.window_losses import SCHEMA, DocumentSums, PerplexityResult, Window
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
+from rope_patch.evaluation.generate_answers import Answer, answer
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker

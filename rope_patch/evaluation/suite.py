@@ -20,12 +20,12 @@ from rope_patch.evaluation.key_tokens import (
     short_context_of,
     tokens_of_spec,
 )
-from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.spec import check_tasks, tokens_to_read
 from rope_patch.evaluation.text import Corpus, builtin_text
+from rope_patch.evaluation.window_losses import PerplexityResult, with_beginnings
 from rope_patch.modeling.scoring import CacheFactory, name_of
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.two_tables import switch_of

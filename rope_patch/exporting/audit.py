@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, sliding_base
-from rope_patch.checkpoints.reading import building, config_json, load_config
+from rope_patch.checkpoints.source_files import building, config_json, load_config
 from rope_patch.exporting.program_contexts import kind_of
 from rope_patch.exporting.program_readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.exporting.program_rules import SHARE, Built, relative_difference

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import frequencies
+from rope_patch.checkpoints.folder_patch import skeleton
 from rope_patch.checkpoints.gguf_table import graph_of, read_gguf
-from rope_patch.checkpoints.offline import skeleton
-from rope_patch.checkpoints.reading import config_json
+from rope_patch.checkpoints.source_files import config_json
 from rope_patch.exporting.encodings import config_keys, with_context
 from rope_patch.exporting.folders import read_tables
 from rope_patch.exporting.program_contexts import other_contexts

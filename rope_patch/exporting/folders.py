@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
-from rope_patch.checkpoints.offline import copied, skeleton
+from rope_patch.checkpoints.folder_patch import copied, skeleton
 from rope_patch.exporting.encodings import config_keys, equal, with_context
 from rope_patch.exporting.lora import copy_adapter
 from rope_patch.exporting.program_contexts import other_contexts

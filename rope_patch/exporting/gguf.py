@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from rope_patch.checkpoints.folder_patch import copied
 from rope_patch.checkpoints.gguf_file import GGUFFile, open_gguf
 from rope_patch.checkpoints.gguf_patch import with_table, write
 from rope_patch.checkpoints.gguf_table import Graph, graph_of
-from rope_patch.checkpoints.offline import copied
 from rope_patch.checkpoints.tokenizer_length import restore_length
 from rope_patch.patching.install import restore
 from rope_patch.patching.locate import locate

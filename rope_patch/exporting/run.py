@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
+from rope_patch.checkpoints.folder_patch import check_free, skeleton
 from rope_patch.checkpoints.gguf_file import check_out
 from rope_patch.checkpoints.gguf_reader import gguf, read_once
 from rope_patch.checkpoints.gguf_table import CHECKED
-from rope_patch.checkpoints.offline import check_free, skeleton
 from rope_patch.exporting.folders import export_folder
 from rope_patch.exporting.gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.exporting.lora import check_adapter

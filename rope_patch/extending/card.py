@@ -10,11 +10,11 @@ import yaml
 from huggingface_hub import ModelCard
 
 from rope_patch import __version__
-from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.evaluation.compare import Comparison, Row, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
+from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending.choosing import BASIS, short
 from rope_patch.extending.result import Extended
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rope_patch.fitting import fit, held_out_spec
-from rope_patch.fitting.estimate import tokens_to_fit
+from rope_patch.fitting.fit_cost import tokens_to_fit
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.options.fit import FitSettings
 from rope_patch.runtime.finished import ResultCache, key

@@ -14,9 +14,9 @@ from rope_patch.evaluation.documents import prefix_ids
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.fitting.candidates import TASK
-from rope_patch.fitting.positions import stretched_positions
-from rope_patch.modeling.loss import IGNORED
+from rope_patch.fitting.row_positions import stretched_positions
 from rope_patch.modeling.positions import skipped_positions
+from rope_patch.modeling.training_loss import IGNORED
 
 HAY = 1_000_000
 """Characters of the text in which prompts hide their needles; more where a row is longer."""

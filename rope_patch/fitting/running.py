@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rope_patch.fitting.candidates import Candidate, Evaluator, best
-from rope_patch.fitting.positions import consecutive_types
+from rope_patch.fitting.row_positions import consecutive_types
 from rope_patch.fitting.rows import Rows
 from rope_patch.methods import Method
-from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.trainable_table import TrainableTable
+from rope_patch.modeling.training_loss import token_loss
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime import progress

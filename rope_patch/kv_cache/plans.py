@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rope_patch.kv_cache.quantizers import at_least_float, fake_quantize
+from rope_patch.kv_cache.block_rounding import at_least_float, fake_quantize
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.sources import LayerSource, find_sources, split_pairs

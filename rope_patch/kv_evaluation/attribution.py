@@ -10,8 +10,8 @@ import torch
 
 from rope_patch.analysis.outliers import RATIO
 from rope_patch.evaluation.numbers import percent
+from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.captions import listed
-from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.modeling.statistics import Capture
 
 NAMED = 2 / 3

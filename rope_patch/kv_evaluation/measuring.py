@@ -17,9 +17,9 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme, Side, effective_bits
+from rope_patch.kv_evaluation.attention_errors import LayerErrors, attention_errors
 from rope_patch.kv_evaluation.attribution import Attribution, longest_keys, worst_layers, worst_pairs
-from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
-from rope_patch.kv_evaluation.setting import COMPARED, ERRORS, MethodInPlace, Setting
+from rope_patch.kv_evaluation.check_setting import COMPARED, ERRORS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader

@@ -19,10 +19,10 @@ from rope_patch.evaluation.compare import environment, named, under
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.kv_evaluation.check_setting import MethodInPlace, Setting
 from rope_patch.kv_evaluation.measuring import measure, measure_attribution
-from rope_patch.kv_evaluation.reading import tokens_to_attribute
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.setting import MethodInPlace, Setting
+from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, find_verdict
 from rope_patch.methods import MethodLike
 from rope_patch.modeling.capture import capture

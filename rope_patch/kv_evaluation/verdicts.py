@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rope_patch.evaluation.metrics import Metric, Span, VerdictKind, change_sentence, spans_at
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.formats import FULL_BITS
+from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.attribution import Attribution
-from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.tables import RotaryTable

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rope_patch import frequencies
 from rope_patch.errors import blamed_on
-from rope_patch.patching.frozen import frozen_at
 from rope_patch.patching.probe import Probe, probe
 from rope_patch.patching.record import (
     PatchRecord,
@@ -27,6 +26,7 @@ from rope_patch.patching.record import (
     settings_of,
 )
 from rope_patch.patching.rotary import PatchedRotary, RotaryLayout, call, layout_of, original_tables, scaling_of
+from rope_patch.patching.table_at_length import frozen_at
 from rope_patch.patching.two_tables import TwoTableRotary, attach
 from rope_patch.tables import RotaryTable, Tables, other_keys
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from rope_patch.evaluation.answers import few_answers
 from rope_patch.evaluation.compare import Column, Comparison
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS, value_text
 from rope_patch.evaluation.numbers import number_text
 from rope_patch.evaluation.retrieval import RetrievalResult
+from rope_patch.evaluation.shown_answers import few_answers
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.reports import page as pages

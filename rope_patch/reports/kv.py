@@ -13,8 +13,8 @@ from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.captions import spans, windows_of
+from rope_patch.kv_evaluation.check_setting import ERRORS
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.setting import ERRORS
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.reports import page as pages
 from rope_patch.reports.comparison import answers, haystack_of, retrieval_text

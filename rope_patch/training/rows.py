@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.modeling.loss import IGNORED
 from rope_patch.modeling.positions import skipped_positions
+from rope_patch.modeling.training_loss import IGNORED
 from rope_patch.options.finetune import DataOptions, RecipeOptions
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}

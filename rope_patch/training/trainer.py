@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from rope_patch.checkpoints.adapters import RopePatchCallback
-from rope_patch.modeling.loss import fuse
+from rope_patch.modeling.training_loss import fuse
 from rope_patch.patching.locate import locate
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import PatchError, checkpoints
-from rope_patch.checkpoints.offline import patch_folder, skeleton, verify_folder
+from rope_patch.checkpoints.folder_patch import patch_folder, skeleton, verify_folder
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import rope_patch
 from rope_patch import METHODS, PatchError, checkpoints
-from rope_patch.checkpoints.offline import patch_folder, restore_folder, verify_folder
+from rope_patch.checkpoints.folder_patch import patch_folder, restore_folder, verify_folder
 
 CHAINS = ("abf:rope_theta=500000+p_rope:p=0.5", "p_rope:p=0.25+pi:factor=8", "yarn:factor=4+p_rope:p=0.5")
 

@@ -20,7 +20,7 @@ from transformers import (
 
 import rope_patch
 from rope_patch import PatchError
-from rope_patch.checkpoints.offline import patch_folder
+from rope_patch.checkpoints.folder_patch import patch_folder
 from rope_patch.checkpoints.weight_files import wrong_tensors
 
 

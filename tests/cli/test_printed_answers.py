@@ -7,8 +7,8 @@ from dataclasses import replace
 from support.report_pages import row
 
 from rope_patch.cli.compare import print_table
-from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.evaluation.compare import Comparison
+from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 
 
 def comparison(*rows):

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from support.evaluated import answered, result_of
 
-from rope_patch.evaluation.answers import (
+from rope_patch.evaluation.compare import Comparison, Row
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.shown_answers import (
     ShownAnswer,
     few_answers,
     first_choice,
@@ -15,8 +17,6 @@ from rope_patch.evaluation.answers import (
     one_of_each,
     shortest_of_each,
 )
-from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 
 DEPTHS = (0.0, 0.5, 1.0)
 

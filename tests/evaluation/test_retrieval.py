@@ -17,7 +17,7 @@ from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import rope_patch
-from rope_patch.evaluation.answering import SHORT, TAIL, Answer, answer
+from rope_patch.evaluation.generate_answers import SHORT, TAIL, Answer, answer
 from rope_patch.evaluation.intervals import wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import grade, retrieval

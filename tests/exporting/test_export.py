@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 
 import rope_patch
 import rope_patch.exporting
+from rope_patch.checkpoints.folder_patch import skeleton, verify_folder
 from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.checkpoints.offline import skeleton, verify_folder
 from rope_patch.exporting import export, folders
 from rope_patch.exporting.audit import audit
 from rope_patch.exporting.flags import flags

@@ -129,7 +129,7 @@ def test_the_command_prints_lines_to_copy(base):
 def test_wrong_arguments_say_what_to_do(base, tmp_path):
     words = ("audit", base, "--method", "abf", "--engine")
     assert "sglang" in fail(*words, "tgi")
-    rope_patch.checkpoints.offline.patch_folder(base, "abf", tmp_path / "patched")
+    rope_patch.checkpoints.folder_patch.patch_folder(base, "abf", tmp_path / "patched")
     assert "patched already" in fail("audit", tmp_path / "patched", "--method", "abf")
     assert "--method" in fail("audit", base, "--target-length", "256")
 

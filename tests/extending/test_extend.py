@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Traine
 
 import rope_patch
 from rope_patch.cli.parsing import parse
-from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE
+from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending import extend
 from rope_patch.extending.card import card
 from rope_patch.extending.choosing import BASIS

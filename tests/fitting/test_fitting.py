@@ -19,7 +19,7 @@ from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.metrics import Span
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import SEED, held_out_spec, running
-from rope_patch.fitting.estimate import affordable, tokens_to_fit
+from rope_patch.fitting.fit_cost import affordable, tokens_to_fit
 from rope_patch.methods import Table
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.locate import locate

@@ -15,7 +15,7 @@ from support.prompting import HAY, MAKER, TOKENIZER
 from support.subsets import examples
 
 from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.fitting.positions import stretched_positions
+from rope_patch.fitting.row_positions import stretched_positions
 from rope_patch.fitting.rows import Rows
 
 

@@ -32,14 +32,14 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
-from rope_patch.evaluation.answering import fork
+from rope_patch.evaluation.generate_answers import fork
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.kv_cache import attention, plans
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.errors import attention_errors
+from rope_patch.kv_evaluation.attention_errors import attention_errors
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import attending_with
 

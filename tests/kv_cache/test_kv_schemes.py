@@ -12,7 +12,7 @@ from lm_eval.utils import simple_parse_args_string
 from scipy.linalg import hadamard
 from support.rounding import ORDERED, naive
 
-from rope_patch.kv_cache.quantizers import fake_quantize, mix
+from rope_patch.kv_cache.block_rounding import fake_quantize, mix
 from rope_patch.kv_cache.schemes import PRESETS, Scheme, Side, effective_bits
 
 FORMS = [

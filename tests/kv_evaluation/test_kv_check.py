@@ -26,8 +26,8 @@ from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import longest_keys, worst_layers, worst_pairs
-from rope_patch.kv_evaluation.reading import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.results import KVCheck
+from rope_patch.kv_evaluation.token_count import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.verdicts import Verdict
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits

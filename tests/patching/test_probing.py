@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
-from rope_patch.checkpoints.offline import skeleton
+from rope_patch.checkpoints.folder_patch import skeleton
 from rope_patch.patching import locate as locating
 
 

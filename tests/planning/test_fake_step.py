@@ -15,10 +15,10 @@ from support.subsets import full
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
-from rope_patch.modeling.loss import fuse
+from rope_patch.modeling.training_loss import fuse
 from rope_patch.packaged import data_path
-from rope_patch.training.estimate import training_plan
 from rope_patch.training.models import target_pattern
+from rope_patch.training.run_summary import training_plan
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 PATHS = [path for path in sorted(CONFIGS.glob("*.yaml")) if re.search(r"-\d+k$", path.stem)]

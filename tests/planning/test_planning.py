@@ -16,8 +16,8 @@ from support.tiny import SIZE as TINY
 from support.tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.training_loss import token_loss
 from rope_patch.packaged import data_path
 from rope_patch.planning import plan, shape_of
 

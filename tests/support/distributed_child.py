@@ -26,9 +26,9 @@ import rope_patch
 from rope_patch.checkpoints import adapters
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import loss as loss_module
-from rope_patch.modeling.loss import IGNORED, fuse, token_loss
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader, fingerprint
+from rope_patch.modeling.training_loss import IGNORED, fuse, token_loss
 from rope_patch.patching.locate import PatchError
 from rope_patch.training.trainer import LongTrainer
 from support.scored import bold_model

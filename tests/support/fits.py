@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import rope_patch
-from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
+from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.fitting import Candidate, fit, held_out_spec
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.running import FitRun

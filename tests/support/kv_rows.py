@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.attribution import Attribution
-from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from support.report_pages import row as scored
 

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import torch
 
 from rope_patch.evaluation.compare import Row
-from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.tables import RotaryTable
 from support.evaluated import answered, result_of
 

@@ -17,8 +17,8 @@ from rope_patch.options.finetune import RecipeOptions
 from rope_patch.packaged import data_path
 from rope_patch.patching.locate import locate
 from rope_patch.planning import shape_of
-from rope_patch.training.estimate import describe, training_plan
 from rope_patch.training.models import BUNDLED, prepare
+from rope_patch.training.run_summary import describe, training_plan
 from rope_patch.training.setup import arguments
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"

@@ -6,7 +6,7 @@ import pytest
 from support.recipe_runs import recipe
 
 from rope_patch.planning import plan
-from rope_patch.training.estimate import describe
+from rope_patch.training.run_summary import describe
 
 BASE = ("model.name=Llama-3.1-8B", "data.length=32k", "output=x", "patch.method=pi:factor=4")
 

@@ -10,9 +10,9 @@ from support.evaluated import answered
 from support.recipe_runs import LLAMA, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
+from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.training.evaluating import changes, measure, metrics, score, suite_of
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Trai
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.documents import encode
-from rope_patch.modeling.loss import IGNORED
 from rope_patch.modeling.positions import skipped_positions
+from rope_patch.modeling.training_loss import IGNORED
 from rope_patch.options.finetune import DataOptions, ModelOptions
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning import shape_of

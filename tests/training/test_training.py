@@ -14,9 +14,9 @@ from support.tiny import ARCHITECTURES, ids
 from transformers import Trainer, TrainingArguments
 
 from rope_patch.modeling import loss as loss_module
-from rope_patch.modeling.loss import IGNORED, fuse, token_loss
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.training_loss import IGNORED, fuse, token_loss
 from rope_patch.training.rows import pack
 from rope_patch.training.trainer import LongTrainer
 

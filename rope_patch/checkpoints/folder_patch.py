@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE, RECORD_FILE, adapter_base, read_record
 from rope_patch.checkpoints.gguf import put_table, unpack
 from rope_patch.checkpoints.gguf_table import read_gguf
-from rope_patch.checkpoints.reading import building, check_older_keys, config_json, load_config
+from rope_patch.checkpoints.source_files import building, check_older_keys, config_json, load_config
 from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
 from rope_patch.methods import MethodLike

@@ -13,8 +13,8 @@ from torch import nn
 from rope_patch.evaluation.budget import default_tokens, suite_within
 from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.kv_evaluation.check_setting import COMPARED, ERRORS
 from rope_patch.kv_evaluation.measuring import readings
-from rope_patch.kv_evaluation.setting import COMPARED, ERRORS
 from rope_patch.options.evaluation import EvalSpec
 
 
