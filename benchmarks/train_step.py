@@ -55,7 +55,7 @@ from measuring import (
     turns,
     write,
 )
-from rope_patch.modeling import loss as loss_module
+from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.training_loss import token_loss
 from rope_patch.training.trainer import LongTrainer

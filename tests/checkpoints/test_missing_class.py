@@ -27,8 +27,8 @@ class Bent(Method, name="of_a_script"):
 
 def test_the_module_of_a_method_must_be_imported_before_a_model_that_it_patched_is_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_methods.py").write_text(SCRIPT)
-    import_modules(["my_methods"])
+    (tmp_path / "methods_of_a_missing_class.py").write_text(SCRIPT)
+    import_modules(["methods_of_a_missing_class"])
     model = tiny_model()
     rope_patch.apply(model, "of_a_script:by=5")
     rope_patch.save(model, tmp_path / "saved")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import PatchError
-from rope_patch.checkpoints import offline as folders
+from rope_patch.checkpoints import folder_patch as folders
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "older_loaders.json"

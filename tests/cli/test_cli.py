@@ -186,7 +186,7 @@ def test_ctrl_c_in_the_demo(tmp_path, monkeypatch):
 
 
 def test_interrupted_copy_leaves_nothing(checkpoint, tmp_path, monkeypatch):
-    from rope_patch.checkpoints import offline as folders
+    from rope_patch.checkpoints import folder_patch as folders
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -13,7 +13,7 @@ from support.scored import CAPPED, bold_model, spy
 from support.tiny import ARCHITECTURES, ids
 from transformers import Trainer, TrainingArguments
 
-from rope_patch.modeling import loss as loss_module
+from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.training_loss import IGNORED, fuse, token_loss
