@@ -291,7 +291,7 @@ def test_a_gated_model_says_where_to_accept_its_licence(monkeypatch):
     def gated(*_, **__):
         raise OSError("401 Client Error. You are trying to access a gated repo.")
 
-    for module in ("adapters", "reading"):
+    for module in ("adapters", "source_files"):
         monkeypatch.setattr(f"rope_patch.checkpoints.{module}.find_file", lambda *_, **__: None)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", gated)
     with pytest.raises(OSError, match="licence"):
