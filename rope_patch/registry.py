@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import warnings
@@ -38,12 +39,14 @@ class Registry(UserDict[str, Entry]):
     Args:
         noun: the word for an entry in messages, such as ``"method"``.
         group: the group of entry points by which installed packages offer entries.
+        needs: the attributes and methods that every entry must define.
     """
 
-    def __init__(self, noun: str, group: str) -> None:
+    def __init__(self, noun: str, group: str, needs: Sequence[str] = ()) -> None:
         super().__init__()
         self.noun = noun
         self.group = group
+        self.needs = needs
         self.broken: dict[str, str] = {}
         """By the name of an entry point that could not be loaded: the package it comes from, and the reason."""
         self._has_read_packages = False
@@ -71,8 +74,11 @@ class Registry(UserDict[str, Entry]):
         """Enter something under a name.
 
         Raises:
-            ValueError: the name is taken by another class.
+            ValueError: the name is taken by another class, or the entry lacks what it needs.
         """
+        lacking = [need for need in self.needs if not _defines(entry, need)]
+        if lacking:
+            raise ValueError(f"the {self.noun} {name!r} must define {' and '.join(lacking)}")
         if (known := self.data.get(name)) is not None:
             ours, theirs = _class_of(entry), _class_of(known)
             # A notebook's cell that is run again defines a class of the same name anew, which replaces the earlier one.
@@ -160,10 +166,12 @@ def _import(name: str) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a user's code may raise anything
-            raise ValueError(
-                f"cannot import the module {name!r} ({in_one_line(error)}): give the dotted name, such as my_methods, "
-                f"of a Python file in {os.getcwd()} or of an installed package"
-            ) from error
+            if isinstance(error, ModuleNotFoundError | TypeError) and not _found(name):
+                raise ValueError(
+                    f"found no module {name!r}: give the dotted name, such as my_methods, of a Python file in "
+                    f"{os.getcwd()} or of an installed package"
+                ) from error
+            raise ValueError(f"the module {name!r} fails at import: {in_one_line(error)}") from error
         if _users_entries() == before:
             # Otherwise Python would not run it again, after its author corrected it.
             del sys.modules[name]
@@ -176,6 +184,20 @@ def _import(name: str) -> None:
 def _users_entries() -> list[tuple[str, Any]]:
     entries = (entry for registry in REGISTRIES for entry in registry.data.items())
     return [(name, entry) for name, entry in entries if not is_built_in(entry)]
+
+
+def _found(name: str) -> bool:
+    """Tell whether a dotted name is that of a module, which may import one that is missing."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _defines(entry: Any, name: str) -> bool:
+    value = getattr(entry, name, None)
+    # Asked of the attribute, since a class that is being made does not know its abstract methods yet.
+    return value is not None and not getattr(value, "__isabstractmethod__", False)
 
 
 def is_built_in(entry: Any) -> bool:

@@ -25,7 +25,7 @@ VerdictKind = Literal["safe", "unsafe", "undecided"]
 LOST = 0.02
 """Share of prompts that a change may lose, as measured, and still be called safe."""
 
-METRICS: Registry[Metric] = Registry("metric", "rope_patch.metrics")
+METRICS: Registry[Metric] = Registry("metric", "rope_patch.metrics", ("unit", "lower_is_better", "values"))
 """Every metric by name, in the order of their columns. A subclass of :class:`Metric` enters itself."""
 
 

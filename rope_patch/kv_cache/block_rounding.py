@@ -26,19 +26,30 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
         return x
     if not bool(torch.isfinite(x).all()):
         raise ValueError(f"states to be quantized must be finite, got {x[~torch.isfinite(x)][0].item()}")
-    form, work = FORMATS[side.format], at_least_float(x)
+    work = at_least_float(x)
     if side.hadamard:
         work = mix(work)
     if side.axis == "channel":
-        out = form.round(work, -2)
+        out = _round(work, side, -2)
     else:
         size = side.features or x.shape[-1]
         whole = x.shape[-1] // size * size
-        parts = [form.round(_split(work[..., :whole], size), -1).flatten(-2)] if whole else []
+        parts = [_round(_split(work[..., :whole], size), side, -1).flatten(-2)] if whole else []
         if whole < x.shape[-1]:  # the last group is short
-            parts.append(form.round(work[..., whole:], -1))
+            parts.append(_round(work[..., whole:], side, -1))
         out = torch.cat(parts, -1)
     return (mix(out) if side.hadamard else out).to(x.dtype)
+
+
+def _round(x: Tensor, side: Side, dim: int) -> Tensor:
+    """Round the numbers that share a scale along a dimension."""
+    out = FORMATS[side.format].round(x, dim)
+    if out.shape != x.shape:
+        raise ValueError(
+            f"the format {side.format!r} must return the shape that it is given: {tuple(x.shape)} came back as "
+            f"{tuple(out.shape)}"
+        )
+    return out
 
 
 def at_least_float(x: Tensor) -> Tensor:

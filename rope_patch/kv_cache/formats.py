@@ -28,7 +28,7 @@ from rope_patch.registry import Registry
 FULL_BITS = 16
 """Bits of an element in full precision."""
 
-FORMATS: Registry[Format] = Registry("cache format", "rope_patch.formats")
+FORMATS: Registry[Format] = Registry("cache format", "rope_patch.formats", ("bits", "round"))
 """Every format by name. A subclass of :class:`Format` with a name enters itself."""
 
 

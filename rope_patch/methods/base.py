@@ -41,6 +41,8 @@ class Method:
         """Register the class under ``name``."""
         super().__init_subclass__(**kwargs)
         if name:
+            if cls.inv_freq is Method.inv_freq and cls.__call__ is Method.__call__:
+                raise ValueError(f"the method {name!r} must define inv_freq")
             cls.name = name
             METHODS.add(name, cls)
 

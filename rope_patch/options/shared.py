@@ -157,8 +157,8 @@ def report() -> Any:
 def imports() -> Any:
     """Return the field of a user's own modules; they are imported before any other option is read."""
     return word(
-        "A Python module of yours to import first, which defines methods, retrieval tasks or metrics. Repeat it for "
-        "more.",
+        "A Python module of yours to import first, which defines methods, tasks, metrics or cache formats. Repeat it "
+        "for more.",
         (),
         metavar="MODULE",
         name="import",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from support.fresh import run_module
 from support.tiny import small
 from transformers import AutoTokenizer
 
 import rope_patch
+from rope_patch.kv_cache.block_rounding import fake_quantize
+from rope_patch.kv_cache.formats import FORMATS, Format
+from rope_patch.kv_cache.schemes import Side
 
 MODULE = """
 import math
@@ -41,3 +45,17 @@ def test_a_format_of_a_users_module_is_checked(folder):
     assert ternary["scheme_text"] == "k=ternary;v=ternary"
     assert ternary["bits"] == pytest.approx(1.58496 + 16 / 8)  # a scale of 16 bits for each 8 features
     assert ternary["lengths"]["40"]["perplexity"] != full["lengths"]["40"]["perplexity"]
+
+
+def test_a_format_that_returns_another_shape_is_named():
+    class Swapped(Format, name="swapped"):
+        bits = 4
+
+        def round(self, x, dim):
+            return x.mT
+
+    try:
+        with pytest.raises(ValueError, match=r"'swapped' must return the shape that it is given: \(1, 2, 3, 1, 16\)"):
+            fake_quantize(torch.randn(1, 2, 3, 16), Side("swapped"))
+    finally:
+        FORMATS.pop("swapped")

@@ -39,7 +39,7 @@ NEEDLES = 4
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-TASKS: Registry[Task] = Registry("retrieval task", "rope_patch.tasks")
+TASKS: Registry[Task] = Registry("retrieval task", "rope_patch.tasks", ("source", "questions"))
 """Every retrieval task by name. A subclass of :class:`Task` with a name enters itself."""
 
 
