@@ -14,6 +14,7 @@ from support.fresh import run_code
 
 import rope_patch
 from rope_patch import parse
+from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.registry import REGISTRIES, import_modules
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,6 +138,7 @@ def test_a_command_shows_a_metric_of_a_users_module(folder):
 )
 def test_what_cannot_be_imported_says_why_and_changes_nothing(folder, name, code, word):
     before = [dict(registry) for registry in REGISTRIES]
+    assert FORMATS in REGISTRIES, "all four are imported by now"
     if code is not None:
         (folder / f"{name.removesuffix('.py').removeprefix('./')}.py").write_text(code)
     for _ in range(2):  # a failed module is not taken for an imported one
