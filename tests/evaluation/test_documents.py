@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_named(tmp_path, make, message):
 
 
 def test_tokens_know_the_bytes_they_cover():
-    text = "naïve — “café” in 2024: 你好\n"
+    text = "naïve — “café” in 2024: 你好 🙂 and on\n"
     (document,) = encode(TOKENIZER, text)
     assert document.prefix == (TOKENIZER.bos_token_id,) and document.ids.dtype == torch.long
     assert document.ids.tolist() == [TOKENIZER.bos_token_id, *TOKENIZER(text, add_special_tokens=False)["input_ids"]]
