@@ -32,8 +32,8 @@ from transformers.utils import logging as hf_logging
 import engine_code
 from measuring import command, environment, write
 from rope_patch.checkpoints.folder_patch import patch_folder, skeleton
-from rope_patch.exporting import export
-from rope_patch.exporting.verified_versions import UNVERIFIED
+from rope_patch.engines import export
+from rope_patch.engines.verified_versions import UNVERIFIED
 from rope_patch.methods import MethodLike, Table, as_method
 from rope_patch.patching.verify import inspect_model
 

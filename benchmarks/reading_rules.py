@@ -66,7 +66,7 @@ def folders(root: Path) -> Iterator[Path]:
     """Write the folders that are read; yields each."""
     import engine_tables
     from rope_patch.checkpoints.folder_patch import patch_folder
-    from rope_patch.exporting import export
+    from rope_patch.engines import export
 
     families = {name: settings for name, settings in engine_tables.FAMILIES.items() if name != "gemma4_text"}
     for family in families:
@@ -224,7 +224,7 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
     """Compare a rule with the program on one folder."""
     import torch
 
-    from rope_patch.exporting.audit import audit
+    from rope_patch.engines.audit import audit
 
     try:
         rows = [row for row in audit(folder, [program]).rows if row.program == program]
@@ -318,7 +318,7 @@ def main() -> None:
     from transformers.utils import logging
 
     from measuring import environment
-    from rope_patch.exporting.program_readings import PROGRAMS
+    from rope_patch.engines.program_readings import PROGRAMS
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -29,7 +29,7 @@ _HOME = {
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
     "analysis.run": "analyze",
-    "exporting.run": "export",
+    "engines.write_export": "export",
     "extending.run": "extend",
     "packaged": "data_path",
 }
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from rope_patch.checkpoints.save_load import load as load
     from rope_patch.checkpoints.save_load import load_adapter as load_adapter
     from rope_patch.checkpoints.save_load import save as save
+    from rope_patch.engines.write_export import export as export
     from rope_patch.evaluation.compare import compare as compare
     from rope_patch.evaluation.perplexity import perplexity as perplexity
     from rope_patch.evaluation.retrieval import retrieval as retrieval
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
-    from rope_patch.exporting.run import export as export
     from rope_patch.extending.run import extend as extend
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit

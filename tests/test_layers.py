@@ -30,12 +30,14 @@ FOLDERS = (
         "methods",
         "patching",
         "checkpoints",
+        "engines",
+        "diagnosis",
         "modeling",
         "kv_cache",
         "evaluation",
         "harness",
     ),
-    *("analysis", "kv_evaluation", "planning", "fitting", "training", "exporting", "extending", "reports"),
+    *("analysis", "kv_evaluation", "planning", "fitting", "training", "extending", "reports"),
     *("cli", "recipes", "eval_tasks", "benchmarks"),
 )
 LEVEL = {folder: level for level, folder in enumerate(FOLDERS)}

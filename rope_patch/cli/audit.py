@@ -18,8 +18,8 @@ def audit(words: Sequence[str]) -> int:
     options = parse(AuditOptions, words)
     if options.method is not None:
         return _print_flags(options, options.method)
-    from rope_patch.exporting.audit import audit as compare
-    from rope_patch.exporting.program_readings import PROGRAMS
+    from rope_patch.engines.audit import audit as compare
+    from rope_patch.engines.program_readings import PROGRAMS
 
     audited = compare(options.model, options.engines or PROGRAMS)
     if options.as_json:
@@ -40,8 +40,8 @@ def audit(words: Sequence[str]) -> int:
 
 def _print_flags(options: AuditOptions, method: str) -> int:
     """Print the options by which each program runs an unchanged checkpoint under a method, or why there are none."""
-    from rope_patch.exporting.flags import WRITERS, flags
-    from rope_patch.exporting.verified_versions import UNVERIFIED
+    from rope_patch.engines.flags import WRITERS, flags
+    from rope_patch.engines.verified_versions import UNVERIFIED
 
     patch: dict[str, Any] = {
         "target_length": options.patching.target_length,
@@ -101,7 +101,7 @@ def _print(audited: Any) -> None:
 
 def _name(row: dict[str, Any]) -> str:
     """Return a program with its version."""
-    from rope_patch.exporting.program_readings import PROGRAMS
+    from rope_patch.engines.program_readings import PROGRAMS
 
     known = PROGRAMS.get(row["program"])
     return f"{known.name if known else 'transformers 5'} ({row['version']})"

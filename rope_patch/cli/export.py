@@ -14,7 +14,7 @@ from rope_patch.options.export import ExportOptions
 def export(words: Sequence[str]) -> None:
     """Run ``rope-patch export`` with the words behind it."""
     options = parse(ExportOptions, words)
-    from rope_patch.exporting import export as write
+    from rope_patch.engines import export as write
     from rope_patch.runtime.folders import check_source, is_gguf
 
     if Path(options.model).is_file() and not is_gguf(options.model):

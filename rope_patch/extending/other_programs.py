@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rope_patch.exporting.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
-from rope_patch.exporting.program_readings import PROGRAMS
+from rope_patch.engines.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
+from rope_patch.engines.program_readings import PROGRAMS
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.patching.install import Patch
 from rope_patch.patching.verify import inspect_model

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import rope_patch
 from rope_patch.checkpoints.gguf_file import Key, write_gguf
 from rope_patch.checkpoints.gguf_reader import read_once
-from rope_patch.exporting import export
+from rope_patch.engines import export
 
 
 @pytest.fixture(scope="module")

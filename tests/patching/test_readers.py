@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 import rope_patch
-from rope_patch.exporting.encodings import config_keys
+from rope_patch.engines.encodings import config_keys
 from rope_patch.patching.locate import locate
 
 LATENT = {**SIZE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16}

@@ -14,13 +14,13 @@ from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 
 import rope_patch
-import rope_patch.exporting
+import rope_patch.engines
 from rope_patch.checkpoints.folder_patch import skeleton, verify_folder
 from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.exporting import export, folders
-from rope_patch.exporting.audit import audit
-from rope_patch.exporting.flags import flags
-from rope_patch.exporting.verified_versions import ENGINES, UNVERIFIED, check
+from rope_patch.engines import export, folders
+from rope_patch.engines.audit import audit
+from rope_patch.engines.flags import flags
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check
 from rope_patch.patching.verify import inspect_model
 
 BUNDLED = rope_patch.data_path("assets") / "llama"

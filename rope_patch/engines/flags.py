@@ -27,11 +27,11 @@ from rope_patch import frequencies
 from rope_patch.checkpoints.folder_patch import skeleton
 from rope_patch.checkpoints.gguf_table import graph_of, read_gguf
 from rope_patch.checkpoints.source_files import config_json
-from rope_patch.exporting.encodings import config_keys, with_context
-from rope_patch.exporting.folders import read_tables
-from rope_patch.exporting.program_contexts import other_contexts
-from rope_patch.exporting.program_readings import PROGRAMS, StatedConfig, reading_of
-from rope_patch.exporting.verified_versions import ENGINES, UNVERIFIED, check
+from rope_patch.engines.encodings import config_keys, with_context
+from rope_patch.engines.folders import read_tables
+from rope_patch.engines.program_contexts import other_contexts
+from rope_patch.engines.program_readings import PROGRAMS, StatedConfig, reading_of
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate

@@ -41,7 +41,7 @@ ENGINES: dict[str, Engine] = {
     "hf": Engine(
         "transformers",
         "5.23.0 and 4.57.1",
-        "tests/exporting/test_export.py",
+        "tests/engines/test_export.py",
         _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "stablelm", "gpt_neox"},
     ),
     "vllm": Engine(

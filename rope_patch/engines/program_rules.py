@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.exporting import program_contexts as contexts
-from rope_patch.exporting.program_contexts import Derived, StatedContext, as_stated, kind_of
+from rope_patch.engines import program_contexts as contexts
+from rope_patch.engines.program_contexts import Derived, StatedContext, as_stated, kind_of
 from rope_patch.tables import RotaryTable
 
 SHARE = "partial_rotary_factor"

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
-from rope_patch.exporting.verified_versions import ENGINES
+from rope_patch.engines.verified_versions import ENGINES
 
 _FILES = (ADAPTER_FILE, "adapter_model.safetensors", RECORD_FILE)
 

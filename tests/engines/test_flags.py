@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Olmo3Co
 
 import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.exporting.flags import flags
+from rope_patch.engines.flags import flags
 from rope_patch.patching.verify import inspect_model
 
 METHODS = [

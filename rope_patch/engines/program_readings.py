@@ -4,7 +4,7 @@ A program reads the config in its own way before it builds a table: transformers
 from what transformers 5 completes, llama.cpp from what its converter writes into a GGUF file; and some model classes
 leave things out. Only families on which that was compared with the program's own code have a rule; for any other, a
 program is "unverified", and nothing is guessed. These are functions of dictionaries, without models;
-:mod:`~rope_patch.exporting.program_rules` builds the tables.
+:mod:`~rope_patch.engines.program_rules` builds the tables.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.exporting.program_contexts import StatedContext, kind_of, other_contexts
-from rope_patch.exporting.program_rules import DIALECTS, SHARE, Built, RefusesError, build
-from rope_patch.exporting.verified_versions import ENGINES
+from rope_patch.engines.program_contexts import StatedContext, kind_of, other_contexts
+from rope_patch.engines.program_rules import DIALECTS, SHARE, Built, RefusesError, build
+from rope_patch.engines.verified_versions import ENGINES
 from rope_patch.tables import RotaryTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from rope_patch import __version__
 from rope_patch.checkpoints.folder_patch import copied, skeleton
-from rope_patch.exporting.encodings import config_keys, equal, with_context
-from rope_patch.exporting.lora import copy_adapter
-from rope_patch.exporting.program_contexts import other_contexts
-from rope_patch.exporting.verified_versions import ENGINES, UNVERIFIED, check
+from rope_patch.engines.encodings import config_keys, equal, with_context
+from rope_patch.engines.lora import copy_adapter
+from rope_patch.engines.program_contexts import other_contexts
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
@@ -65,7 +65,7 @@ def export_folder(
         model: the checkpoint's model without weights, patched as it shall be.
         source: the folder or hub id of the weights, or their GGUF file.
         out: the folder to write; new or empty unless ``overwrite`` is given.
-        to: the engine, a key of :data:`~rope_patch.exporting.verified_versions.ENGINES`.
+        to: the engine, a key of :data:`~rope_patch.engines.verified_versions.ENGINES`.
         overwrite: whether to write into a folder that holds files.
         adapter: the folder of a LoRA adapter that is copied into the folder, to be served beside this base.
         notes: the remarks to write down beside those that are found here.

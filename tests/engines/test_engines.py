@@ -25,7 +25,7 @@ import rope_patch
 from rope_patch.checkpoints.gguf_file import Key
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
-from rope_patch.exporting.flags import flags
+from rope_patch.engines.flags import flags
 from rope_patch.frequencies import table_of
 
 llama_cpp = pytest.importorskip("llama_cpp")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch import frequencies
-from rope_patch.exporting.program_rules import DIALECTS, RefusesError, build
+from rope_patch.engines.program_rules import DIALECTS, RefusesError, build
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.encode import change_for_readers, completed
 from rope_patch.patching.locate import Location
@@ -27,7 +27,7 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
     """Return ``rope_parameters`` that transformers 4 and 5 read as a table; with ``everywhere`` vLLM and SGLang too.
 
     The table's own encoding stays where all of them build the table from it, by
-    :mod:`~rope_patch.exporting.program_rules`. Other tables are written in the longrope form, which must state one
+    :mod:`~rope_patch.engines.program_rules`. Other tables are written in the longrope form, which must state one
     context, lest engines switch, and its scaling as ``short_mscale`` and ``long_mscale``, lest they make up one of
     their own. ``proportional``, which transformers 4 does not know, stays on Gemma 4 alone, whose own type it is and
     which version 4 does not know either.

@@ -17,10 +17,10 @@ from rope_patch.checkpoints.folder_patch import check_free, skeleton
 from rope_patch.checkpoints.gguf_file import check_out
 from rope_patch.checkpoints.gguf_reader import gguf, read_once
 from rope_patch.checkpoints.gguf_table import CHECKED
-from rope_patch.exporting.folders import export_folder
-from rope_patch.exporting.gguf import NEEDS_CONVERTER, export_gguf
-from rope_patch.exporting.lora import check_adapter
-from rope_patch.exporting.verified_versions import ENGINES, UNVERIFIED
+from rope_patch.engines.folders import export_folder
+from rope_patch.engines.gguf import NEEDS_CONVERTER, export_gguf
+from rope_patch.engines.lora import check_adapter
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED
 from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
 from rope_patch.patching.install import apply, reapply

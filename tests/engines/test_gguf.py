@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, StableLmConfig
 import rope_patch
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_table import FREQS, read_gguf
-from rope_patch.exporting import export
+from rope_patch.engines import export
 from rope_patch.patching.verify import inspect_model
 
 TESTS = Path(__file__).parents[1]

@@ -23,9 +23,9 @@ from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.exporting import export
-from rope_patch.exporting.flags import flags
-from rope_patch.exporting.verified_versions import ENGINES
+from rope_patch.engines import export
+from rope_patch.engines.flags import flags
+from rope_patch.engines.verified_versions import ENGINES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [

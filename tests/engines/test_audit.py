@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3C
 
 import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.exporting import export
-from rope_patch.exporting.audit import OTHER_KEYS, audit
-from rope_patch.exporting.program_readings import PROGRAMS
+from rope_patch.engines import export
+from rope_patch.engines.audit import OTHER_KEYS, audit
+from rope_patch.engines.program_readings import PROGRAMS
 
 SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "reading_rules.json"
 OLMO3 = Olmo3Config(**SIZE, layer_types=["sliding_attention", "full_attention"], sliding_window=16)

@@ -16,10 +16,10 @@ from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, sliding_base
 from rope_patch.checkpoints.source_files import building, config_json, load_config
-from rope_patch.exporting.program_contexts import kind_of
-from rope_patch.exporting.program_readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
-from rope_patch.exporting.program_rules import SHARE, Built, relative_difference
-from rope_patch.exporting.verified_versions import check
+from rope_patch.engines.program_contexts import kind_of
+from rope_patch.engines.program_readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
+from rope_patch.engines.program_rules import SHARE, Built, relative_difference
+from rope_patch.engines.verified_versions import check
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.record import about_two_tables
@@ -114,7 +114,7 @@ def audit(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> Audi
 
     Args:
         source: the folder, hub id or GGUF file to audit.
-        programs: the programs to compare, keys of :data:`~rope_patch.exporting.program_readings.PROGRAMS`.
+        programs: the programs to compare, keys of :data:`~rope_patch.engines.program_readings.PROGRAMS`.
 
     Raises:
         OSError: there is nothing that can be read.
