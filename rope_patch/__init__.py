@@ -25,19 +25,19 @@ _HOME = {
     "evaluation.compare": "compare",
     "options.evaluation": "EvalSpec",
     "evaluation.suite": "EvalSuite",
-    "kv_evaluation.run": "kv_check",
+    "kv_evaluation.kv_check": "kv_check",
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
-    "analysis.run": "analyze",
+    "analysis.analyze": "analyze",
     "engines.write_export": "export",
-    "extending.run": "extend",
+    "extending.extend": "extend",
     "packaged": "data_path",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
-    from rope_patch.analysis.run import analyze as analyze
+    from rope_patch.analysis.analyze import analyze as analyze
     from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
     from rope_patch.checkpoints.checking import inspect as inspect
     from rope_patch.checkpoints.checking import verify as verify
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.perplexity import perplexity as perplexity
     from rope_patch.evaluation.retrieval import retrieval as retrieval
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
-    from rope_patch.extending.run import extend as extend
+    from rope_patch.extending.extend import extend as extend
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit
-    from rope_patch.kv_evaluation.run import kv_check as kv_check
+    from rope_patch.kv_evaluation.kv_check import kv_check as kv_check
     from rope_patch.methods import ABF as ABF
     from rope_patch.methods import METHODS as METHODS
     from rope_patch.methods import NTK as NTK

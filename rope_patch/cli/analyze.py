@@ -20,7 +20,7 @@ from rope_patch.runtime import progress
 def analyze(words: Sequence[str]) -> None:
     """Run ``rope-patch analyze`` with the words behind it."""
     options = parse(AnalyzeOptions, words)
-    from rope_patch.analysis import run as engine
+    from rope_patch.analysis import analyze as engine
     from rope_patch.runtime.folders import folder_to_write
 
     if options.report:  # an error without matplotlib comes first

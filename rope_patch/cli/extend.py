@@ -24,7 +24,7 @@ NOTHING = 4
 def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words behind it; return its exit status."""
     options = parse(ExtendOptions, words)
-    from rope_patch.extending.run import CACHE, Run
+    from rope_patch.extending.extend import CACHE, Run
     from rope_patch.extending.writing import check
 
     if options.report:

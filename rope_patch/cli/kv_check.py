@@ -31,7 +31,7 @@ def kv_check(words: Sequence[str]) -> None:
     from dataclasses import replace
 
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.kv_evaluation import run as engine
+    from rope_patch.kv_evaluation import kv_check as engine
     from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_attribute, tokens_to_check
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target

@@ -1,4 +1,4 @@
-"""What :func:`rope_patch.kv_evaluation.run.kv_check` found: all rows, what to do, and JSON."""
+"""What :func:`rope_patch.kv_evaluation.kv_check.kv_check` found: all rows, what to do, and JSON."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.analysis import run as engine
+from rope_patch.analysis import analyze as engine
+from rope_patch.analysis.analyze import Chosen, analyze_rows
 from rope_patch.analysis.p_sweep import SweepPoint, advise, half_chord, sweep_p, sweep_text
 from rope_patch.analysis.result import findings
-from rope_patch.analysis.run import Chosen, analyze_rows
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import unrotated

@@ -135,7 +135,7 @@ def test_analyze_records_that_weights_are_dequantized(file, tmp_path):
 
 @pytest.mark.full
 def test_the_card_of_an_extended_file_says_that_weights_are_dequantized(file, tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.extending.run.default_tokens", lambda model: 1)
+    monkeypatch.setattr("rope_patch.extending.extend.default_tokens", lambda model: 1)
     words = ("--length", "1k", "--methods", "yarn", "--tolerance", "1")
     run("extend", file, *words, "-o", tmp_path / "out")
     assert "Its weights come from a GGUF file: dequantized Q8_0." in (tmp_path / "out" / "README.md").read_text()

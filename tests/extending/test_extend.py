@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Traine
 import rope_patch
 from rope_patch.cli.parsing import parse
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
-from rope_patch.extending import extend
 from rope_patch.extending.card import card
 from rope_patch.extending.choosing import BASIS
+from rope_patch.extending.extend import Run, extend
 from rope_patch.extending.other_programs import other_programs
-from rope_patch.extending.run import Run
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.writing import from_dict, to_dict
 from rope_patch.runtime.progress import listen

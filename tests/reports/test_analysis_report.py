@@ -14,11 +14,11 @@ from support import tiny
 from support.report_pages import Page, accessible, loads_nothing
 
 from rope_patch import frequencies
+from rope_patch.analysis.analyze import Chosen, analyze_rows
 from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.outliers import scatter
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.result import Analysis, findings
-from rope_patch.analysis.run import Chosen, analyze_rows
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
