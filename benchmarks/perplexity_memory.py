@@ -46,7 +46,7 @@ from measuring import (
     write,
 )
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.modeling.scoring import SLICE
+from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
 LONG_MODEL = {"vocab": 32000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2}
@@ -207,7 +207,7 @@ def main() -> None:
         "what": "peak memory above the loaded model [MB], and time of ours / time of lm-eval's, same ids and model",
         "summary": summary(memory, times),
         "shape": shape | {"head_dim": shape["hidden"] // shape["heads"], "dtype": "float32"},
-        "settings": {"chunk": chunk, "logit_slice": SLICE, "batch": 1},
+        "settings": {"chunk": chunk, "logit_slice": LOGITS_AT_ONCE, "batch": 1},
         "environment": environment("lm_eval"),
         "memory": memory,
         "memory_malloc_as_it_comes": as_it_comes,

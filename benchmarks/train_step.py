@@ -86,12 +86,12 @@ def loss_of(side: str, model: LlamaForCausalLM, hidden: Tensor, labels: Tensor) 
         return functional.linear_cross_entropy(
             states, model.lm_head.weight, targets, options=torch.nn.LinearCrossEntropyOptions()
         )
-    library = loss_module.SLICE
-    loss_module.SLICE = int(side.partition("_")[2] or library)
+    library = loss_module.LOGITS_AT_ONCE
+    loss_module.LOGITS_AT_ONCE = int(side.partition("_")[2] or library)
     try:
         total, count = token_loss(Reader(model), hidden, labels)
     finally:
-        loss_module.SLICE = library
+        loss_module.LOGITS_AT_ONCE = library
     return total / count
 
 
@@ -332,7 +332,7 @@ def main() -> None:
         "device": options.device,
         "dtype": options.dtype,
     }
-    others = [f"ours_{size}" for size in slices if size != loss_module.SLICE]
+    others = [f"ours_{size}" for size in slices if size != loss_module.LOGITS_AT_ONCE]
     loss_sides = ["stock", "ours", *(["torch"] if HAS_TORCH_SIDE else []), *others]
     step_sides = ["stock", "ours"]
     bar = tqdm(total=(len(loss_sides) + 2) * memory_repeats + 2, desc="measurements", file=sys.stderr)
@@ -393,7 +393,7 @@ def main() -> None:
         "settings": {
             "tokens": tokens,
             "rows": 1,
-            "slice": loss_module.SLICE,
+            "slice": loss_module.LOGITS_AT_ONCE,
             "rounds": repeats,
             "memory_repeats": memory_repeats,
             "method": METHOD,

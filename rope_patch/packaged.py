@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
-_NAMES = ("assets", "eval_tasks", "recipes")
+_DATA_FOLDERS = ("assets", "eval_tasks", "recipes")
 
 
 def data_path(name: str) -> Path:
@@ -30,8 +30,8 @@ def data_path(name: str) -> Path:
         ...
         ValueError: unknown data folder 'recipe'. Known: assets, eval_tasks, recipes
     """
-    if name not in _NAMES:
-        raise ValueError(f"unknown data folder {name!r}. Known: {', '.join(_NAMES)}")
+    if name not in _DATA_FOLDERS:
+        raise ValueError(f"unknown data folder {name!r}. Known: {', '.join(_DATA_FOLDERS)}")
     folder = _find(name, _PACKAGE)
     if folder is None:
         raise FileNotFoundError(

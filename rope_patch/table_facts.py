@@ -24,9 +24,9 @@ from rope_patch.theory import (
     wendler_head,
 )
 
-MASS = 0.99
+HEAD_ATTENTION = 0.99
 """Attention that a head must put on its token, at every position, to count as that head."""
-MOST = 2.0e9
+MOST_PRODUCTS = 2.0e9
 """Products of cosines that one search for nearest images may cost, a second or two; beyond it positions are sampled."""
 
 
@@ -89,7 +89,7 @@ class Study:
 
     def facts(self) -> list[Fact]:
         """Return the numbers of both tables."""
-        stride = max(1, math.ceil(self.trained_length * self.length * len(self.before) / MOST))
+        stride = max(1, math.ceil(self.trained_length * self.length * len(self.before) / MOST_PRODUCTS))
         sampled = "" if stride == 1 else f"; one new position in {stride} looked at, so at least this"
         names = [
             ("Unrotated pairs", f"of {len(self.before)}", ""),
@@ -102,7 +102,11 @@ class Study:
             ("Closest two images within the length", "", "Xiong et al.'s q; unit vector, pairs of equal norm"),
             ("Their positions are apart by", "tokens", "1 is what Xiong et al. assume"),
             ("Farthest new image from its nearest old one", "", f"Xiong et al.'s d, changed; unit vector{sampled}"),
-            ("Factor of a previous-token head", "", f"Wendler's alpha for {MASS} of attention at every position"),
+            (
+                "Factor of a previous-token head",
+                "",
+                f"Wendler's alpha for {HEAD_ATTENTION} of attention at every position",
+            ),
             (
                 "Quarter turn of the slowest pair",
                 "tokens",
@@ -122,7 +126,7 @@ class Study:
         gaps, _ = nearest_old(self.before, table, old_length=self.trained_length, new_positions=looked)
         slowest = float(turning.min()) if len(turning) else 0.0
         try:
-            head = sharpness_for(table, *wendler_head(table), mass=MASS, length=self.length)
+            head = sharpness_for(table, *wendler_head(table), mass=HEAD_ATTENTION, length=self.length)
         except ValueError:  # no pair turns, or by less than float64 can tell
             head = None
         return [  # in the order of the names in `facts`

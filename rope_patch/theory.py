@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rope_patch.frequencies import Table, zero_unrotated
 
-BLOCK = 1 << 21
+VALUES_AT_ONCE = 1 << 21
 """Number of elements of one intermediate tensor: 16 MiB in float64, whatever the number of positions."""
 
 Features = Float[Tensor, " features"]
@@ -60,7 +60,7 @@ def activation(
     product = _complex(query, len(steps)).conj() * _complex(key, len(steps))
     weights = torch.cat([product.real, product.imag])
     parts = [distances.new_zeros(0, dtype=torch.float64)]
-    for part in torch.split(distances.double(), max(1, BLOCK // (2 * len(steps)))):
+    for part in torch.split(distances.double(), max(1, VALUES_AT_ONCE // (2 * len(steps)))):
         angles = part[:, None] * steps
         parts.append(torch.cat([angles.cos(), angles.sin()], dim=1) @ weights)
     return torch.cat(parts)
@@ -241,7 +241,7 @@ def image_distance(inv_freq: Table, apart: Distances) -> Curve:
     # Two points on the unit circle that are an angle a apart have the distance 2 sin(a / 2).
     steps, shares = zero_unrotated(inv_freq.double()) / 2, _shares(len(inv_freq))
     parts = [apart.new_zeros(0, dtype=torch.float64)]
-    for part in torch.split(apart.double(), max(1, BLOCK // len(steps))):
+    for part in torch.split(apart.double(), max(1, VALUES_AT_ONCE // len(steps))):
         parts.append((torch.sin(part[:, None] * steps).square() @ shares).sqrt())
     return 2 * torch.cat(parts)
 
@@ -297,7 +297,7 @@ def nearest_old(
         raise ValueError(f"old_length must be at least 1, got {old_length}")
     before, after, shares = zero_unrotated(old.double()), zero_unrotated(new.double()), _shares(len(old))
     distances, nearest = [], []
-    # 2048 new images beside 1024 old ones are `BLOCK` cosines.
+    # 2048 new images beside 1024 old ones are `VALUES_AT_ONCE` cosines.
     for part in torch.split(new_positions.double(), 2048):
         images = _images(part, after, shares)
         closest, at = torch.full_like(part, -torch.inf), torch.zeros(len(part), dtype=torch.int64)

@@ -17,22 +17,22 @@ from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
 from rope_patch.analysis.result import Analysis
-from rope_patch.analysis.single_heads import LIMIT, SingleHead, read_single_heads
+from rope_patch.analysis.single_heads import LONGEST_TEXT, SingleHead, read_single_heads
 from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source, TokenDocument
 from rope_patch.evaluation.domains import TextRows, read_rows
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.options.analyze import P_VALUES, TOLERANCE
+from rope_patch.options.analyze import P_TOLERANCE, P_VALUES
 from rope_patch.packaged import name_of
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.finished import ResultCache, key
 
-TOKENS = 16384
+DEFAULT_TOKENS = 16384
 """Number of tokens that the statistics read at most, where no number is given."""
-VIEWED = 256
+SHOWN_TOKENS = 256
 """Number of tokens that single heads are shown on."""
 
 Arrays = TypeVar("Arrays", Capture, Heads)
@@ -48,7 +48,7 @@ def analyze(
     layers: Sequence[int] | None = None,
     heads: Sequence[tuple[int, int]] = (),
     p_values: Sequence[float] = P_VALUES,
-    tolerance: float = TOLERANCE,
+    tolerance: float = P_TOLERANCE,
     chunk: int | None = None,
     resume: str | Path | None = None,
 ) -> Analysis:
@@ -96,7 +96,9 @@ def analyze(
     context = max(table.max_position_embeddings for table in inspect_model(model).tables)
     total = default_tokens(model)
     if tokens is None:
-        tokens = max(2, min(TOKENS, total // 4))  # a quarter: it is read twice, and half is left for the p sweep
+        tokens = max(
+            2, min(DEFAULT_TOKENS, total // 4)
+        )  # a quarter: it is read twice, and half is left for the p sweep
     rows = read_rows(tokenizer, domains, window=window, tokens=tokens, context=context)
     return analyze_rows(
         model,
@@ -116,7 +118,7 @@ class Chosen:
     layers: Sequence[int] | None = None
     heads: Sequence[tuple[int, int]] = ()
     p_values: Sequence[float] = P_VALUES
-    tolerance: float = TOLERANCE
+    tolerance: float = P_TOLERANCE
     chunk: int | None = None
 
     def check(self, config: PreTrainedConfig) -> None:
@@ -184,7 +186,7 @@ def analyze_rows(
     # Few tokens, which were not announced.
     with progress.unreported():
         single_heads = read_single_heads(
-            model, rows.ids[0, : min(VIEWED, LIMIT)], list(chosen.heads) or _clearest(measured)
+            model, rows.ids[0, : min(SHOWN_TOKENS, LONGEST_TEXT)], list(chosen.heads) or _clearest(measured)
         )
     points: tuple[SweepPoint, ...] = ()
     if chosen.p_values:

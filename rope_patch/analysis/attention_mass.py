@@ -29,16 +29,16 @@ from rope_patch.modeling.sources import layers_text
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
 
-NAME = "rope_patch_attention_mass"
+ATTENTION_NAME = "rope_patch_attention_mass"
 OFFSETS = 8
 """Number of distances, from 0 on, whose mass is kept one by one."""
-REPEATED = 64
+REPEATED_TOKENS = 64
 """Longest half of the random tokens that come twice: short, so that layers of a small window see it too [tokens]."""
 BLOCK_BYTES = 1 << 26
 """Size of the weights of one block of queries [bytes]."""
-MOST = 0.75
+REPRODUCED_SHARE = 0.75
 """Share of the tokens whose states have to be reproduced."""
-REPRODUCED = 1e-3
+STATE_TOLERANCE = 1e-3
 """How closely the pass must give the states of these tokens, relative to them; 16-bit models are allowed 50 times as
 much."""
 
@@ -92,7 +92,7 @@ def measure_heads(
     with in_eval_mode(model):
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
         _check_reproduced(root, decoder, rows[0, :64].to(device))
-        with attending_with(root, NAME):
+        with attending_with(root, ATTENTION_NAME):
             for current in (on_text, on_repeated):
                 reset = _PASS.set(current)
                 try:
@@ -113,7 +113,7 @@ def measure_heads(
     return Heads(type(root).__name__, rows.numel(), len(rows), text_digest(rows), measured)
 
 
-def repeated_tokens(rows: Tensor, *, longest: int = REPEATED, seed: int = 0) -> Tensor:
+def repeated_tokens(rows: Tensor, *, longest: int = REPEATED_TOKENS, seed: int = 0) -> Tensor:
     """Return tokens of a text in random order, twice in a row: (2 length,). No token occurs twice in a half.
 
     Induction alone can know what follows there.
@@ -226,8 +226,8 @@ def _attend(
     return out, None
 
 
-AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, window_alone)
+AttentionInterface.register(ATTENTION_NAME, _attend)
+AttentionMaskInterface.register(ATTENTION_NAME, window_alone)
 
 
 def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
@@ -242,12 +242,12 @@ def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
         return out.float()
 
     original = read()
-    with attending_with(root, NAME):
+    with attending_with(root, ATTENTION_NAME):
         ours = read()
-    allowed = REPRODUCED * (50 if root.dtype in (torch.float16, torch.bfloat16) else 1)
+    allowed = STATE_TOLERANCE * (50 if root.dtype in (torch.float16, torch.bfloat16) else 1)
     # Compared token by token: in half precision a few tokens are far off between transformers' own kernels, too.
     lengths = original.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # the states of padding tokens may be 0
-    off = float(((ours - original).norm(dim=-1) / lengths).flatten().quantile(MOST))
+    off = float(((ours - original).norm(dim=-1) / lengths).flatten().quantile(REPRODUCED_SHARE))
     if torch.isfinite(original).all() and not off <= allowed:
         raise ValueError(
             f"{type(root).__name__} attends in a way of its own: a causal softmax of q·k gives states that are off by "

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rope_patch.analysis.heads import FAR, LayerHeads
+from rope_patch.analysis.heads import SINK_DISTANCE, LayerHeads
 
-SETTLED = 8
+FIRST_COUNTED_QUERY = 8
 """Queries from this position on are counted: before it, every key is both near and among the first [tokens]."""
-SINK = 0.3
+SINK_WEIGHT = 0.3
 """Mean weight above which a key is a sink (Gu et al., arXiv:2410.10781)."""
-TOP = 4
+SINKS_PER_HEAD = 4
 """Number of sinks that are kept for each head."""
 
 
@@ -32,7 +32,7 @@ class TextRead:
     first_query: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first_query = min(SETTLED, self.rows.shape[1] // 2)
+        self.first_query = min(FIRST_COUNTED_QUERY, self.rows.shape[1] // 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class AttentionSums:
         visible = (~hidden).sum(-1)
         self.even += float((match.sum(-1) / visible)[any_match].sum())
         self.matched += int(any_match.sum())
-        far = (apart >= FAR) & ~hidden
+        far = (apart >= SINK_DISTANCE) & ~hidden
         self.far[:, low:stop] += torch.einsum("hqk,qk->hk", weights, far.to(weights.dtype)).cpu().double()
         self.far_count[low:stop] += far.sum(0).cpu().double()
         self.all[:, low:stop] += weights.sum(1).cpu().double()
@@ -163,13 +163,15 @@ class AttentionSums:
     def end_row(self) -> None:
         """End the row: keep its sinks."""
         draws = self.far / self.far_count.clamp_min(1)
-        draws[:, self.far_count < max(FAR, float(self.far_count.max()) / 4)] = 0.0  # too few queries for a mean
-        self.sink_sum += torch.where(draws > SINK, self.all, 0.0).sum(1)
-        weight, position = draws.topk(min(TOP, draws.shape[1]))
+        draws[:, self.far_count < max(SINK_DISTANCE, float(self.far_count.max()) / 4)] = (
+            0.0  # too few queries for a mean
+        )
+        self.sink_sum += torch.where(draws > SINK_WEIGHT, self.all, 0.0).sum(1)
+        weight, position = draws.topk(min(SINKS_PER_HEAD, draws.shape[1]))
         self.sinks.append((weight, position, torch.full_like(position, self.row)))
         if len(self.sinks) > 1:
             weight, position, row = (torch.cat(parts, 1) for parts in zip(*self.sinks, strict=True))
-            weight, keep = weight.topk(min(TOP, weight.shape[1]))
+            weight, keep = weight.topk(min(SINKS_PER_HEAD, weight.shape[1]))
             self.sinks = [(weight, position.gather(1, keep), row.gather(1, keep))]
         del self.far, self.all, self.far_count
 

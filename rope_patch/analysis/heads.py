@@ -15,9 +15,9 @@ from rope_patch.modeling.statistics import read_arrays, write_arrays
 
 SCHEMA = "heads 2"
 
-FAR = 8
+SINK_DISTANCE = 8
 """A key counts as a sink by the mean weight that it draws from queries this far behind it, or farther [tokens]."""
-MAJORITY = 0.5
+TYPE_SHARE = 0.5
 """A head is of a type when this share of its attention goes where the type says."""
 
 
@@ -34,7 +34,7 @@ class LayerHeads:
             there are no more [tokens].
         sink_token: (heads, top) the token ids at these positions.
         sink_row: (heads, top) the row of the text in which each sink stands.
-        sink_weight: (heads, top) the mean weight that they draw from queries at least ``FAR`` tokens behind them.
+        sink_weight: (heads, top) the mean weight that they draw from queries at least ``SINK_DISTANCE`` tokens behind.
         induction_mass: (heads,) mean weight on keys whose previous token equals the query's token, over the queries
             that have any; nan when none has.
         induction_chance: () the weight that even attention would put on these keys.
@@ -71,7 +71,7 @@ class LayerHeads:
         """Number of query heads."""
         return len(self.first_mass)
 
-    def head_types(self, head: int, *, majority: float = MAJORITY) -> tuple[str, ...]:
+    def head_types(self, head: int, *, majority: float = TYPE_SHARE) -> tuple[str, ...]:
         """Return what a head does with most of its attention.
 
         ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (sinks together, where the
@@ -115,7 +115,7 @@ class Heads:
     text: str
     layers: tuple[LayerHeads, ...]
 
-    def positional(self, *, majority: float = MAJORITY) -> list[tuple[int, int, tuple[str, ...]]]:
+    def positional(self, *, majority: float = TYPE_SHARE) -> list[tuple[int, int, tuple[str, ...]]]:
         """Return layer, head and types of every positional head: those that attend to a fixed distance."""
         return [
             (layer.index, head, types)

@@ -22,7 +22,7 @@ from torch import Tensor
 from rope_patch import frequencies
 from rope_patch.modeling.statistics import Capture
 
-RATIO = 5.0
+OUTLIER_RATIO = 5.0
 """A pair is an outlier above this multiple of the median radius, where no other one is given."""
 
 
@@ -205,7 +205,7 @@ def outlier_pairs(
     capture: Capture,
     states: str = "key",
     *,
-    ratio: float = RATIO,
+    ratio: float = OUTLIER_RATIO,
     median: float | None = None,
     context: int | None = None,
 ) -> tuple[OutlierPair, ...]:

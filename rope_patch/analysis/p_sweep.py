@@ -23,22 +23,22 @@ from rope_patch.evaluation.text import builtin_text
 from rope_patch.evaluation.window_losses import PerplexityResult
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.statistics import Capture, LayerCapture
-from rope_patch.options.analyze import TOLERANCE
+from rope_patch.options.analyze import P_TOLERANCE
 from rope_patch.patching.install import patched
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
 
-CONTEXT = 8192
+LONGEST_CONTEXT = 8192
 """Perplexity is measured within and beyond the context that the config states, or this where it is longer [tokens]."""
-WINDOWS = 8
+MOST_WINDOWS = 8
 """Number of windows of text at most."""
 LEAST_WINDOWS = 2
 """Number of windows of text at least, where there is enough text: one alone has no interval."""
-SHORTEST = 256
+SHORTEST_WINDOW = 256
 """Length of a window at least, where there is enough text [tokens]."""
-BEYOND = 4
+MOST_CONTEXTS = 4
 """Positions beyond the context are read up to this many times it."""
-CHUNK = 4096
+CHUNK_TOKENS = 4096
 """Number of tokens per forward pass, which are read through a cache."""
 
 
@@ -97,7 +97,7 @@ def sweep_text(
     Args:
         tokenizer: the tokenizer of the model.
         text: the texts by name; by default the held-out part of the built-in text.
-        context: the context of the model; more than ``CONTEXT`` counts as that [tokens].
+        context: the context of the model; more than ``LONGEST_CONTEXT`` counts as that [tokens].
         tokens: the number of tokens that each p may read; by default as many as eight windows of four contexts have
             [tokens].
 
@@ -113,11 +113,15 @@ def sweep_text(
         whole = "\n\n".join(document.text for source in text.values() for document in documents(source))
         name = ", ".join(text)
     (stream,) = encode(tokenizer, whole, prefix=())
-    most = WINDOWS * BEYOND * CONTEXT if tokens is None else max(tokens, LEAST_WINDOWS * SHORTEST)
+    most = (
+        MOST_WINDOWS * MOST_CONTEXTS * LONGEST_CONTEXT
+        if tokens is None
+        else max(tokens, LEAST_WINDOWS * SHORTEST_WINDOW)
+    )
     most = min(most, len(stream.ids))
-    near = min(context, CONTEXT, max(2, most // LEAST_WINDOWS))
-    edges = (0, near, BEYOND * near) if most >= LEAST_WINDOWS * BEYOND * near else (0, near)
-    windows, _ = spread_windows(tokenizer, whole, edges[-1], max(1, min(WINDOWS, most // edges[-1])))
+    near = min(context, LONGEST_CONTEXT, max(2, most // LEAST_WINDOWS))
+    edges = (0, near, MOST_CONTEXTS * near) if most >= LEAST_WINDOWS * MOST_CONTEXTS * near else (0, near)
+    windows, _ = spread_windows(tokenizer, whole, edges[-1], max(1, min(MOST_WINDOWS, most // edges[-1])))
     return windows, edges, name
 
 
@@ -150,7 +154,7 @@ def sweep_p(
     def score(step: str) -> PerplexityResult:
         with progress.stage(step):
             return perplexity(
-                model, windows, window=edges[-1], buckets=edges, chunk=min(CHUNK, edges[-1]), resume=resume
+                model, windows, window=edges[-1], buckets=edges, chunk=min(CHUNK_TOKENS, edges[-1]), resume=resume
             )
 
     unchanged = score("unchanged table")
@@ -213,7 +217,7 @@ def half_chord(layer: LayerCapture, points: int = 257) -> Tensor:
     return (layer.inv_freq.double()[:, None] * distances / 2).sin().abs().mean(-1)
 
 
-def advise(points: Sequence[SweepPoint], tolerance: float = TOLERANCE, *, vocabulary: int | None = None) -> Advice:
+def advise(points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, vocabulary: int | None = None) -> Advice:
     """Return the smallest p whose rise of perplexity within the context is significantly below the tolerance.
 
     Args:

@@ -17,7 +17,7 @@ from rope_patch.modeling.sources import LayerSource
 from rope_patch.modeling.statistics import pairs_of
 from rope_patch.modeling.streaming import stream
 
-LIMIT = 1024
+LONGEST_TEXT = 1024
 """Length of the longest text that is accepted: a pattern grows with its square [tokens]."""
 
 
@@ -136,7 +136,7 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
 
     Args:
         model: a causal language model, as for :func:`~rope_patch.modeling.capture.capture`.
-        token_ids: (tokens,) the token ids of the text, 2 to ``LIMIT`` of them.
+        token_ids: (tokens,) the token ids of the text, 2 to ``LONGEST_TEXT`` of them.
         heads: the layer and query head of each head.
 
     Returns:
@@ -147,8 +147,8 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
         ValueError: the model is refused by ``capture``; the text is too long; the model does not have a layer or head.
     """
     rows = token_rows(token_ids)
-    if len(rows) > 1 or rows.shape[1] > LIMIT:
-        raise ValueError(f"a view takes one text of at most {LIMIT} tokens, got {tuple(rows.shape)}")
+    if len(rows) > 1 or rows.shape[1] > LONGEST_TEXT:
+        raise ValueError(f"a view takes one text of at most {LONGEST_TEXT} tokens, got {tuple(rows.shape)}")
     if not heads:
         return ()
     captured: dict[tuple[int, str], list[Tensor]] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-TOKENS = 200
+COMPARED_TOKENS = 200
 """Of the text that both read [tokens]."""
 
 # What a user without this package does. Importing rope_patch there would fail.
@@ -60,4 +60,4 @@ def plain_logits(folder: str | Path, vocabulary: int, device: str = "cpu") -> to
 
 
 def _ids(vocabulary: int, device: Any) -> torch.Tensor:
-    return (torch.arange(3, 3 + TOKENS, device=device)[None]) % vocabulary
+    return (torch.arange(3, 3 + COMPARED_TOKENS, device=device)[None]) % vocabulary

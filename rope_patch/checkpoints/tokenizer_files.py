@@ -23,7 +23,7 @@ _SETTINGS = (
     *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     "chat_template.json",
 )
-_NAMES = (*_VOCABULARIES, *_SETTINGS)
+_TOKENIZER_FILES = (*_VOCABULARIES, *_SETTINGS)
 
 
 def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> None:
@@ -38,7 +38,7 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
         beside: the folder that this becomes; a tokenizer that is in it already stays as it is.
     """
     source = str(getattr(model.config, "name_or_path", "") or "")
-    if not source or any((beside / name).is_file() for name in _NAMES):
+    if not source or any((beside / name).is_file() for name in _TOKENIZER_FILES):
         return
     if is_gguf(source):
         with contextlib.suppress(ValueError, OSError):  # moved since, or of a vocabulary that transformers cannot read
@@ -60,6 +60,6 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
             stacklevel=3,
         )
         return
-    for name in _NAMES:
+    for name in _TOKENIZER_FILES:
         if (path := find_file(source, name, **hub)) is not None:
             shutil.copyfile(path, folder / name)

@@ -92,7 +92,7 @@ def _evaluator(source: str, tokenizer: Any, machine: Machine) -> Any:
 
 def print_table(comparison: Any) -> None:
     """Print scores, paired differences, a few answers, effective lengths, and what to know before reading them."""
-    from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+    from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
     from rope_patch.evaluation.shown_answers import answers_text, first_choice_note, shortest_of_each
 
     columns = print_scores(comparison)
@@ -111,7 +111,7 @@ def print_table(comparison: Any) -> None:
         print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):
         print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
-        print(f"{OF_WINDOWS} {OF_PROMPTS}")
+        print(f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}")
 
 
 def print_differences(comparison: Any) -> None:

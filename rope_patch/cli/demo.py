@@ -12,7 +12,7 @@ from rope_patch.cli.extend import extend
 from rope_patch.cli.parsing import parse
 from rope_patch.options.recipes import DemoOptions
 
-METHODS = (
+DEMO_METHODS = (
     "yarn",
     "mrrope",
     "yarn:factor=4+resonance",
@@ -33,7 +33,7 @@ def demo(words: Sequence[str]) -> int:
 
     checkpoint = data_path("assets") / options.shape
     model = os.path.relpath(checkpoint) if checkpoint.is_relative_to(Path.cwd()) else str(checkpoint)
-    methods = " ".join(("yarn", "nope") if options.quick else METHODS)
+    methods = " ".join(("yarn", "nope") if options.quick else DEMO_METHODS)
     # Without training those that reach the length lose more within the context than the 1 % that extend allows.
     arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods, "--tolerance", "0.3"]
     arguments += ["--threads", str(options.threads), "--force"]

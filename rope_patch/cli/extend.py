@@ -17,14 +17,14 @@ from rope_patch.runtime import progress
 if TYPE_CHECKING:
     from rope_patch.extending.result import Extended
 
-NOTHING = 4
+EXIT_NOTHING_CHOSEN = 4
 """Exit status where no method can be chosen and nothing is written."""
 
 
 def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words behind it; return its exit status."""
     options = parse(ExtendOptions, words)
-    from rope_patch.extending.extend import CACHE, Run
+    from rope_patch.extending.extend import RESULT_CACHE, Run
     from rope_patch.extending.writing import check
 
     if options.report:
@@ -35,7 +35,7 @@ def extend(words: Sequence[str]) -> int:
     prepare(settings.machine, settings.evaluation.text, settings.evaluation.haystack)
     work = output.with_name(f"{output.name}.work")
     fresh = not work.exists()
-    with working_together(work, [CACHE, "comparison.json"]) as first:
+    with working_together(work, [RESULT_CACHE, "comparison.json"]) as first:
 
         def say(sentence: str) -> None:
             print(sentence, file=sys.stderr)  # the other processes have none
@@ -57,7 +57,7 @@ def extend(words: Sequence[str]) -> int:
             if fresh and first:
                 shutil.rmtree(work, ignore_errors=True)
             return 0
-        with resumable(work / CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
+        with resumable(work / RESULT_CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
             outcome = run.finish(overwrite=options.force, tokens=tokens)
     if not first:
         return 0
@@ -72,19 +72,19 @@ def extend(words: Sequence[str]) -> int:
         )
     else:
         _print(outcome)
-    return NOTHING if outcome.output is None else 0
+    return EXIT_NOTHING_CHOSEN if outcome.output is None else 0
 
 
 def _print(outcome: Extended) -> None:
     """Print the scores and what came of them."""
     from rope_patch.cli.compare import print_scores, print_table
-    from rope_patch.extending.choosing import BASIS
+    from rope_patch.extending.choosing import RANKING
 
     if len(outcome.comparisons) > 1:
         print_scores(outcome.comparisons[0])
         print("the last round, on more text and prompts:")
     print_table(outcome.comparison)
-    print(f"{BASIS}.")
+    print(f"{RANKING}.")
     print(outcome.choice.reason)
     for one in outcome.choice.evaluated:
         for failure in one.failures:

@@ -12,10 +12,10 @@ from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import resumable
 from rope_patch.options.finetune import FinetuneOptions, RecipeOptions
 
-REQUIRED = ("model.name=llama", "data.length=512", "output=build/finetuned")
+SMOKE_REQUIRED = ("model.name=llama", "data.length=512", "output=build/finetuned")
 """What ``--smoke`` takes where a recipe leaves it open."""
 
-SMOKE = (
+SMOKE_OVERRIDES = (
     *("model.dtype=float32", "model.attention=sdpa", "model.revision=null", "patch.target_length=1024"),
     *("data.source=builtin", "data.column=text", "data.learn=all", "data.allow_short=false"),
     *("train.steps=4", "train.batch=1", "train.precision=float32", "train.accumulate=2", "train.warmup=1"),
@@ -28,9 +28,9 @@ SMOKE = (
 def finetune(words: Sequence[str]) -> int:
     """Run ``rope-patch finetune`` with the words behind it; return its exit status."""
     if "--smoke" in words:
-        words = [*REQUIRED, *words]
+        words = [*SMOKE_REQUIRED, *words]
         files = [i for i, word in enumerate(words) if word.endswith((".yaml", ".yml")) and "=" not in word]
-        after = max(files, default=len(REQUIRED) - 1) + 1  # single values go over the smaller ones, files do not
+        after = max(files, default=len(SMOKE_REQUIRED) - 1) + 1  # single values go over the smaller ones, files do not
         words = [*words[:after], *smaller(parse(FinetuneOptions, words).recipe), *words[after:]]
     options = parse(FinetuneOptions, words)
     recipe = options.recipe
@@ -49,10 +49,14 @@ def finetune(words: Sequence[str]) -> int:
 
 def smaller(options: RecipeOptions) -> Iterator[str]:
     """Yield the changes, such as ``train.steps=4``, after which a run uses the same code and takes about a minute."""
-    from rope_patch.training.models import BUNDLED
+    from rope_patch.training.models import BUNDLED_MODELS
 
-    name = options.model.name if options.model.name in BUNDLED else BUNDLED["gemma" in options.model.name.lower()]
-    yield from SMOKE
+    name = (
+        options.model.name
+        if options.model.name in BUNDLED_MODELS
+        else BUNDLED_MODELS["gemma" in options.model.name.lower()]
+    )
+    yield from SMOKE_OVERRIDES
     yield f"model.name={name}"
     yield f"data.length={512 if options.data.positions == 'full' else 256}"
     yield f"evaluation.every={2 if options.model.quantization == 'none' else 0}"

@@ -70,12 +70,12 @@ def fit(words: Sequence[str]) -> None:
 
 def described(patch: FittedPatch) -> Iterator[str]:
     """Yield a line for each table, the changes of the one in use from its start, and what to know before its use."""
-    from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+    from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
     from rope_patch.evaluation.metrics import METRICS, change_sentence
-    from rope_patch.fitting.candidates import MEASURED
+    from rope_patch.fitting.candidates import METRIC_OF
 
     for candidate in patch.candidates:
-        text, second, shares = (candidate.means[kind] for kind in MEASURED)
+        text, second, shares = (candidate.means[kind] for kind in METRIC_OF)
         losses = ("/".join(f"{math.exp(nll):.3f}" for nll in several.values()) for several in (text, second))
         found = "/".join(f"{share:.2f}" for share in shares.values())
         yield f"{candidate.name:8}  perplexity {next(losses)}, of the second domain {next(losses)}, answered {found}"
@@ -86,9 +86,9 @@ def described(patch: FittedPatch) -> Iterator[str]:
     else:
         yield f"Chosen: {patch.chosen}. Change from the start, with 95 % intervals:"
         for kind, several in patch.winner.changes(patch.candidates[0]).items():
-            metric = METRICS[MEASURED[kind][0]]
+            metric = METRICS[METRIC_OF[kind][0]]
             parts = (f"{n}: {change_sentence(metric, change)}" for n, change in several.items())
             yield f"- {kind} to {', '.join(parts)}"
-        yield f"{OF_WINDOWS} {OF_PROMPTS} {CARRIES_OVER}"
+        yield f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS} {CARRIES_OVER}"
     for sentence in patch.warnings:
         yield f"Warning: {sentence}."

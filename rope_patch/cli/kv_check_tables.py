@@ -14,7 +14,7 @@ HEAD_DIM = 128
 
 def print_check(checked: Any) -> None:
     """Print a table of verdicts for each length, and a summary."""
-    from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+    from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
     from rope_patch.evaluation.shown_answers import answers_text, shortest_of_each
     from rope_patch.kv_evaluation.captions import windows_of
 
@@ -37,7 +37,7 @@ def print_check(checked: Any) -> None:
         for line in checked.prompts(length):
             print(line)
     print(answers_text(shortest_of_each(checked.named_scores())))
-    print(f"{OF_WINDOWS} {OF_PROMPTS}")
+    print(f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}")
     for sentence in checked.warnings:
         print(f"note: {sentence}", file=sys.stderr)
 

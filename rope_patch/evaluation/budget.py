@@ -22,21 +22,21 @@ from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.finished import ResultCache, key
 from rope_patch.runtime.parallel import from_first
 
-WORK = {"cpu": 1.2e13, "cuda": 1e16}
+DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16}
 """Parameters × tokens that a command reads by default, by device: 89k tokens with a model of 135M parameters on a CPU,
 which takes two cores about seven minutes in bfloat16 (200 tokens a second), and 1.2M with one of 8B on a GPU."""
-SHORTEST = 128
+SHORTEST_ROW = 128
 """Shortest row that the speed is measured on [tokens]."""
-MEASURING = 8.0
+MEASURING_SECONDS = 8.0
 """Time for measuring the speed, about; a single row of the shortest length is read in any case [s]."""
-SAFETY = 0.85
+FILLED_SHARE = 0.85
 """Share of a time that is filled with what is known to be read."""
 
 
 def default_tokens(model: nn.Module) -> int:
     """Return how many tokens a long command reads with a model where no time is given: fewer the larger it is."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return int(WORK["cuda" if next(model.parameters()).is_cuda else "cpu"] / max(parameters, 1))
+    return int(DEFAULT_WORK["cuda" if next(model.parameters()).is_cuda else "cpu"] / max(parameters, 1))
 
 
 def suite_within(
@@ -110,7 +110,7 @@ def tokens_within(
             cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
         return float(cache[name])
 
-    return int(SAFETY * seconds * from_first(measure)) * ways(model)
+    return int(FILLED_SHARE * seconds * from_first(measure)) * ways(model)
 
 
 @torch.no_grad()
@@ -144,16 +144,16 @@ def tokens_per_second(
 
     with in_eval_mode(model):
         seconds(1, min(length, 16))  # the first call of a process is slower
-        size, spent, sizes, costs = min(length, SHORTEST), 0.0, list[int](), list[float]()
+        size, spent, sizes, costs = min(length, SHORTEST_ROW), 0.0, list[int](), list[float]()
         while True:
             took = seconds(1, size)
             spent += took
             sizes.append(size)
             costs.append(took / size)
-            if size == length or spent + 2.5 * took > MEASURING:
+            if size == length or spent + 2.5 * took > MEASURING_SECONDS:
                 break
             size = min(2 * size, length)
-        if size == length and rows > 1 and rows * took < MEASURING:
+        if size == length and rows > 1 and rows * took < MEASURING_SECONDS:
             return rows * length / seconds(rows, length)
     growing = float(np.polyfit(sizes, costs, 1, w=sizes)[0]) if len(sizes) > 1 else 0.0
     growing = max(growing, 0.0)  # noise never makes longer rows faster

@@ -10,16 +10,16 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-DATE = datetime.datetime(2024, 7, 26, 12)
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26, 12)
 """The day that prompts state where a chat template prints today's date: the one that Llama's template falls back on."""
 
 
 def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | None:
     """Return what a tokenizer's chat template writes before and after a user's message, the assistant's turn begun.
 
-    A template that prints today's date (``strftime_now``) prints :data:`DATE`: prompts do not change with the day, so
-    that a run that goes on tomorrow asks the same. Transformers gives templates the clock itself and takes no other
-    function, so the day is written into the template.
+    A template that prints today's date (``strftime_now``) prints :data:`TEMPLATE_DATE`: prompts do not change with the
+    day, so that a run that goes on tomorrow asks the same. Transformers gives templates the clock itself and takes no
+    other function, so the day is written into the template.
 
     Args:
         tokenizer: of the model.
@@ -54,7 +54,7 @@ def _dated(template: str | Mapping[str, str]) -> dict[str, str]:
         template: of a tokenizer; of several by name the one called ``"default"`` is rendered.
     """
     text = template if isinstance(template, str) else template.get("default", "")
-    dated = re.sub(r"""strftime_now\((["'])(.*?)\1\)""", lambda call: repr(DATE.strftime(call[2])), text)
+    dated = re.sub(r"""strftime_now\((["'])(.*?)\1\)""", lambda call: repr(TEMPLATE_DATE.strftime(call[2])), text)
     return {} if dated == text else {"chat_template": dated}
 
 

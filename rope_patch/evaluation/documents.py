@@ -50,7 +50,7 @@ class TokenDocument:
         return TokenDocument(self.name, self.ids[:length], ends, self.prefix, key_tokens)
 
 
-PIECE = 2**22
+PIECE_CHARACTERS = 2**22
 """Longest piece of a text that is encoded in one call: a tokenizer holds some 200 bytes for each character until the
 call returns [characters]."""
 
@@ -244,9 +244,9 @@ def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> Toke
 def _pieces(text: str) -> Iterator[str]:
     """Cut a text at ends of lines into pieces that a tokenizer has memory for; nearly all texts are one piece."""
     begin = 0
-    while len(text) - begin > PIECE:
-        line = text.rfind("\n", begin, begin + PIECE) + 1
-        stop = line if line > begin else begin + PIECE
+    while len(text) - begin > PIECE_CHARACTERS:
+        line = text.rfind("\n", begin, begin + PIECE_CHARACTERS) + 1
+        stop = line if line > begin else begin + PIECE_CHARACTERS
         yield text[begin:stop]
         begin = stop
     yield text[begin:]

@@ -14,7 +14,7 @@ from rope_patch.evaluation.documents import Source, documents, encode, prefix_id
 from rope_patch.packaged import data_path
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
-LONGEST = 2048
+LONGEST_ROW = 2048
 """Rows are no longer unless asked for [tokens]."""
 
 
@@ -47,7 +47,7 @@ def read_rows(
     *,
     window: int | None = None,
     tokens: int = 16384,
-    context: int = LONGEST,
+    context: int = LONGEST_ROW,
 ) -> TextRows:
     """Cut texts into rows of equal length, spread evenly over each and as many from each.
 
@@ -55,7 +55,8 @@ def read_rows(
         tokenizer: of the model.
         sources: texts by name, as :func:`~rope_patch.evaluation.documents.documents` reads them; by default
             :func:`builtin_domains`.
-        window: length of a row [tokens]; by default the context, at most ``LONGEST`` and what the shortest text has.
+        window: length of a row [tokens]; by default the context, ``LONGEST_ROW`` or what the shortest text has, if
+            less.
         tokens: of all rows together, at most; at least one row of each source is read.
         context: of the model [tokens].
 
@@ -76,7 +77,7 @@ def read_rows(
         streams[name] = stream.ids
     shortest = min(streams, key=lambda name: len(streams[name]))
     room = len(streams[shortest]) + len(prefix)
-    size = min(context, LONGEST, room) if window is None else window
+    size = min(context, LONGEST_ROW, room) if window is None else window
     if size < len(prefix) + 2:
         cause = f"is {shortest!r} too short?" if window is None else "take a longer window"
         raise ValueError(f"rows need at least 2 tokens beside the special ones, got {size} in all: {cause}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rope_patch.evaluation.intervals import effective_count, paired_means, wilson
 from rope_patch.evaluation.metrics import METRICS, Metric, Span, spans_of
-from rope_patch.evaluation.suite import ANSWERED, EvalResult
+from rope_patch.evaluation.suite import ANSWERED_SHARE, EvalResult
 
 EFFECTIVE_RETRIEVAL = 0.9
 """Share of what the unpatched model answers at its trained length that a method must answer at its effective length."""
@@ -90,7 +90,7 @@ class EffectiveLengths:
         )
         if self.unanswered:
             sentence += (
-                f" Retrieval has none: the unpatched model answers fewer than {ANSWERED:.0%} of the prompts of "
+                f" Retrieval has none: the unpatched model answers fewer than {ANSWERED_SHARE:.0%} of the prompts of "
                 f"{', '.join(self.unanswered)} at {self.reference} tokens."
             )
         needed = next(n for n in itertools.count(1) if self._lower_end(n) > EFFECTIVE_RETRIEVAL)
@@ -132,7 +132,7 @@ def effective_lengths(
         return None
     reference, retrieval = max(within), METRICS["retrieval"]
     asked = [span for span in spans_of(retrieval, spec) if span.stop == reference]
-    unanswered = tuple(str(span.task) for span in asked if retrieval.value(unpatched, span) < ANSWERED)
+    unanswered = tuple(str(span.task) for span in asked if retrieval.value(unpatched, span) < ANSWERED_SHARE)
     # LongPPL has no effective length: few windows have key tokens at two lengths, so that these cannot be paired.
     metrics = [METRICS["perplexity"]] if spec.windows != 0 else []
     if not unanswered:

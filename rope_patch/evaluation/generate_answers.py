@@ -15,14 +15,14 @@ from rope_patch.evaluation.prompts import Prompt
 from rope_patch.modeling.scoring import CacheFactory, Reader
 from rope_patch.runtime.progress import Progress
 
-TAIL = 16
+TAIL_TOKENS = 16
 """Prompt tokens read together with the answer, and again where the answer is wrong: what came before is not."""
 
-SHORT = 32
+SHORT_PASS_TOKENS = 32
 """So few tokens more are not worth a pass of their own: they are read with the tail."""
 
 
-_SHARING = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer", "RoomyLayer"}
+_COPIED_BY_REFERENCE = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer", "RoomyLayer"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def fork(cache: Any) -> Any:
     if type(cache) is DynamicCache:
         branch = copy.copy(cache)
         branch.layers = [
-            copy.copy(layer) if type(layer).__name__ in _SHARING else copy.deepcopy(layer) for layer in cache.layers
+            copy.copy(layer) if type(layer).__name__ in _COPIED_BY_REFERENCE else copy.deepcopy(layer)
+            for layer in cache.layers
         ]
         return branch
     return copy.deepcopy(cache)
@@ -104,7 +105,7 @@ def answer(
     past = cache() if cache is not None else reader.new_cache(size)
     read, answers = 0, {}
     longest = max(row[0].answer for row in rows)
-    body = size - longest - TAIL  # what is read before the tail
+    body = size - longest - TAIL_TOKENS  # what is read before the tail
     meeting = [max(0, min(place, body)) for place in parting]
     # From the one that parts first to the trunk itself, which never does.
     order = sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i]))
@@ -118,7 +119,7 @@ def answer(
             read = meet
         branch = past if i == trunk else fork(past)
         begin = read
-        if body - read > SHORT:
+        if body - read > SHORT_PASS_TOKENS:
             for _ in reader.read(ids[i, :, read:body], branch, chunk, progress, reach=size):
                 pass
             begin = body

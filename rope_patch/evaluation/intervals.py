@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from scipy import stats
 
-OF_WINDOWS = (
+INTERVAL_OVER_WINDOWS = (
     "An interval over windows speaks of windows of this text, over which they are spread evenly: on other texts a "
     "difference may be another."
 )
-OF_PROMPTS = "An interval over prompts speaks of prompts of this task in haystacks like these."
+INTERVAL_OVER_PROMPTS = "An interval over prompts speaks of prompts of this task in haystacks like these."
 """What population an interval speaks of: every report says so."""
 
 

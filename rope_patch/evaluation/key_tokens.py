@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.spec import WINDOWS
+from rope_patch.evaluation.spec import DEFAULT_WINDOWS
 from rope_patch.methods import Default
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.modes import in_eval_mode
@@ -30,16 +30,16 @@ from rope_patch.patching.install import patched
 from rope_patch.runtime.finished import key
 from rope_patch.runtime.progress import Progress
 
-GAIN = 2.0
+LEAST_GAIN = 2.0
 """A key token's loss is so much lower with the long context than with the short one [nats]."""
 
-LOSS = 2.0
+LARGEST_LOSS = 2.0
 """A key token's loss with the long context lies below this [nats]."""
 
 SHORT_CONTEXT = 4096
 """The short context of the paper; models with a context below four times this take a quarter of theirs [tokens]."""
 
-SHARED = 4
+MOVES_PER_CONTEXT = 4
 """A window is moved on by a quarter of the context, whose tokens share what stands before, as in the paper's code."""
 
 
@@ -100,7 +100,7 @@ def tokens_to_choose(length: int, context: int, short_context: int) -> int:
     >>> tokens_to_choose(1024, 1024, 256)  # once whole, and 12 times 320 tokens
     4864
     """
-    spans = _spans(length, context, context // SHARED) + _short_spans(length, short_context)
+    spans = _spans(length, context, context // MOVES_PER_CONTEXT) + _short_spans(length, short_context)
     return sum(stop - start for start, stop in spans)
 
 
@@ -114,7 +114,7 @@ def tokens_of_spec(spec: EvalSpec, context: int, windows: int | None = None) -> 
     """
     if not spec.longppl:
         return 0
-    asked = WINDOWS if spec.windows is None else spec.windows
+    asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
     return (asked if windows is None else windows) * tokens_to_choose(spec.longest, context, short_context_of(context))
 
 
@@ -160,7 +160,7 @@ def choose_key_tokens(
         ValueError: logits that are not finite.
     """
     reader = Reader(model)
-    settings: dict[str, Any] = {"context": context, "short": short_context, "gain": GAIN, "loss": LOSS}
+    settings: dict[str, Any] = {"context": context, "short": short_context, "gain": LEAST_GAIN, "loss": LARGEST_LOSS}
     identity = settings if result_cache is None else settings | {"model": fingerprint(model)}
 
     def name(window: TokenDocument) -> str:
@@ -199,7 +199,7 @@ def _positions(
 ) -> list[int]:
     """Positions of the key tokens of one window."""
     size = len(check_ids(window.ids, reader.vocabulary))
-    full = _losses(reader, window, _spans(size, context, context // SHARED), batch_tokens, progress)
+    full = _losses(reader, window, _spans(size, context, context // MOVES_PER_CONTEXT), batch_tokens, progress)
     short = _losses(reader, window, _short_spans(size, short_context), batch_tokens, progress)
     scored = torch.isfinite(short)
     bad = (~torch.isfinite(full[1:])) | (~scored[1:] & (torch.arange(1, size) >= short_context))
@@ -208,7 +208,7 @@ def _positions(
         raise ValueError(
             f"the loss at position {at} of {window.name} is not finite: NaN or infinite logits, try float32"
         )
-    keys = scored & (short - full > GAIN) & (full < LOSS)
+    keys = scored & (short - full > LEAST_GAIN) & (full < LARGEST_LOSS)
     return [int(i) for i in torch.nonzero(keys).flatten()]
 
 
@@ -223,7 +223,7 @@ def _spans(size: int, context: int, step: int) -> list[tuple[int, int]]:
 
 def _short_spans(size: int, short_context: int) -> list[tuple[int, int]]:
     """The same for the short context, which stands before the tokens that share it; none where there are no others."""
-    step = max(1, short_context // SHARED)
+    step = max(1, short_context // MOVES_PER_CONTEXT)
     return _spans(size, short_context + step, step) if size > short_context else []
 
 

@@ -22,7 +22,7 @@ from rope_patch.registry import Registry
 
 VerdictKind = Literal["safe", "unsafe", "undecided"]
 
-LOST = 0.02
+SAFE_LOST_SHARE = 0.02
 """Share of prompts that a change may lose, as measured, and still be called safe."""
 
 METRICS: Registry[Metric] = Registry("metric", "rope_patch.metrics", ("unit", "lower_is_better", "values"))
@@ -212,8 +212,8 @@ class Retrieval(Metric, name="retrieval"):
         return PairedDifference((sum(a) - sum(b)) / len(a), *paired_shares(a, b, confidence, count=count))
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
-        """Return unsafe where prompts were significantly lost, safe where at most :data:`LOST` of them were."""
-        return "unsafe" if change.high < 0 else "safe" if change.estimate >= -LOST else "undecided"
+        """Return unsafe where prompts were significantly lost, safe where at most :data:`SAFE_LOST_SHARE` were."""
+        return "unsafe" if change.high < 0 else "safe" if change.estimate >= -SAFE_LOST_SHARE else "undecided"
 
 
 def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.evaluation.documents import prefix_ids
-from rope_patch.evaluation.haystack import HAYSTACK, Haystack
+from rope_patch.evaluation.haystack import DEFAULT_HAYSTACK, Haystack
 from rope_patch.evaluation.tasks import TASKS, Draw, Question
 
 
@@ -69,7 +69,7 @@ class PromptMaker:
     def __init__(
         self,
         tokenizer: Any,
-        haystack: str | Path | Haystack = HAYSTACK,
+        haystack: str | Path | Haystack = DEFAULT_HAYSTACK,
         *,
         prefix: Sequence[int] | None = None,
         turns: tuple[str, str] | None = None,

@@ -160,7 +160,7 @@ def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidenc
     return float(len(haystacks)) if TASKS[task].joined else effective_count(haystacks, confidence)
 
 
-ASKED = ("lengths", "depths", "samples", "seed", "chat_template", "chunk", "batch_tokens")
+RETRIEVAL_FIELDS = ("lengths", "depths", "samples", "seed", "chat_template", "chunk", "batch_tokens")
 """Fields of a spec that :func:`retrieval` takes by name."""
 
 
@@ -186,7 +186,7 @@ def retrieval(
         task: its name in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and ``"vt"``
             (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts its needle's
             part. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one word.
-        spec: what is asked: the fields :data:`ASKED` of a :class:`~rope_patch.EvalSpec`, and its ``haystack``.
+        spec: what is asked: the :data:`RETRIEVAL_FIELDS` of a :class:`~rope_patch.EvalSpec`, and its ``haystack``.
         cache: zero-argument factory of a cache to read through.
         haystack: in place of the spec's: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a :class:`Haystack`,
             or a :class:`PromptMaker` of this tokenizer, whose ``turns`` and ``prefix`` then count.
@@ -242,9 +242,11 @@ def retrieval(
 
 def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> EvalSpec:
     """Return a spec of one task, with fields by name in place of what it says."""
-    if unknown := asked.keys() - ASKED:
+    if unknown := asked.keys() - RETRIEVAL_FIELDS:
         name = min(unknown)
-        raise TypeError(f"retrieval has no {name!r}.{did_you_mean(name, ASKED)} Known: {', '.join(ASKED)}")
+        raise TypeError(
+            f"retrieval has no {name!r}.{did_you_mean(name, RETRIEVAL_FIELDS)} Known: {', '.join(RETRIEVAL_FIELDS)}"
+        )
     values = {**asked, "tasks": (task,)}
     return check_tasks(EvalSpec(**values) if spec is None else replace(spec, **values))
 

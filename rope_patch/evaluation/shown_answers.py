@@ -16,7 +16,7 @@ FIRST_CHOICE = (
 )
 """What the two shares of retrieval are, as reports say it; the first goes on as a sentence needs."""
 
-_NOTED = 3  # shares that a note names before it counts the others
+_NAMED_SHARES = 3  # shares that a note names before it counts the others
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,6 @@ def first_choice_note(scores: Sequence[tuple[str, EvalResult]]) -> str:
                     apart.append(f"{first} instead of {exact} for {name} in {task} prompts of {length} tokens")
     if not apart:
         return ""
-    if len(apart) > _NOTED:
-        apart[_NOTED:] = [f"{len(apart) - _NOTED} more"]
+    if len(apart) > _NAMED_SHARES:
+        apart[_NAMED_SHARES:] = [f"{len(apart) - _NAMED_SHARES} more"]
     return f"{FIRST_CHOICE} That share differs from exact match: {'; '.join(apart)}."

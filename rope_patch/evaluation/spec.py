@@ -9,13 +9,13 @@ from dataclasses import replace
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
 
-LEAST_WINDOWS = 4
+SMALLEST_WINDOWS = 4
 """Windows that a smaller spec keeps: the interval of two or three is useless."""
 
 SCALABLE = ("windows", "samples")
 """Fields that a smaller spec may lower: the others say what is measured, not how precisely."""
 
-WINDOWS = 16
+DEFAULT_WINDOWS = 16
 """Windows of text by default, where the text has room for so many."""
 
 
@@ -37,7 +37,7 @@ def tokens_to_read(spec: EvalSpec, windows: int | None = None) -> int:
         spec: what is measured.
         windows: of text that there are; by default those asked for.
     """
-    asked = WINDOWS if spec.windows is None else spec.windows
+    asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
     prompts = sum(1 if TASKS.find(task).joined else len(spec.depths) for task in spec.tasks)
     return (asked if windows is None else windows) * spec.longest + prompts * spec.samples * sum(spec.lengths)
 
@@ -47,7 +47,7 @@ def tokens_computed(spec: EvalSpec) -> float:
 
     What the prompts of a haystack share is computed once: all that stands before the needle.
     """
-    asked = WINDOWS if spec.windows is None else spec.windows
+    asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
     whole = len(spec.depths) - math.fsum(spec.depths[:-1])  # of the deepest prompt the others are read in part
     prompts = spec.samples * math.fsum(1 if TASKS.find(task).joined else whole for task in spec.tasks)
     return asked * spec.longest + prompts * sum(spec.lengths)
@@ -105,8 +105,8 @@ def smaller(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
         spec: what is measured with time enough.
         scalable: as for :func:`within`.
     """
-    windows = WINDOWS if spec.windows is None else spec.windows
-    least = min(LEAST_WINDOWS, windows) if "windows" in scalable else windows
+    windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
+    least = min(SMALLEST_WINDOWS, windows) if "windows" in scalable else windows
     specs = [spec]
     if "samples" in scalable:
         for samples in range(spec.samples - 1, 0, -1):
@@ -122,7 +122,7 @@ def cost_of(spec: EvalSpec, less: EvalSpec) -> str:
         return ""
     from rope_patch.evaluation.intervals import widening
 
-    before, after = (WINDOWS if one.windows is None else one.windows for one in (spec, less))
+    before, after = (DEFAULT_WINDOWS if one.windows is None else one.windows for one in (spec, less))
     parts, wider = [], math.sqrt(spec.samples / less.samples)
     if less.samples < spec.samples:
         parts.append(f"{less.samples} instead of {spec.samples} samples at each length and depth")

@@ -33,7 +33,7 @@ from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.finished import open_cache
 
-ANSWERED = 0.75
+ANSWERED_SHARE = 0.75
 """Share of prompts within its trained length that an unpatched model must answer for scores beyond it to say much."""
 
 
@@ -66,7 +66,7 @@ class EvalResult:
         for task, result in self.retrieval.items():
             shares = {n: result.accuracy(n) for n in self.spec.lengths if n <= trained_length}
             length = min(shares, key=shares.__getitem__, default=None)
-            if length is None or shares[length] >= ANSWERED:
+            if length is None or shares[length] >= ANSWERED_SHARE:
                 continue
             sentences.append(
                 f"without a patch the model answers {shares[length]:.0%} of the {task} prompts of {length} tokens, "
@@ -104,7 +104,7 @@ def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy:
         within = [length for length in scores[0].spec.lengths if length <= trained_length]
         shares = {n: max(result.retrieval[task].accuracy(n) for result in scores) for n in within}
         length = min(shares, key=shares.__getitem__, default=None)
-        if length is not None and shares[length] < ANSWERED:
+        if length is not None and shares[length] < ANSWERED_SHARE:
             failures.append(f"{shares[length]:.0%} of the {task} prompts of {length} tokens")
     if not failures:
         return []

@@ -20,16 +20,16 @@ from rope_patch.runtime.finished import key
 from rope_patch.runtime.folders import folder_in_one_move
 from rope_patch.runtime.parallel import from_first, processes
 
-ROWS = 200
+DEFAULT_ROWS = 200
 """Number of rows of a training where no time is given; fewer teach little."""
 
-ROW = 2048
+LONGEST_ROW = 2048
 """Length of a row at skipped positions at most [tokens]."""
 
-ACCUMULATE = 8
+ROWS_PER_STEP = 8
 """Number of rows in each step of the optimizer."""
 
-PASSES = 4.0
+STEP_COST = 4.0
 """How many times as long as reading a token a step of training takes for it: forward, backward, and checkpointing."""
 
 
@@ -41,7 +41,7 @@ class Training:
         positions: the kind of rows: ``"full"``, rows of the target length, or ``"pose"``, short rows whose positions
             skip ahead.
         row: the length of a row [tokens].
-        steps: the number of steps of the optimizer, of :data:`ACCUMULATE` rows each.
+        steps: the number of steps of the optimizer, of :data:`ROWS_PER_STEP` rows each.
     """
 
     positions: str
@@ -51,11 +51,11 @@ class Training:
     @property
     def tokens(self) -> int:
         """Number of tokens that the training reads in all."""
-        return self.steps * ACCUMULATE * self.row
+        return self.steps * ROWS_PER_STEP * self.row
 
     def __str__(self) -> str:
         where = "" if self.positions == "full" else ", at positions that skip ahead (PoSE)"
-        return f"{self.steps * ACCUMULATE} rows of {self.row} tokens{where}"
+        return f"{self.steps * ROWS_PER_STEP} rows of {self.row} tokens{where}"
 
 
 def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_length: int, tokens: int | None) -> Training:
@@ -65,19 +65,21 @@ def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_lengt
         model: the model in memory.
         options: the options of the run.
         trained_length: the context that the model was trained with [tokens].
-        tokens: the number of tokens that the model could read in the time of the training; None for :data:`ROWS` rows
-            [tokens].
+        tokens: the number of tokens that the model could read in the time of the training; None for
+            :data:`DEFAULT_ROWS` [tokens].
     """
-    short = min(options.length, trained_length, ROW)
-    whole = options.length <= ROW or _fits(model, options.length)
+    short = min(options.length, trained_length, LONGEST_ROW)
+    whole = options.length <= LONGEST_ROW or _fits(model, options.length)
     # Whole rows come first: skipped positions only stand in for them where they do not fit.
     for positions, row in (("full", options.length), ("pose", short)):
         if positions == "full" and not whole:
             continue
-        rows = options.train_rows or (ROWS if tokens is None else max(ACCUMULATE, int(tokens / (PASSES * row))))
-        if positions == "full" and row > ROW and tokens is not None and rows < ROWS:
+        rows = options.train_rows or (
+            DEFAULT_ROWS if tokens is None else max(ROWS_PER_STEP, int(tokens / (STEP_COST * row)))
+        )
+        if positions == "full" and row > LONGEST_ROW and tokens is not None and rows < DEFAULT_ROWS:
             continue  # more short rows teach more in the same time
-        return Training(positions, row, math.ceil(rows / ACCUMULATE))
+        return Training(positions, row, math.ceil(rows / ROWS_PER_STEP))
     raise AssertionError("rows at skipped positions are always possible")
 
 
@@ -126,7 +128,7 @@ def train(
         "train": {
             "steps": training.steps,
             "batch": 1,
-            "accumulate": max(1, ACCUMULATE // processes()[1]),  # each process reads as many
+            "accumulate": max(1, ROWS_PER_STEP // processes()[1]),  # each process reads as many
             "learning_rate": 4e-4,
             "scheduler": "cosine",
             "warmup": 0.1,

@@ -12,10 +12,10 @@ from huggingface_hub import ModelCard
 from rope_patch import __version__
 from rope_patch.evaluation.compare import Comparison, Row, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
-from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
-from rope_patch.extending.choosing import BASIS, short
+from rope_patch.extending.choosing import RANKING, short
 from rope_patch.extending.result import Extended
 
 HEADING = """
@@ -25,7 +25,7 @@ It describes the base before its rotary table was changed; its scores are not of
 
 """
 
-TEMPLATE = """---
+CARD_TEMPLATE = """---
 {head}---
 # {base}, {length} tokens
 
@@ -98,7 +98,7 @@ def card(outcome: Extended) -> str:
         lengths = f"\n{effective.explanation}\n\n" + "".join(
             f"- {_name(measured[label])}: {effective.of(label)}\n" for label in (UNPATCHED, chosen.label)
         )
-    ours = TEMPLATE.format(
+    ours = CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         base=base,
         length=options.length,
@@ -106,13 +106,13 @@ def card(outcome: Extended) -> str:
         method=short(chosen.method),
         training=done,
         programs=programs_of(outcome),
-        basis=BASIS,
+        basis=RANKING,
         reason=choice.reason,
         others=", ".join(f"`{name}`" for name in others) or "nothing else",
         scores=scores(comparison, chosen.label),
         exact_match=EXACT_MATCH,
         first_choice=FIRST_CHOICE,
-        population=f"{OF_WINDOWS} {OF_PROMPTS}",
+        population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         effective=lengths,
         version=__version__,

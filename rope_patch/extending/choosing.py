@@ -13,17 +13,17 @@ from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span
 from rope_patch.evaluation.numbers import percent, perplexity_text, relative
 
-REACHED = 0.5
+REACHED_SHARE = 0.5
 """A method reaches the target if it answers this share of what the unpatched model answers within its context."""
 
-FLAT = 1.25
+FLAT_RATIO = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
 the end is at most this many times the unpatched model's at the end of that context."""
 
-BASIS = "Methods are ranked by exact match at the target length first, and by perplexity second"
+RANKING = "Methods are ranked by exact match at the target length first, and by perplexity second"
 """The order of the choice, as a sentence for reports."""
 
-NATIVE = ("default", "linear", "dynamic", "yarn", "llama3")
+FORMULA_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 """Types of rotary tables that other programs compute by a formula of their own, without a list of numbers."""
 
 
@@ -139,20 +139,20 @@ class MethodEvaluator:
                 f"{percent(math.log1p(self.tolerance))} are allowed"
             )
         possible = self.answered(self.unpatched, self.within)
-        if possible >= REACHED and answered < REACHED * possible:
+        if possible >= REACHED_SHARE and answered < REACHED_SHARE * possible:
             failures.append(
                 f"at {self.target} tokens it answers {answered:.0%} of the prompts, where the unpatched model answers "
                 f"{possible:.0%} at {self.within}"
             )
         end = self.perplexity(self.unpatched, self.within)
-        if not math.isfinite(perplexity) or (possible < REACHED and perplexity > FLAT * end):
+        if not math.isfinite(perplexity) or (possible < REACHED_SHARE and perplexity > FLAT_RATIO * end):
             failures.append(
                 f"at {self.positions(self.target)} perplexity is {perplexity_text(perplexity)}, where that of the "
                 f"unpatched model is {perplexity_text(end)} at {self.positions(self.within)}"
             )
         if not self.better_than_unpatched(row):
             failures.append(f"at {self.target} tokens it is not shown to be better than the unpatched model")
-        native = all(table.rope_type in NATIVE for table in row.tables)
+        native = all(table.rope_type in FORMULA_TYPES for table in row.tables)
         return EvaluatedMethod(row.method, row.trained, answered, perplexity, change, native, tuple(failures))
 
     def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[EvaluatedMethod]:
@@ -201,9 +201,9 @@ class MethodEvaluator:
     def better_than_unpatched(self, row: Row) -> bool:
         """Tell whether a method is ahead of the unpatched model at the target, significantly or by far.
 
-        A single window has no interval; a perplexity that differs by more than a factor of :data:`FLAT` needs none.
+        A single window has no interval; a perplexity that differs by more than the :data:`FLAT_RATIO` needs none.
         """
-        by_far = FLAT * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
+        by_far = FLAT_RATIO * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
         return self.ahead(row.label, UNPATCHED) or (by_far and self._sign(row.label, UNPATCHED, "retrieval") == 0)
 
     def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:

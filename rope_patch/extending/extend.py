@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rope_patch.evaluation.budget import default_tokens, tokens_within
 from rope_patch.evaluation.compare import Comparison, Row, compare, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
-from rope_patch.evaluation.spec import LEAST_WINDOWS, tokens_computed, tokens_to_read
+from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import Choice, MethodEvaluator, short
@@ -30,10 +30,10 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.parallel import alone, processes
 
-CACHE = "finished.jsonl"
-MEASURING = 0.4
+RESULT_CACHE = "finished.jsonl"
+MEASURING_SHARE = 0.4
 """Share of a budget that is for measuring the candidates, where a training follows."""
-TRAINING = 0.5
+TRAINING_SHARE = 0.5
 """Share of a budget that is for the training."""
 
 
@@ -163,9 +163,9 @@ class Run:
             suite = EvalSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
             suite = EvalSuite(replace(largest, windows=None), self.tokenizer)
-        if len(suite.windows) < LEAST_WINDOWS:
+        if len(suite.windows) < SMALLEST_WINDOWS:
             raise ValueError(
-                f"the text has room for {len(suite.windows)} windows of {length} tokens, and {LEAST_WINDOWS} "
+                f"the text has room for {len(suite.windows)} windows of {length} tokens, and {SMALLEST_WINDOWS} "
                 "are needed: give a longer one (text, --text)"
             )
         return suite
@@ -180,7 +180,7 @@ class Run:
         spec = self.suite.spec
         rows = min(spec.rows, max(1, len(self.suite.windows)))
         budget = float(self.options.budget or 0)
-        return tokens_within(self.model, budget, spec.longest, self.work / CACHE, rows=rows, chunk=spec.chunk)
+        return tokens_within(self.model, budget, spec.longest, self.work / RESULT_CACHE, rows=rows, chunk=spec.chunk)
 
     def plan(self, tokens: int | None) -> tuple[tuple[Round, ...], Training | None]:
         """Return the rounds and the training.
@@ -192,7 +192,7 @@ class Run:
         rounds = tuple(self._capped(self._rounds(tokens)))
         if not options.train:
             return rounds, None
-        share = None if tokens is None else int(TRAINING * tokens)
+        share = None if tokens is None else int(TRAINING_SHARE * tokens)
         return rounds, plan_training(self.model, options, self.trained_length, share)
 
     def _rounds(self, tokens: int | None) -> tuple[Round, ...]:
@@ -204,7 +204,7 @@ class Run:
         options, candidates = self.options, len(self.methods) + self.options.fit
         if tokens is None:
             return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
-        most = tokens * (MEASURING if options.train else 1.0)
+        most = tokens * (MEASURING_SHARE if options.train else 1.0)
         every = options.evaluation.depths
         # If all depths take too long, the one in the middle of the list.
         for depths in dict.fromkeys((every, every[len(every) // 2 :][:1])):
@@ -285,7 +285,7 @@ class Run:
 
             progress.say("fitting a table to text, with the weights as they are")
             asked = self.model, self.tokenizer, self.options.length
-            table, better = fitted(*asked, self.work / CACHE)
+            table, better = fitted(*asked, self.work / RESULT_CACHE)
             if not better:
                 progress.say(f"the fit found nothing better than its start, {short(table)}")
             # A fit that found nothing better gives its start, which may be one of the candidates.
@@ -302,7 +302,7 @@ class Run:
                 self.tokenizer,
                 [UNPATCHED, *left],
                 suite,
-                resume=self.work / CACHE,
+                resume=self.work / RESULT_CACHE,
             )
             comparisons.append(comparison)
             effective = comparison.effective_lengths()
@@ -352,7 +352,7 @@ class Run:
         name = labelled(method, trained=True)
         progress.say("measuring the adapted model")
         with progress.stage(name):
-            scores = suite.run(adapted, resume=self.work / CACHE)
+            scores = suite.run(adapted, resume=self.work / RESULT_CACHE)
         row = Row(method, scores, inspect_model(adapted).tables, trained=True)
         comparison = replace(comparison, rows=(*comparison.rows, row))
         # Now that the training is over, the conditions hold for the method with it and without.

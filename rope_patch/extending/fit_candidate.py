@@ -13,7 +13,7 @@ from rope_patch.modeling.scoring import fingerprint
 from rope_patch.options.fit import FitSettings
 from rope_patch.runtime.finished import ResultCache, key
 
-POSITIONS = "pose"
+FIT_POSITIONS = "pose"
 
 
 def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, resume: Path) -> tuple[str, bool]:
@@ -22,9 +22,9 @@ def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, re
     Returns:
         The table as a method string, and whether it is better than its start; else it is the start.
     """
-    cache, name = ResultCache(resume), key(fitted=fingerprint(model), length=length, positions=POSITIONS)
+    cache, name = ResultCache(resume), key(fitted=fingerprint(model), length=length, positions=FIT_POSITIONS)
     if name not in cache:
-        patch = fit(model, tokenizer, target_length=length, positions=POSITIONS)
+        patch = fit(model, tokenizer, target_length=length, positions=FIT_POSITIONS)
         # The fitted table is a candidate like the others: it is patched when it is measured.
         patch.restore()
         cache[name] = [str(patch.method), patch.chosen != "start"]
@@ -34,4 +34,4 @@ def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, re
 
 def tokens(model: nn.Module, length: int) -> int:
     """Return how many tokens :func:`fitted` reads."""
-    return tokens_to_fit(held_out_spec(model, length), FitSettings(length).steps, POSITIONS)
+    return tokens_to_fit(held_out_spec(model, length), FitSettings(length).steps, FIT_POSITIONS)

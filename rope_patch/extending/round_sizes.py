@@ -10,7 +10,7 @@ TOO_FEW = (
     "one window and one haystack for each length hardly tell methods apart: give more time with --budget, or name "
     "fewer with --methods"
 )
-SIZES = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4))
+FIRST_ROUND_SIZES = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4))
 """Windows of text and haystacks of the first round, from the smallest."""
 
 
@@ -73,9 +73,9 @@ def rounds_within(candidates: int, most: float, cost: Callable[[int, int], float
         most: the largest cost that is allowed, in the unit of ``cost``.
         cost: gives the cost of a number of windows and of haystacks under one method.
     """
-    fitting = [r for size in SIZES if cost_of(r := rounds_of(candidates, *size), cost) <= most]
+    fitting = [r for size in FIRST_ROUND_SIZES if cost_of(r := rounds_of(candidates, *size), cost) <= most]
     if fitting:
         return fitting[-1]
-    smallest = rounds_of(candidates, *SIZES[0])
+    smallest = rounds_of(candidates, *FIRST_ROUND_SIZES[0])
     counts = [n for n in range(1, len(smallest)) if cost_of(smallest[:n], cost) <= most]
     return smallest[: max(counts, default=1)]

@@ -33,7 +33,7 @@ from rope_patch.runtime.folders import (
     write_atomically,
 )
 
-RECORD = "rope_patch_extend.json"
+RECORD_FILE = "rope_patch_extend.json"
 SCHEMA = 1
 
 
@@ -87,7 +87,7 @@ def write(
         progress.say(f"note: {sentence}")
     outcome = replace(outcome, output=out, programs=programs)
     write_atomically(staged / "extend.yaml", to_yaml(outcome.options))
-    write_atomically(staged / RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
+    write_atomically(staged / RECORD_FILE, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))
     with folder_in_one_move(out, overwrite=overwrite) as folder:
         for path in staged.iterdir():

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rope_patch.evaluation.documents import Source
-from rope_patch.evaluation.suite import ANSWERED, EvalSuite
-from rope_patch.fitting.candidates import TASK, Candidate, Evaluator, best
+from rope_patch.evaluation.suite import ANSWERED_SHARE, EvalSuite
+from rope_patch.fitting.candidates import RETRIEVAL_TASK, Candidate, Evaluator, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.running import FitRun
 from rope_patch.fitting.texts import second_domain, split_text
@@ -30,7 +30,7 @@ from rope_patch.patching.locate import locate
 
 __all__ = ["Candidate", "FittedPatch", "fit", "held_out_spec"]
 
-SEED = 2_000_003
+SEED_OFFSET = 2_000_003
 """Added to the seed of held-out prompts, so that no comparison with a small seed asks the same."""
 TEXT_ALONE = (
     "with retrieval=0 (--retrieval 0) the table was fitted by the loss of text alone: no prompt took part, so it may "
@@ -95,7 +95,12 @@ def held_out_spec(model: nn.Module, target_length: int, *, seed: int = 0, **chan
     trained = min(table.context for table in tables.values())
     if target_length < trained:
         raise ValueError(f"the target of {target_length} tokens lies below the trained length of {trained}")
-    given: dict[str, Any] = {"windows": 8, "tasks": (TASK,), "bucket": target_length, "seed": SEED + seed}
+    given: dict[str, Any] = {
+        "windows": 8,
+        "tasks": (RETRIEVAL_TASK,),
+        "bucket": target_length,
+        "seed": SEED_OFFSET + seed,
+    }
     given["haystack"] = None  # prompts hide their needles in the held-out text
     return EvalSpec(_doubling(trained, target_length), **given | changes)
 
@@ -134,7 +139,7 @@ def fit(
     target_length, retrieval = settings.target_length, settings.retrieval
     usual = held_out_spec(model, target_length, seed=settings.seed)
     spec, trained = spec or usual, usual.lengths[0]
-    if spec.longest != target_length or TASK not in spec.tasks or spec.windows == 0:
+    if spec.longest != target_length or RETRIEVAL_TASK not in spec.tasks or spec.windows == 0:
         raise ValueError(f"spec must measure windows and passkeys of the target of {target_length} tokens, got {spec}")
     method = for_target(model, settings.init, target_length)
     check_one_table(method, "the start of a fit")
@@ -153,7 +158,7 @@ def fit(
     except BaseException:
         first.reinstate()
         raise
-    unanswered = max(candidate.means["retrieval"][trained] for candidate in candidates) < ANSWERED
+    unanswered = max(candidate.means["retrieval"][trained] for candidate in candidates) < ANSWERED_SHARE
     warnings = [TEXT_ALONE] * (not retrieval) + [NO_ANSWERS] * unanswered
     return FittedPatch.joined(
         first,

@@ -20,9 +20,9 @@ from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.methods import Method
 from rope_patch.runtime import progress
 
-TASK = "passkey"
+RETRIEVAL_TASK = "passkey"
 
-MEASURED = {
+METRIC_OF = {
     "nll": ("perplexity", "scores"),
     "second_nll": ("perplexity", "second"),
     "retrieval": ("retrieval", "scores"),
@@ -56,12 +56,12 @@ class Candidate:
     def answers(self) -> float:
         """Mean loss of an answer over all prompts, its tokens added up [nats]."""
         lengths = self.scores.spec.lengths
-        return math.fsum(-self.scores.retrieval[TASK].logprob(length) for length in lengths) / len(lengths)
+        return math.fsum(-self.scores.retrieval[RETRIEVAL_TASK].logprob(length) for length in lengths) / len(lengths)
 
     @property
     def answered(self) -> list[list[bool]]:
         """Which prompts were answered, by haystack, of all lengths."""
-        retrieval = self.scores.retrieval[TASK]
+        retrieval = self.scores.retrieval[RETRIEVAL_TASK]
         haystacks = (several for length in self.scores.spec.lengths for several in retrieval.haystacks(length))
         return [[sample.correct for sample in several] for several in haystacks]
 
@@ -78,7 +78,7 @@ class Candidate:
     def _measured(self, measure: Callable[[Metric, str, Span], Any]) -> dict[str, dict[int, Any]]:
         """Return a number of each kind and span; none of the second domain where there is none."""
         found: dict[str, dict[int, Any]] = {}
-        for kind, (name, of) in MEASURED.items():
+        for kind, (name, of) in METRIC_OF.items():
             spans = spans_of(METRICS[name], self.scores.spec) if getattr(self, of) else []
             found[kind] = {span.stop: measure(METRICS[name], of, span) for span in spans}
         return found
@@ -109,7 +109,7 @@ class Candidate:
         ours, theirs = self.answered, other.answered
         apart = [[float(a) - float(b) for a, b in zip(*both, strict=True)] for both in zip(ours, theirs, strict=True)]
         one, another = list(itertools.chain(*ours)), list(itertools.chain(*theirs))
-        _, high = paired_shares(one, another, count=effective_prompts(TASK, apart, 0.95))
+        _, high = paired_shares(one, another, count=effective_prompts(RETRIEVAL_TASK, apart, 0.95))
         lost = sum(one) < sum(another) and (self.answers > other.answers or high < 0)
         return not lost and all(change.high >= 0 for change in self.changes(other)["retrieval"].values())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rope_patch.evaluation.spec import SCALABLE, WINDOWS, smaller, tokens_to_read
+from rope_patch.evaluation.spec import DEFAULT_WINDOWS, SCALABLE, smaller, tokens_to_read
 from rope_patch.fitting.rows import tokens_of_step
 from rope_patch.fitting.running import checks
 from rope_patch.options.evaluation import EvalSpec
@@ -21,7 +21,7 @@ def tokens_to_fit(spec: EvalSpec, steps: int, positions: str) -> int:
     """
     evaluations = 1 + len(checks(steps)) + (steps - (steps + 1) // 2 > 1)
     # the windows of the second domain are as many as of the first
-    once = tokens_to_read(spec) + (spec.windows or WINDOWS) * spec.longest
+    once = tokens_to_read(spec) + (spec.windows or DEFAULT_WINDOWS) * spec.longest
     return steps * tokens_of_step(positions, spec.lengths[0], spec.longest) + evaluations * once
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.patching.locate import locate
 
-WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Layer types that see a part of a row only, and the name of its length in their configs."""
 
 
@@ -81,7 +81,7 @@ def consecutive_types(model: nn.Module, length: int) -> tuple[str, ...]:
     """
     site = locate(model)
     types = getattr(site.config, "layer_types", None) or ["sliding_attention"]  # as a window without types means
-    windows = {kind: getattr(site.config, name, None) for kind, name in WINDOWS.items() if kind in types}
+    windows = {kind: getattr(site.config, name, None) for kind, name in WINDOW_KEYS.items() if kind in types}
     short = tuple(kind for kind, window in windows.items() if window is not None and window < length)
     tables: Any = site.module.tables
     if short and None in tables:

@@ -13,20 +13,20 @@ from transformers import PreTrainedTokenizerBase
 from rope_patch.evaluation.documents import prefix_ids
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
-from rope_patch.fitting.candidates import TASK
+from rope_patch.fitting.candidates import RETRIEVAL_TASK
 from rope_patch.fitting.row_positions import stretched_positions
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.training_loss import IGNORED
+from rope_patch.modeling.training_loss import IGNORED_LABEL
 
-HAY = 1_000_000
+HAYSTACK_CHARACTERS = 1_000_000
 """Characters of the text in which prompts hide their needles; more where a row is longer."""
-TRIES = 20
+PROMPT_ATTEMPTS = 20
 """Attempts to draw a prompt of an exact length before the error is raised."""
-FULL = 0.5
+TARGET_LENGTH_SHARE = 0.5
 """Share of the steps whose rows have the target length; under ``"pose"`` share of the rows that stand for such rows."""
-SHORT = 2048
+LONGEST_SKIPPING_ROW = 2048
 """The longest that rows with skipped positions are, and the tokens of such rows read side by side."""
-LEAST = 4096
+LEAST_STEP_TOKENS = 4096
 """Tokens of a step, at least: two rows, if they are longer."""
 
 
@@ -41,12 +41,12 @@ def longest_row(positions: str, trained: int, target: int) -> int:
     >>> longest_row("full", 256, 1024), longest_row("pose", 256, 1024), longest_row("pose", 256, 16384)
     (1024, 256, 2048)
     """
-    return target if positions == "full" else min(max(trained, target // 4), SHORT)
+    return target if positions == "full" else min(max(trained, target // 4), LONGEST_SKIPPING_ROW)
 
 
 def tokens_of_step(positions: str, trained: int, target: int) -> int:
     """Return the tokens of a step; the arguments are those of :func:`longest_row`."""
-    return max(LEAST, 2 * longest_row(positions, trained, target))
+    return max(LEAST_STEP_TOKENS, 2 * longest_row(positions, trained, target))
 
 
 class Rows:
@@ -89,7 +89,7 @@ class Rows:
         self.tokenizer, self.text, self.seed = tokenizer, text, seed
         self.trained, self.target = trained, target
         self.prefix = prefix_ids(tokenizer)
-        size = max(HAY, 16 * target)
+        size = max(HAYSTACK_CHARACTERS, 16 * target)
         start = random.Random(f"hay/{seed}").randrange(max(1, len(text) - size))
         self.maker = PromptMaker(tokenizer, Haystack(text[start : start + size], "text to fit to"))
         self._crop(random.Random(0), self.longest)
@@ -126,24 +126,24 @@ class Rows:
             rows.append((row, [0.0] * (length - learned) + [1 / learned / (stop - first)] * learned))
         if rows:
             ids, weights = (torch.tensor(several) for several in zip(*rows, strict=True))
-            labels = ids.masked_fill(weights == 0, IGNORED)
-            size = max(1, (SHORT if self.skipping else self.target) // length)
+            labels = ids.masked_fill(weights == 0, IGNORED_LABEL)
+            size = max(1, (LONGEST_SKIPPING_ROW if self.skipping else self.target) // length)
             for low in range(0, len(rows), size):
                 part = slice(low, low + size)
                 yield ids[part], labels[part], weights[part], torch.stack(positions[part]) if self.skipping else None
 
     def _length(self, rng: random.Random) -> int:
         """Draw the length of a row, or of the row that a short one stands for."""
-        if rng.random() < FULL:
+        if rng.random() < TARGET_LENGTH_SHARE:
             return self.target
         return round(math.exp(rng.uniform(math.log(self.trained), math.log(self.target))))
 
     def _prompt(self, rng: random.Random, length: int, number: int) -> Prompt:
         """Return a prompt with its needle drawn."""
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(PROMPT_ATTEMPTS)):
             depth = min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0)
             try:
-                return self.maker.prompts(TASK, length, [depth], seed=rng.getrandbits(32), sample=number)[0]
+                return self.maker.prompts(RETRIEVAL_TASK, length, [depth], seed=rng.getrandbits(32), sample=number)[0]
             except ValueError:  # sometimes no stretch of the text has the exact number of tokens
                 if not left:
                     raise

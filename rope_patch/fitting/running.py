@@ -24,15 +24,16 @@ from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime import progress
 
 LEARNING_RATE = 0.04
-"""Of the logarithms of the frequencies, shared by text and answers. It rises over ``WARM`` of the steps, because Adam's
-first steps follow the sign of a noisy gradient, and falls to 0."""
-WARM = 1 / 8
+"""Of the logarithms of the frequencies, shared by text and answers."""
+WARMUP_SHARE = 1 / 8
+"""Share of the steps over which the learning rate rises, because Adam's first steps follow the sign of a noisy
+gradient. It falls to 0 after them."""
 BETAS = (0.9, 0.95)
 """Adam's betas. With the usual 0.999 the first large gradients of answers would keep the steps small for long."""
-BACK, ODDS = 0.5, 4.0
-"""After a check that finds a table worse than its start: the parameters are multiplied by ``BACK``, and the odds of the
-weight of answers (or of text, if only text is predicted worse) by ``ODDS``."""
-WAYS = ("average", "halfway", "quarter", "eighth")
+SHRINK_FACTOR, ODDS_FACTOR = 0.5, 4.0
+"""After a check that finds a table worse than its start: the first multiplies the parameters, and the second the odds
+of the weight of answers (or of text, if only text is predicted worse)."""
+AVERAGES = ("average", "halfway", "quarter", "eighth")
 """The average over the second half, and points between it and the start, evaluated until one is good enough."""
 
 
@@ -84,7 +85,7 @@ class FitRun:
             candidates.append(self._evaluate(f"step {stop}"))
             if stop < steps and self._steer(candidates[0], candidates[-1]):
                 total, since = torch.zeros_like(total), max(since, stop)
-        for share, name in enumerate(() if self.stopped or steps - since <= 1 else WAYS):
+        for share, name in enumerate(() if self.stopped or steps - since <= 1 else AVERAGES):
             self._put(total / (steps - since) * 0.5**share)
             candidates.append(self._evaluate(name))
             if best(candidates) is not candidates[0]:
@@ -95,7 +96,7 @@ class FitRun:
         """Do some steps, add the parameters after those from ``since`` on to a sum, and stop where the fit diverges."""
         with self._fitting():
             for step in numbers:
-                rate = LEARNING_RATE * min((step + 1) / math.ceil(WARM * steps), 1 - step / steps)
+                rate = LEARNING_RATE * min((step + 1) / math.ceil(WARMUP_SHARE * steps), 1 - step / steps)
                 for group, share in zip(self.adam.param_groups, (1 - self.weight, self.weight), strict=False):
                     group["lr"] = rate * share
                 loss = self._step(step)
@@ -111,10 +112,10 @@ class FitRun:
         """Move a table that is worse than its start halfway back, and give more weight to what got worse."""
         if not self.weight or now.never_worse(start):  # without a weight of answers only text is fitted
             return False
-        odds = 1 / ODDS if now.finds_no_less(start) else ODDS
+        odds = 1 / ODDS_FACTOR if now.finds_no_less(start) else ODDS_FACTOR
         self.weight *= odds / (1 + (odds - 1) * self.weight)
         for part in self.parts:
-            part.data.mul_(BACK)
+            part.data.mul_(SHRINK_FACTOR)
         self._put()
         return True
 

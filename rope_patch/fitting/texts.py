@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, spread_windows
 from rope_patch.evaluation.text import Corpus, builtin_kind
 
-VALIDATION = 0.1
+VALIDATION_SHARE = 0.1
 """Share of the text, at its end, that is held out: the table is chosen on it."""
-LIMIT = 64_000_000
+MOST_CHARACTERS = 64_000_000
 """The most characters of a text that are used."""
 
 
@@ -20,8 +20,8 @@ def split_text(data: Source | None) -> tuple[str, str]:
     """Return the text to fit to and the held-out text; without data, of the code of Python's standard library."""
     source = builtin_kind("source") if data is None else data
     whole = source.text if isinstance(source, Corpus) else "\n\n".join(document.text for document in documents(source))
-    whole = whole[:LIMIT]
-    cut = round(len(whole) * (1 - VALIDATION))
+    whole = whole[:MOST_CHARACTERS]
+    cut = round(len(whole) * (1 - VALIDATION_SHARE))
     return whole[:cut], whole[cut:]
 
 

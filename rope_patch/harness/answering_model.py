@@ -17,7 +17,8 @@ from torch import Tensor
 from rope_patch.harness.rows import RequestRow, answer_tokens, grouped
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
-from rope_patch.modeling.scoring import SLICE, Reader
+from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
+from rope_patch.modeling.scoring import Reader
 from rope_patch.patching.two_tables import switch_of
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import processes
@@ -148,8 +149,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                 for i, (states, targets, _) in enumerate(asked):
                     # The states are sorted, so those of a chunk are neighbours.
                     low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
-                    for first in range(low, high, SLICE):  # no copy of all states
-                        at = slice(first, min(first + SLICE, high))
+                    for first in range(low, high, LOGITS_AT_ONCE):  # no copy of all states
+                        at = slice(first, min(first + LOGITS_AT_ONCE, high))
                         nll[i][at], best = reader.score(hidden[i, states[at] - start], targets[at])
                         right[i][at] = best == targets[at]
         for row, (states, _, parts), losses, hits in zip(batch, asked, nll, right, strict=True):

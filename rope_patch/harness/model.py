@@ -26,13 +26,13 @@ from rope_patch.patching.record import key_of
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.text import did_you_mean
 
-NAME = "rope_patch"
+MODEL_NAME = "rope_patch"
 """The name of this model type, for ``--model``."""
 
-PARAMETERS = {f.name for method in METHODS.values() for f in fields(method)}
+METHOD_PARAMETERS = {f.name for method in METHODS.values() for f in fields(method)}
 """Every parameter of every method; none of them is an argument of lm-eval's."""
 
-LOADING = set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {
+LOADING_ARGUMENTS = set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {
     "attn_implementation",
     "device_map",
     "device_mesh",
@@ -46,10 +46,10 @@ LOADING = set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {
 }
 """Arguments of ``from_pretrained``; the signature lacks those that are listed, which it takes out of its ``kwargs``."""
 
-IDENTITY = "rope_patch: whose answers these are"
+IDENTITY_ENTRY = "rope_patch: whose answers these are"
 """Entry of lm-eval's file of answers that names the model and the patch that gave them."""
 
-PATCHING = ("target_length", "layer_types", "freeze_at", "replace")
+PATCHING_ARGUMENTS = ("target_length", "layer_types", "freeze_at", "replace")
 """Arguments of :func:`rope_patch.apply` among those of lm-eval."""
 
 
@@ -97,8 +97,8 @@ class RopePatchLM(AnsweringLM):
         **kwargs: Any,
     ) -> None:
         scheme = Scheme() if kv_cache is None else Scheme.parse(str(kv_cache))
-        params = {key: kwargs.pop(key) for key in list(kwargs) if key in PARAMETERS}
-        options = {key: kwargs.pop(key) for key in PATCHING if key in kwargs}
+        params = {key: kwargs.pop(key) for key in list(kwargs) if key in METHOD_PARAMETERS}
+        options = {key: kwargs.pop(key) for key in PATCHING_ARGUMENTS if key in kwargs}
         given = [*params, *(key for key, value in options.items() if value is not None and key != "replace")]
         if method is None and given:
             raise ValueError(f"{given[0]} says how to patch: give method= too (method=default leaves the table)")
@@ -154,24 +154,28 @@ class RopePatchLM(AnsweringLM):
         super()._get_backend(config, backend=backend, trust_remote_code=trust_remote_code)
         if self.backend != "causal":
             raise ValueError(
-                f"{getattr(config, 'model_type', 'this model')} is an encoder-decoder, and {NAME} reads causal "
+                f"{getattr(config, 'model_type', 'this model')} is an encoder-decoder, and {MODEL_NAME} reads causal "
                 "language models: use --model hf"
             )
 
     def _create_model(self, pretrained: str, **kwargs: Any) -> None:
-        known = {*inspect.signature(HFLM._create_model).parameters, *LOADING}
+        known = {*inspect.signature(HFLM._create_model).parameters, *LOADING_ARGUMENTS}
         # from_pretrained also takes every attribute of the config, and sets it there.
         self._refuse_unknown({key: v for key, v in kwargs.items() if not hasattr(self.config, key)}, known)
         super()._create_model(pretrained, **kwargs)
 
     def _refuse_unknown(self, given: dict[str, Any], known: set[str]) -> None:
-        ours = {*inspect.signature(RopePatchLM.__init__).parameters, *PATCHING} - {"self", "kwargs"}
-        everything = {*known, *ours, *PARAMETERS, *inspect.signature(HFLM.__init__).parameters} - {"self", "kwargs"}
+        ours = {*inspect.signature(RopePatchLM.__init__).parameters, *PATCHING_ARGUMENTS} - {"self", "kwargs"}
+        everything = {*known, *ours, *METHOD_PARAMETERS, *inspect.signature(HFLM.__init__).parameters} - {
+            "self",
+            "kwargs",
+        }
         for key in given:
             if key not in known:
                 raise ValueError(
-                    f"unknown argument {key!r}.{did_you_mean(key, everything)} {NAME} takes {', '.join(sorted(ours))}, "
-                    "the parameters of its method, and what lm-eval's hf and from_pretrained take"
+                    f"unknown argument {key!r}.{did_you_mean(key, everything)} {MODEL_NAME} takes "
+                    f"{', '.join(sorted(ours))}, the parameters of its method, and what lm-eval's hf "
+                    "and from_pretrained take"
                 )
 
     def get_model_info(self) -> dict[str, Any]:
@@ -197,11 +201,11 @@ class RopePatchLM(AnsweringLM):
         answers = cache_hook.dbdict
         if answers is not None:
             identity = f"{fingerprint(self.model)}/{self.max_length}/{self.scheme}"
-            if len(answers) and answers.get(IDENTITY) != identity:
+            if len(answers) and answers.get(IDENTITY_ENTRY) != identity:
                 raise ValueError("the file of --use_cache holds answers of another model or patch: give another path")
-            answers[IDENTITY] = identity
+            answers[IDENTITY_ENTRY] = identity
         super().set_cache_hook(cache_hook)
 
 
-if NAME not in model_registry:  # an entry point, or rope-patch-eval, may have named this class already
-    model_registry.register(NAME, target=RopePatchLM)
+if MODEL_NAME not in model_registry:  # an entry point, or rope-patch-eval, may have named this class already
+    model_registry.register(MODEL_NAME, target=RopePatchLM)

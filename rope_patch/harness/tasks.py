@@ -24,9 +24,9 @@ from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.text import builtin_text
 
-OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows", "first_choice")
+TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows", "first_choice")
 """What ``--metadata`` may set."""
-SPARE = 256
+SPARE_TOKENS = 256
 """Tokens left at the end of a text, so that its last window is cut at a word, too [tokens]."""
 
 Documents = list[dict[str, Any]]
@@ -225,7 +225,7 @@ def perplexity_documents(
         return [*prefix, *tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
 
     room = length - stride - len(prefix)  # for the context
-    apart = max(0, upto[-1] - length - SPARE) / max(1, windows - 1)  # least distance between two continuations
+    apart = max(0, upto[-1] - length - SPARE_TOKENS) / max(1, windows - 1)  # least distance between two continuations
     rows: list[dict[str, Any]] = []
     middle = max(1, bisect.bisect_right(upto, room) - 1)
     while len(rows) < windows:
@@ -281,9 +281,9 @@ def refuse_misspelled(rest: Mapping[str, Any]) -> None:
     """
     for key in rest:
         # Strict, since max_length, which looks like one of ours, is an argument of the model.
-        close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.85)
-        if close and key not in OPTIONS:
-            raise ValueError(f"unknown --metadata {key}=. Did you mean {close[0]!r}? Known: {', '.join(OPTIONS)}")
+        close = difflib.get_close_matches(key, TASK_OPTIONS, n=1, cutoff=0.85)
+        if close and key not in TASK_OPTIONS:
+            raise ValueError(f"unknown --metadata {key}=. Did you mean {close[0]!r}? Known: {', '.join(TASK_OPTIONS)}")
 
 
 # --- the tokenizer ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from rope_patch.modeling.modes import attending_with
 if TYPE_CHECKING:
     from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 
-NAME = "rope_patch_kv_cache"
+ATTENTION_NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 22
 """Logits of one block of queries [bytes]: few enough to stay in the CPU's cache, and to skip most later keys."""
 
@@ -51,7 +51,7 @@ def running(run: SchemeRun, model: nn.Module) -> Iterator[None]:
         for module in modules:
             _READING[module] = reading
             reading.end.callback(_READING.pop, module, None)
-        reading.end.enter_context(attending_with(model, NAME))
+        reading.end.enter_context(attending_with(model, ATTENTION_NAME))
     reading.runs.append(run)
     try:
         yield
@@ -170,5 +170,5 @@ def padding_mask(**kwargs: Any) -> Tensor | None:
     return None if kwargs.get("attention_mask") is None else sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, padding_mask)
+AttentionInterface.register(ATTENTION_NAME, attend)
+AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)

@@ -15,7 +15,7 @@ from rope_patch.modeling.sources import LayerSource, find_sources, split_pairs
 from rope_patch.patching.locate import locate
 
 Tokens = TypeVar("Tokens", int, Tensor)
-PROBE = 8
+PROBE_TOKENS = 8
 
 Turn = tuple[Tensor, Tensor]
 """cos and sin of the pairs at some tokens: (rows, tokens, pairs) each."""
@@ -101,7 +101,7 @@ def plan_layers(model: nn.Module, scheme: Scheme) -> dict[int, LayerPlan]:
     root: Any = locate(model).model
     size = root.get_input_embeddings().num_embeddings
     with in_eval_mode(model):
-        layers = find_sources(model, torch.arange(PROBE) * max(1, size // (2 * PROBE)) % size).layers
+        layers = find_sources(model, torch.arange(PROBE_TOKENS) * max(1, size // (2 * PROBE_TOKENS)) % size).layers
     owners = {layer.index: layer.keys_of for layer in layers}
     for index in scheme.skip:
         if index not in owners:

@@ -22,7 +22,7 @@ from rope_patch.modeling.statistics import pairs_of
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
 
-QUERIES = 64
+ERROR_QUERIES = 64
 """Queries of a text at which errors are taken, spread over its second half."""
 
 
@@ -85,7 +85,7 @@ def _errors(store: QuantizedLayer, query: Tensor, scaling: float) -> LayerErrors
     plan, (heads, total, _) = store.plan, query.shape
     source = plan.layer
     # No two queries are the same token: there are more tokens than queries.
-    places = torch.linspace(total // 2, total - 1, min(QUERIES, total - total // 2)).long()
+    places = torch.linspace(total // 2, total - 1, min(ERROR_QUERIES, total - total // 2)).long()
     query = query[:, places].double()
     raw, rounded = (
         states[0].double().repeat_interleave(heads // states.shape[1], 0) for states in (store.raw_keys, store.keys)

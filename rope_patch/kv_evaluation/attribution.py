@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.analysis.outliers import RATIO
+from rope_patch.analysis.outliers import OUTLIER_RATIO
 from rope_patch.evaluation.numbers import percent
 from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.captions import listed
 from rope_patch.modeling.statistics import Capture
 
-NAMED = 2 / 3
+NAMED_SHARE = 2 / 3
 """Layers that cost at least this share of the worst layer's cost are named."""
 
 
@@ -56,7 +56,7 @@ def worst_layers(costs: Mapping[int, float], tolerance: float) -> tuple[int, ...
         costs: what each layer costs alone, by its index [nats/token].
         tolerance: rise of perplexity that a safe scheme may cost, relative.
     """
-    least = min(NAMED * max(costs.values()), math.log1p(tolerance))
+    least = min(NAMED_SHARE * max(costs.values()), math.log1p(tolerance))
     return tuple(layer for layer, cost in costs.items() if cost >= least)
 
 
@@ -70,7 +70,7 @@ def longest_keys(capture: Capture, layers: Sequence[int]) -> tuple[int, ...]:
     pairs = {
         pair
         for layer in layers
-        for pair in ((radii[layer] > RATIO * median) & (radii[layer] >= radii[layer].amax(1, keepdim=True) / 2))
+        for pair in ((radii[layer] > OUTLIER_RATIO * median) & (radii[layer] >= radii[layer].amax(1, keepdim=True) / 2))
         .any(0)
         .nonzero()
         .flatten()

@@ -17,9 +17,9 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite, key
 from rope_patch.tables import RotaryTable
 
-COMPARED = 2
+COMPARED_WINDOWS = 2
 """Windows whose distributions are compared, and whose statistics tell how long keys are."""
-ERRORS = 2048
+ERROR_TOKENS = 2048
 """Tokens of the text at which attention errors are taken, at most [tokens]."""
 
 
@@ -42,7 +42,7 @@ class Setting:
     @property
     def compared(self) -> Tensor:
         """The windows whose distributions are compared: (windows, tokens)."""
-        return torch.stack([window.ids for window in self.suite.windows[:COMPARED]])
+        return torch.stack([window.ids for window in self.suite.windows[:COMPARED_WINDOWS]])
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -19,16 +19,15 @@ from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme, Side, effective_bits
 from rope_patch.kv_evaluation.attention_errors import LayerErrors, attention_errors
 from rope_patch.kv_evaluation.attribution import Attribution, longest_keys, worst_layers, worst_pairs
-from rope_patch.kv_evaluation.check_setting import COMPARED, ERRORS, MethodInPlace, Setting
+from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
+from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader
 from rope_patch.modeling.sources import split_pairs
 from rope_patch.modeling.statistics import Capture
 from rope_patch.runtime import progress
 from rope_patch.runtime.progress import Progress
-
-SLICE = 256
 
 
 def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
@@ -75,7 +74,7 @@ def _sha(ids: Tensor) -> str:
 
 def _errors(setting: Setting, scheme: Scheme) -> tuple[LayerErrors, ...]:
     """Measure the errors of attention at the beginning of the first window."""
-    ids = setting.suite.windows[0].ids[:ERRORS]
+    ids = setting.suite.windows[0].ids[:ERROR_TOKENS]
 
     def measure() -> list[Any]:
         errors = attention_errors(setting.model, ids, scheme)
@@ -111,7 +110,7 @@ def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, fl
 
 def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:
     """Measure what parts of a scheme cost on the compared windows."""
-    windows, layers = setting.suite.windows[:COMPARED], patched.capture.layers
+    windows, layers = setting.suite.windows[:COMPARED_WINDOWS], patched.capture.layers
     tokens = readings(len(layers)) * setting.compared.numel()
     about = {"scheme": row.scheme_text, "ids": _sha(setting.compared), "chunk": setting.chunk}
     stored = setting.finished(
@@ -203,8 +202,8 @@ def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> Div
         with quantized(setting.model, scheme) as factory:
             rough = _states(setting, factory)
         for one, other in zip(patched.states, rough, strict=True):
-            for low in range(0, len(one), SLICE):
-                p, q = (reader.logits(part[low : low + SLICE]).log_softmax(-1) for part in (one, other))
+            for low in range(0, len(one), LOGITS_AT_ONCE):
+                p, q = (reader.logits(part[low : low + LOGITS_AT_ONCE]).log_softmax(-1) for part in (one, other))
                 total += float((p.exp() * (p - q)).sum())
                 same += int((p.argmax(-1) == q.argmax(-1)).sum())
                 count += len(p)

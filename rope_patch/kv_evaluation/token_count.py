@@ -13,13 +13,13 @@ from torch import nn
 from rope_patch.evaluation.budget import default_tokens, suite_within
 from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.kv_evaluation.check_setting import COMPARED, ERRORS
+from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS
 from rope_patch.kv_evaluation.measuring import readings
 from rope_patch.options.evaluation import EvalSpec
 
 
 def _compared(spec: EvalSpec) -> int:
-    return min(COMPARED, spec.windows or 0) * spec.longest
+    return min(COMPARED_WINDOWS, spec.windows or 0) * spec.longest
 
 
 def tokens_to_check(spec: EvalSpec, schemes: int, methods: int) -> int:
@@ -33,7 +33,7 @@ def tokens_to_check(spec: EvalSpec, schemes: int, methods: int) -> int:
         schemes: how many there are beside full precision.
         methods: how many they are checked under.
     """
-    compared, errors = _compared(spec), min(ERRORS, spec.longest)
+    compared, errors = _compared(spec), min(ERROR_TOKENS, spec.longest)
     return methods * ((1 + schemes) * tokens_to_read(spec) + (2 + schemes) * compared + schemes * errors)
 
 

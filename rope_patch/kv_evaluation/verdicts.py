@@ -87,7 +87,7 @@ def find_verdict(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> 
 
     Unsafe where one of them is; safe where all are. For perplexity: unsafe where the whole interval of its change lies
     above the tolerance, safe where it lies below. For retrieval: unsafe where significantly fewer prompts are answered,
-    safe where at most :data:`~rope_patch.evaluation.metrics.LOST` of them were lost.
+    safe where at most :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost.
 
     Args:
         row: the row of the scheme.

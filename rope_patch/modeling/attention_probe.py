@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from rope_patch.modeling.modes import attending_with
 from rope_patch.patching.locate import device_of
 
-NAME = "rope_patch_probe"
+ATTENTION_NAME = "rope_patch_probe"
 ROLES = ("query", "key", "value")
 
 
@@ -86,8 +86,8 @@ def window_of(mask: Tensor | None) -> int | None:
     return None if mask is None else int(mask)
 
 
-AttentionInterface.register(NAME, _record)
-AttentionMaskInterface.register(NAME, window_alone)
+AttentionInterface.register(ATTENTION_NAME, _record)
+AttentionMaskInterface.register(ATTENTION_NAME, window_alone)
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def record_attention(model: PreTrainedModel, decoder: nn.Module, ids: Tensor, po
     with contextlib.ExitStack() as stack:
         for module in decoder.modules():
             stack.callback(module.register_forward_hook(note).remove)
-        stack.enter_context(attending_with(model, NAME))
+        stack.enter_context(attending_with(model, ATTENTION_NAME))
         stack.callback(_RECORDING.reset, _RECORDING.set(recording))
         decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
     return recording.calls

@@ -22,7 +22,7 @@ from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
 from rope_patch.modeling.streaming import stream
 from rope_patch.patching.locate import locate
 
-HUGE = 1e18
+LARGEST_STATE = 1e18
 """States from here on are refused as infinite ones are: their squares leave the range of float32."""
 
 __all__ = ["Capture", "LayerCapture", "Statistics", "capture"]
@@ -102,7 +102,7 @@ class _StateSums:
 
     def add(self, states: Tensor, row: int, start: int) -> None:
         """Add states (tokens, heads, head_dim) that begin at a position."""
-        if not float(states.abs().max()) < HUGE:  # true of NaN as well
+        if not float(states.abs().max()) < LARGEST_STATE:  # true of NaN as well
             self._refuse(states, row, start)
         self.count += len(states)
         self.sum += self._sum(states)
@@ -118,12 +118,12 @@ class _StateSums:
         self.unit_sum[1] += self._sum(second / norms)
 
     def _refuse(self, states: Tensor, row: int, start: int) -> None:
-        token, head, feature = (~(states.abs() < HUGE)).nonzero()[0].tolist()
+        token, head, feature = (~(states.abs() < LARGEST_STATE)).nonzero()[0].tolist()
         at = f"position {start + token}" + (f" of row {row}" if row else "")
         value = float(states[token, head, feature])
         raise ValueError(
             f"layer {self.layer.index}, {self.role} head {head}, feature {feature} is {value} at {at}: "
-            f"statistics need finite states below {HUGE:g}"
+            f"statistics need finite states below {LARGEST_STATE:g}"
         )
 
     def result(self) -> Statistics:

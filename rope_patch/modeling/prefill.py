@@ -15,11 +15,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "rope_patch_prefill"
-ROWS = {"cpu": 64}
+ATTENTION_NAME = "rope_patch_prefill"
+MASK_ROWS = {"cpu": 64}
 """Rows of a mask in memory at one time, by device: the queries of all heads that share a key. On others it is
-``MANY_ROWS``, since small kernels cost more than a mask there."""
-MANY_ROWS = 2048
+``MANY_MASK_ROWS``, since small kernels cost more than a mask there."""
+MANY_MASK_ROWS = 2048
 
 
 class RoomyLayer(DynamicLayer):
@@ -63,7 +63,7 @@ def prefill_attention(
         return _in_two_parts(query, key, value, before, kwargs.get("scaling")).transpose(1, 2), None
     groups = key.shape[1]
     shared = heads // groups
-    step = max(1, ROWS.get(query.device.type, MANY_ROWS) // shared)
+    step = max(1, MASK_ROWS.get(query.device.type, MANY_MASK_ROWS) // shared)
     out = query.new_empty(batch, size, heads, value.shape[-1])
     for low in range(0, size, step):
         high = min(low + step, size)
@@ -121,5 +121,5 @@ def prefill_mask(**kwargs: Any) -> Tensor | None:
     return None if plain else sdpa_mask(**kwargs)
 
 
-AttentionInterface.register(NAME, prefill_attention)
-AttentionMaskInterface.register(NAME, prefill_mask)
+AttentionInterface.register(ATTENTION_NAME, prefill_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, prefill_mask)

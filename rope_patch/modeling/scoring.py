@@ -17,9 +17,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.inputs import refuse_prompts
+from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.modeling.modes import attending_with
-from rope_patch.modeling.prefill import NAME, RoomyLayer
-from rope_patch.modeling.sizes import SLICE as SLICE
+from rope_patch.modeling.prefill import ATTENTION_NAME, RoomyLayer
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.rotary import PatchedRotary
@@ -132,7 +132,7 @@ class Reader:
             before = 0.0 if progress is None else progress.read
             with contextlib.ExitStack() as stack:
                 if past is not None:
-                    stack.enter_context(attending_with(self.model, NAME, instead_of="sdpa"))
+                    stack.enter_context(attending_with(self.model, ATTENTION_NAME, instead_of="sdpa"))
                 stack.enter_context(reaching(self.rotary, reach, trusted=True))
                 if progress is not None:
                     stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
@@ -164,8 +164,8 @@ class Reader:
         # Written in place: small results kept between the large tensors would split the heap, slice by slice.
         losses = torch.empty(len(targets), dtype=torch.float64)
         best = torch.empty(len(targets), dtype=torch.long)
-        for low in range(0, len(targets), SLICE):
-            at = slice(low, low + SLICE)
+        for low in range(0, len(targets), LOGITS_AT_ONCE):
+            at = slice(low, low + LOGITS_AT_ONCE)
             losses[at], best[at] = self._score_slice(hidden[at], targets[at])
         return losses, best
 
@@ -258,7 +258,7 @@ def _is_dynamic(model: nn.Module) -> bool:
     return any(changes_with_length(item) for item in several or [parameters] if "rope_type" in item)
 
 
-ELSEWHERE = ("transformers_version", "_name_or_path", "architectures", "dtype")
+UNHASHED_KEYS = ("transformers_version", "_name_or_path", "architectures", "dtype")
 """What a config says of who wrote it, and of where it lies: a folder that is moved holds the same model.
 
 ``save_pretrained`` writes the last two into the config of the model that it saves; both show elsewhere.
@@ -274,7 +274,7 @@ def fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     root: Any = model.config
     text = root.get_text_config()
-    config = {name: value for name, value in text.to_dict().items() if name not in ELSEWHERE}
+    config = {name: value for name, value in text.to_dict().items() if name not in UNHASHED_KEYS}
     attention = getattr(text, "_attn_implementation", None)
     digest.update(json.dumps([config, attention], sort_keys=True, default=str).encode())
     for name, module in model.named_modules():
@@ -345,14 +345,14 @@ def _sums(tensor: Tensor) -> Any:
     raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)) if len(raw) % 8 else raw
     words = (raw.clone() if raw.storage_offset() % 8 else raw).view(torch.int64)
     plain, weighted = 0, 0
-    for start in range(0, len(words), _WORDS):
-        part = words[start : start + _WORDS]
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        part = words[start : start + _WORDS_AT_ONCE]
         place = torch.arange(start + 1, start + 1 + len(part), device=part.device)
         plain, weighted = plain + int(part.sum()), weighted + int((part * place).sum())
     return plain % 2**64, weighted % 2**64
 
 
-_WORDS = 1 << 21
+_WORDS_AT_ONCE = 1 << 21
 """Of eight bytes, added up at once: the copies of 16 MB fit everywhere."""
 
 

@@ -19,10 +19,10 @@ from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.two_tables import reaching
 from rope_patch.runtime.progress import Progress
 
-SLICES = {"cpu": 512}
+SLICE_TOKENS = {"cpu": 512}
 """Tokens of a state that are passed on at a time, by device: on a CPU, small slices stay in its cache. On others it is
-``LARGE_SLICE``, since a small kernel costs as much as a large one there."""
-LARGE_SLICE = 4096
+``LARGE_SLICE_TOKENS``, since a small kernel costs as much as a large one there."""
+LARGE_SLICE_TOKENS = 4096
 
 Visit = Callable[[LayerSource, str, Tensor, int, int], None]
 """Called with states as they appear: layer, role, states (tokens, heads, head_dim) float32 before rotation, the row of
@@ -71,7 +71,7 @@ def stream(
                 nonlocal received
                 received += 1
                 states = layer.parts[role].of(output)[0]
-                step = SLICES.get(states.device.type, LARGE_SLICE)
+                step = SLICE_TOKENS.get(states.device.type, LARGE_SLICE_TOKENS)
                 for low in range(0, len(states), step):
                     visit(layer, role, states[low : low + step].float(), place[0], place[1] + low)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
-from rope_patch.modeling.scoring import SLICE, Reader
+from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
+from rope_patch.modeling.scoring import Reader
 
-IGNORED = -100
+IGNORED_LABEL = -100
 """The label of a token that is not to be predicted, as everywhere in transformers."""
 
 TINY = torch.finfo(torch.float32).tiny
@@ -38,7 +39,7 @@ def token_loss(
         reader: the model taken apart; its head may be trained too.
         hidden: (rows, tokens, hidden), the decoder's last hidden states.
         labels: (rows, tokens); the label at a position is the token there, predicted from the state before it.
-            Tokens labelled ``IGNORED`` are not predicted.
+            Tokens labelled ``IGNORED_LABEL`` are not predicted.
         weights: (rows, tokens) how much each label counts; 1 by default.
         items: divisor of the sum; none by default.
         shifted: labels and weights stand at the state that predicts them, as in a shard of longer rows, whose last
@@ -52,14 +53,14 @@ def token_loss(
     states, targets = (hidden, labels) if shifted else (hidden[:, :-1], labels[:, 1:])
     states, targets = states.flatten(0, 1), targets.flatten().to(states.device)
     counts = (counts if shifted else counts[:, 1:]).flatten().to(states.device, torch.float32)
-    keep = targets != IGNORED
+    keep = targets != IGNORED_LABEL
     states, targets, counts = states[keep], targets[keep], counts[keep]
     shares = counts if items is None else counts / torch.as_tensor(items, device=counts.device).clamp(min=TINY)
 
     def summed(states: Tensor) -> Tensor:
         total = (states[:1] * 0).sum().float()  # a loss with a gradient even when there is nothing to learn
-        for low in range(0, len(targets), SLICE):
-            part = slice(low, low + SLICE)
+        for low in range(0, len(targets), LOGITS_AT_ONCE):
+            part = slice(low, low + LOGITS_AT_ONCE)
             slice_loss: Any = checkpoint(_sum, reader, states[part], targets[part], shares[part], use_reentrant=False)
             total = total + slice_loss
         return total

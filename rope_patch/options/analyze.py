@@ -12,9 +12,9 @@ from rope_patch.options.shared import Machine, Patching
 
 P_VALUES = (0.9, 0.75, 0.5, 0.25)
 """Values of p that p-RoPE is tried with."""
-TOLERANCE = 0.01
+P_TOLERANCE = 0.01
 """The relative increase in perplexity up to which a p is recommended."""
-_LAYERS = 10_000  # more than any model has: a range is not made longer than this
+_MOST_LAYERS = 10_000  # more than any model has: a range is not made longer than this
 
 
 def read_layers(text: str) -> tuple[int, ...] | None:
@@ -27,7 +27,7 @@ def read_layers(text: str) -> tuple[int, ...] | None:
     for item in text.replace(",", " ").split():
         first, dash, last = item.partition("-")
         last = last if dash else first
-        if not (_whole(first) and _whole(last)) or int(first) > int(last) or int(last) >= _LAYERS:
+        if not (_whole(first) and _whole(last)) or int(first) > int(last) or int(last) >= _MOST_LAYERS:
             raise ValueError(f"layers are numbers and ranges such as '0 3-5', got {item!r}")
         indices.update(range(int(first), int(last) + 1))
     return tuple(sorted(indices)) or None
@@ -94,7 +94,7 @@ class AnalyzeOptions(OptionSet, command="analyze"):
         below=1,
     )
     tolerance: float = number(
-        "The relative increase in perplexity up to which a p is recommended.", TOLERANCE, metavar="SHARE", least=0
+        "The relative increase in perplexity up to which a p is recommended.", P_TOLERANCE, metavar="SHARE", least=0
     )
     tokens_read: int | None = tokens(
         "How much text the statistics read; at least one row of each text is. By default 16k, or less for a large "

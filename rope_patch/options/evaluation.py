@@ -15,7 +15,7 @@ from rope_patch.options.fields import OptionSet, flag, number, tokens, whole, wo
 CHAT_TEMPLATES = ("auto", "on", "off")
 """Whether prompts go through the chat template of the tokenizer; ``"auto"`` means: where it has one."""
 
-HAYSTACK = "noise"
+DEFAULT_HAYSTACK = "noise"
 """The text that retrieval prompts hide their answers in by default. SmolLM2-135M-Instruct finds 6 of 6 passkeys in 1024
 tokens of it, and 3 of 6 in ``"builtin"``, mostly code (``benchmarks/results/answers_smollm2.json``)."""
 
@@ -74,7 +74,7 @@ class EvalSpec(OptionSet):
     haystack: str | None = word(
         "The text that the retrieval task hides its answers in: noise (a few sentences repeated), builtin (text that "
         "ships with Python, mostly code), a file or folder of yours, or null for the text of perplexity itself.",
-        HAYSTACK,
+        DEFAULT_HAYSTACK,
         metavar="NAME|PATH",
         kind=PathLike,
         optional=True,

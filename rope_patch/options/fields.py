@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from rope_patch.runtime.text import did_you_mean, parse_length
 
-_KEY = "option"
+_OPTION_KEY = "option"
 """The key of an :class:`Option` in the metadata of its field."""
 
 
@@ -184,7 +184,7 @@ class OptionSet:
     def __post_init__(self) -> None:
         """Check every value."""
         for one in fields(self):
-            option, value = one.metadata.get(_KEY), getattr(self, one.name)
+            option, value = one.metadata.get(_OPTION_KEY), getattr(self, one.name)
             if option is None or (value is None and (option.optional or one.default is None)):
                 continue
             checked = option.checked(one.name, value)
@@ -198,7 +198,7 @@ class OptionSet:
 
 def option(help: str, default: Any = MISSING, **more: Any) -> Any:
     """Return a field for an option that no other function describes; ``more`` are attributes of :class:`Option`."""
-    return field(default=default, metadata={_KEY: Option(help, **more)})
+    return field(default=default, metadata={_OPTION_KEY: Option(help, **more)})
 
 
 whole = partial(option, metavar="COUNT", kind=int)
@@ -252,7 +252,7 @@ def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) ->
             for leaf in leaves(what["kind"], what["without"], **what["values"]):
                 yield replace(leaf, path=(one.name, *leaf.path), name=f"{prefix}{leaf.name}")
         else:
-            declared: Option = what[_KEY]
+            declared: Option = what[_OPTION_KEY]
             name = declared.name or one.name.replace("_", "-")
             yield replace(declared, path=(one.name,), name=name, default=values.get(one.name, one.default))
 

@@ -8,7 +8,7 @@ from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, contained, flag, tokens, whole, word
 
 ALL_LINEAR = "all-linear"
-ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}
+BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes per entry."""
 
 
@@ -38,7 +38,7 @@ class StepOptions(OptionSet):
         "The data type of training: bfloat16, float16 or float32.",
         "bfloat16",
         metavar="DTYPE",
-        choices=tuple(ELEMENT),
+        choices=tuple(BYTES_PER_ELEMENT),
     )
     gpus: int = whole("The number of GPUs. Weights and states are divided among them (FSDP).", 1, least=1)
     context_parallel: int = whole("The number of GPUs that share one sequence (context parallelism).", 1, least=1)
@@ -54,7 +54,7 @@ class StepOptions(OptionSet):
     @property
     def element(self) -> int:
         """Bytes per entry of weights and activations."""
-        return ELEMENT[self.dtype]
+        return BYTES_PER_ELEMENT[self.dtype]
 
     @property
     def tokens_per_gpu(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-NAMES = ("past_key_values", "cache")
+CACHE_ARGUMENTS = ("past_key_values", "cache")
 
 
 def arguments_of(module: nn.Module) -> list[str]:
@@ -19,9 +19,9 @@ def arguments_of(module: nn.Module) -> list[str]:
 def cache_argument(decoder: nn.Module) -> str:
     """Return the name under which a decoder, and ``generate`` of its model, takes a cache without a warning."""
     known = arguments_of(decoder)
-    return next((name for name in NAMES if name in known), NAMES[0])
+    return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[0])
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a forward pass or of ``generate``; None where there is none."""
-    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)

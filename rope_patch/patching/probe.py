@@ -25,7 +25,7 @@ from rope_patch.patching.record import quiet, write_config
 from rope_patch.patching.rotary import PatchedRotary, RotaryLayout
 from rope_patch.tables import Tables
 
-TOKENS = 8
+PROBE_TOKENS = 8
 
 Read = tuple[nn.Module, tuple[str | None, ...]]
 """A module, and the keys that its code looked up in ``rope_parameters``, one within the other; None for all of them."""
@@ -229,7 +229,7 @@ def _run(
 
     hooks = [rotary.register_forward_hook(mark, with_kwargs=True)]
     hooks += [module.register_forward_hook(look) for module in decoder.modules()]
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
     completed = False
     for options in ({"use_cache": True}, {}):  # a cache keeps transformers from looking for packed rows
         calls.clear()

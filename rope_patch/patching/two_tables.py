@@ -26,7 +26,7 @@ from rope_patch.tables import Tables
 Reach = int | Sequence[int] | Tensor
 """The length that a sequence will reach, or one of each row of a batch [tokens]."""
 
-HOW = (
+HOW_TO_STATE_LENGTH = (
     "State the length that each sequence will reach before its first token is read, `with patch.reaching(tokens):` "
     "(generate states that of a prompt and its new tokens)"
 )
@@ -109,7 +109,7 @@ def _unknown(before: int) -> ValueError:
     return ValueError(
         f"the cache holds {before} tokens, and under which table they were read is not known: they are of another "
         "model or patch, of prefix tuning, built from tensors, or of rows under different tables, which may have been "
-        f"reordered. {HOW}"
+        f"reordered. {HOW_TO_STATE_LENGTH}"
     )
 
 
@@ -195,7 +195,7 @@ class TwoTableRotary(PatchedRotary):
                 if bool((cached != long).any()):
                     raise ValueError(
                         f"the cache holds keys of another table than that for {stated.tokens.tolist()} tokens: read "
-                        f"the sequence again from its start, with an empty cache. {HOW}"
+                        f"the sequence again from its start, with an empty cache. {HOW_TO_STATE_LENGTH}"
                     )
         elif before and mark is not None:
             long = mark.long[:1].to(ends.device)
@@ -209,7 +209,7 @@ class TwoTableRotary(PatchedRotary):
         if crosses and bool(((ends > self.switch_at) & ~long).any()):
             raise ValueError(
                 f"a sequence reaches {int(ends.max())} tokens, beyond the {self.switch_at} at which its table changes, "
-                f"and it was stated not to, or its beginning was read under the short table. {HOW}"
+                f"and it was stated not to, or its beginning was read under the short table. {HOW_TO_STATE_LENGTH}"
             )
         return long
 

@@ -27,7 +27,7 @@ from rope_patch.patching.rotary import PatchedRotary, call
 from rope_patch.patching.two_tables import TwoTableRotary, reaching
 from rope_patch.tables import RotaryTable
 
-_FAR = 10**15
+_UNDER_LONG_TABLE = 10**15
 """A length under the long table of any patch [tokens]."""
 
 
@@ -221,7 +221,7 @@ def measure(
     tables: Mapping[str, TableRecord],
     device: torch.device,
     *,
-    reach: int = _FAR,
+    reach: int = _UNDER_LONG_TABLE,
 ) -> list[str]:
     """Call a rotary module and compare its cos and sin with the tables; returns a line per difference.
 

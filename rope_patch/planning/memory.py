@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rope_patch.modeling.sizes import SLICE
+from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
-OVERHEAD = 2 * 2**30
+OVERHEAD_BYTES = 2 * 2**30
 """CUDA context, library workspaces and what the allocator cannot use [bytes]; an allowance, not derived."""
 
 
@@ -63,8 +63,8 @@ def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
             "one layer computed again, its gradients" if o.checkpointing else "gradients in one layer",
             turns=True,
         ),
-        Part("loss", _loss(shape, o), f"slices of {SLICE} tokens", turns=True),
-        Part("overhead", OVERHEAD, "context, workspaces, fragments: an allowance"),
+        Part("loss", _loss(shape, o), f"slices of {LOGITS_AT_ONCE} tokens", turns=True),
+        Part("overhead", OVERHEAD_BYTES, "context, workspaces, fragments: an allowance"),
     )
 
 
@@ -216,5 +216,5 @@ def _loss(shape: Shape, o: StepOptions) -> int:
     forward pass. A cap on logits keeps its tanh. Beside the slice there are all hidden states: the last norm's float32
     input, its input and output, two gradients, and the sum under way.
     """
-    logits = min(SLICE, o.tokens_per_gpu) * shape.vocab * (12 + 4 * shape.capped_logits)
+    logits = min(LOGITS_AT_ONCE, o.tokens_per_gpu) * shape.vocab * (12 + 4 * shape.capped_logits)
     return int(logits + o.tokens_per_gpu * shape.hidden * (4 + 5 * o.element))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 GIB = 2**30
-_GROUPS = (2, 4, 8, 16, 32, 64)
-_WORTH = 0.98  # advice that saves less than 2 % is left out
+_PARALLEL_SIZES = (2, 4, 8, 16, 32, 64)
+_WORTHWHILE_SHARE = 0.98  # advice that saves less than 2 % is left out
 
 
 _Candidate: TypeAlias = tuple[str, str, dict[str, Any]]
@@ -97,7 +97,7 @@ class Plan:
             now, then = self._with(chosen), self._with([*chosen, candidate])
             if now is None or now.fits(gpu_memory):
                 break
-            if then is not None and then.total < _WORTH * now.total:
+            if then is not None and then.total < _WORTHWHILE_SHARE * now.total:
                 chosen.append(candidate)
         for candidate in chosen[-2::-1]:
             fewer = [other for other in chosen if other is not candidate]
@@ -195,7 +195,7 @@ def _checked(shape: Shape, options: StepOptions) -> Plan:
 def _candidates(planned: Plan) -> Iterator[_Candidate]:
     o = planned.options
     # Devices that share a row attend to all of it, so a model with sliding windows cannot be trained so.
-    groups = () if any(layer.window is not None for layer in planned.shape.kinds) else _GROUPS
+    groups = () if any(layer.window is not None for layer in planned.shape.kinds) else _PARALLEL_SIZES
     shared = "the same gradients, each sequence divided among them"
     if o.dtype == "float32" and o.lora_rank is not None:
         yield "--dtype bfloat16", "frozen weights and activations in 16 bits", {"dtype": "bfloat16"}
@@ -209,7 +209,7 @@ def _candidates(planned: Plan) -> Iterator[_Candidate]:
     if o.lora_rank is None:
         yield "no --full", "adapters of rank 16 in place of full fine-tuning", {"lora_rank": 16}
     yield "--quantization nf4", "frozen weights rounded to 4 bits; slower", {"quantization": "nf4"}
-    for n in _GROUPS:
+    for n in _PARALLEL_SIZES:
         if n > o.gpus:
             yield f"--gpus {n}", "weights and states divided among them (FSDP)", {"gpus": n}
             if n in groups:

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.heads import LayerHeads
-from rope_patch.analysis.outliers import RATIO, scatter
+from rope_patch.analysis.outliers import OUTLIER_RATIO, scatter
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.numbers import number_text, relative
-from rope_patch.reports.analysis_tables import ROLES, spans_of
+from rope_patch.reports.analysis_tables import PLURAL_OF_ROLE, spans_of
 from rope_patch.reports.layer_kinds import kinds
 from rope_patch.reports.page import Figure, drawn
 from rope_patch.reports.plots import outliers as plots_outliers
-from rope_patch.reports.plots.analysis import PAIRS, Map, head_view, heat_maps, pair_map, spread
+from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, head_view, heat_maps, pair_map, spread
 
-LINE = "The line 2π/L is the frequency bound of Jonasson (2025): slower pairs make no full turn within the context L."
+BOUND_CAPTION = (
+    "The line 2π/L is the frequency bound of Jonasson (2025): slower pairs make no full turn within the context L."
+)
 
 
 def attention_masses(analysis: Analysis) -> Figure:
@@ -77,7 +79,7 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
     also = f", with what {bare} features without rotation add" if bare else ""
     caption = (
         f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
-        f"key, {logits[1]}{also}. {LINE}"
+        f"key, {logits[1]}{also}. {BOUND_CAPTION}"
     )
     return drawn(figure, caption)
 
@@ -91,8 +93,8 @@ def norms(analysis: Analysis) -> Figure:
     """Return the figure of the mean norm of each pair by layer, with a row of panels for each kind of layers."""
     grid = []
     for kind in kinds(analysis.capture):
-        titles = zip(ROLES, kind.titled(list(ROLES.values())), strict=True)
-        by_layer = {role: [getattr(layer, role).mean_norm.mean(0) for layer in kind.layers] for role in ROLES}
+        titles = zip(PLURAL_OF_ROLE, kind.titled(list(PLURAL_OF_ROLE.values())), strict=True)
+        by_layer = {role: [getattr(layer, role).mean_norm.mean(0) for layer in kind.layers] for role in PLURAL_OF_ROLE}
         grid.append(
             [
                 pair_map(name, torch.stack(by_layer[role]), kind.rows, kind.inv_freq, kind.context)
@@ -100,25 +102,25 @@ def norms(analysis: Analysis) -> Figure:
             ]
         )
     title = "Mean norm of each pair, by layer"
-    figure = heat_maps(grid, title=title, xlabel=PAIRS, ylabel="layer", label="mean norm")
-    return drawn(figure, f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {LINE}")
+    figure = heat_maps(grid, title=title, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")
+    return drawn(figure, f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {BOUND_CAPTION}")
 
 
 def outlier_scatter(analysis: Analysis) -> Figure:
     """Return the figure of the mean's length against its turns and against its angle, with both bounds."""
     points = scatter(analysis.capture)
-    cuts = {states: RATIO * float(points.radius(states).median()) for states in ("key", "query")}
+    cuts = {states: OUTLIER_RATIO * float(points.radius(states).median()) for states in ("key", "query")}
     counted = []
     for states, cut in cuts.items():
         long = points.radius(states) > cut
         below, beyond = (int((long & mask).sum()) for mask in (points.partial, points.within_angle))
         counted.append(
-            f"of {int(long.sum())} outliers of the {ROLES[states]} {below} lie below the frequency bound and {beyond} "
-            "beyond the angle bound"
+            f"of {int(long.sum())} outliers of the {PLURAL_OF_ROLE[states]} {below} lie below the frequency bound "
+            f"and {beyond} beyond the angle bound"
         )
     figure = plots_outliers.radius_angle(points, cuts, title="Length of every pair’s mean, and the two bounds")
     caption = f"Each point is a pair of one query head (Jonasson 2025, figures 8 and 11): {'; '.join(counted)}."
-    return drawn(figure, f"{caption} Dotted: {RATIO:g} times the median length.")
+    return drawn(figure, f"{caption} Dotted: {OUTLIER_RATIO:g} times the median length.")
 
 
 # --- p ---------------------------------------------------------------------------------------------------------------

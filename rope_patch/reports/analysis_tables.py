@@ -6,17 +6,17 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from rope_patch.analysis.attention_sums import SINK
-from rope_patch.analysis.heads import FAR, MAJORITY, LayerHeads
-from rope_patch.analysis.outliers import RATIO
+from rope_patch.analysis.attention_sums import SINK_WEIGHT
+from rope_patch.analysis.heads import SINK_DISTANCE, TYPE_SHARE, LayerHeads
+from rope_patch.analysis.outliers import OUTLIER_RATIO
 from rope_patch.analysis.result import Analysis
 from rope_patch.evaluation.numbers import four_digits, number_text, perplexity_text, relative
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Note
 
-ROLES = {"query": "queries", "key": "keys", "value": "values"}
+PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
 MOST_HEADS, MOST_OUTLIERS, MOST_SINKS = 400, 24, 16
 """Number of rows of a table at most; all are in analysis.json."""
-LINE = 16
+TOKENS_PER_LINE = 16
 """Number of tokens in a line of the text that single heads are shown on."""
 
 
@@ -34,7 +34,7 @@ def head_types(analysis: Analysis) -> DataTable | Note:
                 *(layer.sink_mass[head], layer.induction_mass[head], layer.repeated_mass[head]),
             )
             cells = [
-                Cell(number_text(float(mass)), style="strong" if float(mass) >= MAJORITY else "") for mass in masses
+                Cell(number_text(float(mass)), style="strong" if float(mass) >= TYPE_SHARE else "") for mass in masses
             ]
             distance, entropy = number_text(float(layer.distance[head]), 1), number_text(float(layer.entropy[head]))
             rows.append([f"{layer.index}.{head}", Cell(", ".join(types), style="left"), *cells, distance, entropy])
@@ -43,7 +43,7 @@ def head_types(analysis: Analysis) -> DataTable | Note:
     columns = ("Head", "Types", "Own", "Previous", "First", "Sinks", "Induction, text", "Induction, repeated",
                "Distance [tokens]", "Entropy [nats]")  # fmt: skip
     caption = (
-        f"Mean attention weight by what a head attends to; bold from {MAJORITY:g} on, the share that makes a type."
+        f"Mean attention weight by what a head attends to; bold from {TYPE_SHARE:g} on, the share that makes a type."
         f"{_more(len(rows), MOST_HEADS)}"
     )
     return DataTable("Heads and their types", columns, rows[:MOST_HEADS], caption)
@@ -76,10 +76,10 @@ def sinks(analysis: Analysis) -> DataTable | Note:
     for layer, head in _all_heads(analysis):
         parts = (layer.sink_weight[head], layer.sink_position[head], layer.sink_token[head])
         for weight, position, token in zip(*(part.tolist() for part in parts), strict=True):
-            if weight > SINK:
+            if weight > SINK_WEIGHT:
                 found.setdefault((token, position == 0), []).append((weight, f"{layer.index}.{head}", position))
     if not found:
-        return Note(f"No head has a sink: none puts more than {SINK:g} of its attention on one distant token.")
+        return Note(f"No head has a sink: none puts more than {SINK_WEIGHT:g} of its attention on one distant token.")
     counts = {key: len({name for _, name, _ in hits}) for key, hits in found.items()}
     rows: list[Cells] = []
     for key in sorted(found, key=lambda key: (-counts[key], key))[:MOST_SINKS]:
@@ -89,8 +89,8 @@ def sinks(analysis: Analysis) -> DataTable | Note:
         token = Cell(token_text(analysis, key[0]), style="token")
         rows.append([token, Cell(where, style="left"), str(counts[key]), head_name, number_text(weight)])
     caption = (
-        f"Tokens that draw more than {SINK:g} of a head’s attention, averaged over the queries at least {FAR} tokens "
-        f"behind them.{_more(len(found), MOST_SINKS)}"
+        f"Tokens that draw more than {SINK_WEIGHT:g} of a head’s attention, averaged over the queries at least "
+        f"{SINK_DISTANCE} tokens behind them.{_more(len(found), MOST_SINKS)}"
     )
     columns = ("Token", "Position [tokens]", "Heads", "Strongest in head", "Weight in that head")
     return DataTable("Sinks", columns, rows, caption)
@@ -103,7 +103,9 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
     """Return the outlier pairs of the mean keys or queries, and where they lie with regard to the bounds."""
     pairs = analysis.outliers(states)
     if not pairs:
-        return Note(f"No pair of a mean {states} is longer than {RATIO:g} times the median: there is no outlier.")
+        return Note(
+            f"No pair of a mean {states} is longer than {OUTLIER_RATIO:g} times the median: there is no outlier."
+        )
     rows: list[Cells] = [
         [
             f"{pair.layer}.{pair.head}",
@@ -125,7 +127,7 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
     )
     columns = ("Head", "Pair", "Wavelength [tokens]", "Turns", "Length", "Times median", "Deviation [rad]",
                "Angle φ [rad]", "Bound [rad]", "Kind")  # fmt: skip
-    return DataTable(f"Outlier pairs of the {ROLES[states]}", columns, rows, caption, folded=True)
+    return DataTable(f"Outlier pairs of the {PLURAL_OF_ROLE[states]}", columns, rows, caption, folded=True)
 
 
 # --- p ---------------------------------------------------------------------------------------------------------------
@@ -174,10 +176,13 @@ def tokens(analysis: Analysis) -> DataTable:
     """Return the text that single heads are shown on, token by token."""
     ids = analysis.single_heads[0].token_ids.tolist()
     rows: list[Cells] = [
-        [str(start), *(Cell(token_text(analysis, token), style="token") for token in ids[start : start + LINE])]
-        for start in range(0, len(ids), LINE)
+        [
+            str(start),
+            *(Cell(token_text(analysis, token), style="token") for token in ids[start : start + TOKENS_PER_LINE]),
+        ]
+        for start in range(0, len(ids), TOKENS_PER_LINE)
     ]
-    columns = ("Position", *(f"+{i}" for i in range(min(LINE, len(ids)))))
+    columns = ("Position", *(f"+{i}" for i in range(min(TOKENS_PER_LINE, len(ids)))))
     return DataTable(f"The text of these figures, {len(ids)} tokens", columns, rows, "Token by token.", folded=True)
 
 

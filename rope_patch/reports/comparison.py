@@ -19,7 +19,7 @@ from rope_patch.reports import page as pages
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Figure, Note, Page, Section, drawn, short_names
 from rope_patch.reports.plots import base as plots
 
-_NAMED = 3  # methods that a sentence names before it counts the others
+_NAMED_METHODS = 3  # methods that a sentence names before it counts the others
 
 
 def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared") -> Page:
@@ -94,7 +94,9 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     elif len(equal) == len(values) - 1:
         text += f"the intervals separate no method from the best value ({value})"
     else:
-        others = ", ".join(equal[:_NAMED]) + (f" and {len(equal) - _NAMED} more" if len(equal) > _NAMED else "")
+        others = ", ".join(equal[:_NAMED_METHODS]) + (
+            f" and {len(equal) - _NAMED_METHODS} more" if len(equal) > _NAMED_METHODS else ""
+        )
         text += f"{names[best]} ({value}) is best, but not separable from {others}"
     if UNPATCHED in values:
         patch = comparison.environment.get("patch before")

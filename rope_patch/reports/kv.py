@@ -7,13 +7,21 @@ import math
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.metrics import LOST, Metric, Span, change_text, column_heading, spans_at, value_text
+from rope_patch.evaluation.metrics import (
+    SAFE_LOST_SHARE,
+    Metric,
+    Span,
+    change_text,
+    column_heading,
+    spans_at,
+    value_text,
+)
 from rope_patch.evaluation.numbers import number_text, percent, relative
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.captions import spans, windows_of
-from rope_patch.kv_evaluation.check_setting import ERRORS
+from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.reports import page as pages
@@ -78,8 +86,8 @@ def _table(check: KVCheck, length: int) -> DataTable:
     limits = check.limits
     caption = (
         f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies below "
-        f"{100 * limits.tolerance:g} % and at most {100 * LOST:g} % of the prompts are lost; unsafe: an interval shows "
-        f"that one of them is exceeded. {'; '.join(check.prompts(length))}. {INTERVALS}"
+        f"{100 * limits.tolerance:g} % and at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost; unsafe: an "
+        f"interval shows that one of them is exceeded. {'; '.join(check.prompts(length))}. {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
 
@@ -204,7 +212,7 @@ def _by_wavelength(check: KVCheck) -> Figure | Note:
                 f"{label}, {scheme}: pair {int(e.argmax())}" for scheme, e in errors.items() if float(e.max()) > 0
             ]
     if not worst:
-        tokens = min(ERRORS, max(check.lengths))
+        tokens = min(ERROR_TOKENS, max(check.lengths))
         return Note(f"No key is rounded at {tokens} tokens: there is no error of pairs to draw.")
     figure = plots.errors_by_wavelength(panels, list(names.values()), title="Which pairs carry the error")
     caption = "Root mean square over heads, layers and queries of what rounding a pair of the keys adds to a logit."

@@ -21,7 +21,7 @@ from rope_patch.reports.plots.base import svg
 from rope_patch.runtime.folders import write_atomically
 
 INTERVALS = "How intervals are made: docs/measure.md, “How sure a difference is”."
-_LONGEST = 80  # a method's name with more characters is shortened in tables and figures
+_LONGEST_NAME = 80  # a method's name with more characters is shortened in tables and figures
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def short_names(names: Sequence[str]) -> list[str]:
     """Return names that fit a table: very long ones are cut in the middle, and numbered where two would be equal."""
     labels: list[str] = []
     for name in names:
-        label = name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{name[-_LONGEST // 4 :]}"
+        label = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 4 :]}"
         twins = (f"{label} #{i}" for i in itertools.count(2))
         labels.append(label if label not in labels else next(twin for twin in twins if twin not in labels))
     return labels

@@ -15,7 +15,7 @@ from rope_patch.runtime.parallel import from_first, processes
 
 # What each line of a result cache begins with: `json.dumps` writes keys in the order of the dictionary. By it a line
 # that was cut short is told from the line of some other file.
-START = b'{"key"'
+LINE_START = b'{"key"'
 
 
 class ResultCache(MutableMapping[str, Any]):
@@ -52,7 +52,7 @@ class ResultCache(MutableMapping[str, Any]):
                     self._values[entry["key"]] = entry["value"]
             except (ValueError, TypeError, KeyError):
                 # A line that was cut short is dropped: its beginning, or the zeros that a loss of power leaves.
-                if not line.startswith(START) and not START.startswith(line) and line.strip(b"\0"):
+                if not line.startswith(LINE_START) and not LINE_START.startswith(line) and line.strip(b"\0"):
                     raise ValueError(
                         f"{self.path}, line {number}, is not a line of a result cache: remove the file, or give another"
                     ) from None

@@ -17,17 +17,17 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-MARK = ".rope-patch"
+HIDDEN_MARK = ".rope-patch"
 """What the names of all hidden files and folders of this module contain."""
 
-CONFIGS = ("config.json", "adapter_config.json")
+CONFIG_FILES = ("config.json", "adapter_config.json")
 """The configs of a model and of an adapter: without its config a folder does not load as a checkpoint."""
 _FOLDERS = dict(
-    zip(CONFIGS, ("a folder with config.json", "an adapter's folder with adapter_config.json"), strict=True)
+    zip(CONFIG_FILES, ("a folder with config.json", "an adapter's folder with adapter_config.json"), strict=True)
 )
 
 # What an older checkpoint leaves in a folder that a loader would prefer to a model's new weights, or mix with them.
-_STALE = (
+_STALE_PATTERNS = (
     "model.*safetensors*",
     "model-*-of-*.safetensors",
     "pytorch_model*.bin*",
@@ -41,14 +41,14 @@ def is_gguf(source: str | Path) -> bool:
     return str(source).lower().endswith(".gguf") and not Path(source).is_dir()
 
 
-def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
+def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> None:
     """Raise unless a source is a checkpoint or adapter on this disk, or its name may be that of a hub repository.
 
     The hub is asked for nothing: with retries that takes half a minute.
 
     Args:
         source: the folder, GGUF file or hub id, which has at most one slash.
-        configs: the files of :data:`CONFIGS` of which a folder must hold one; a GGUF file stands for the first.
+        configs: the files of :data:`CONFIG_FILES` of which a folder must hold one; a GGUF file stands for the first.
 
     Raises:
         ValueError: a file, a folder without such a file, or no folder; the message says what was expected.
@@ -57,7 +57,7 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
     path, name = Path(source), str(source)
     parts = name.split("/")
     kinds = [_FOLDERS[config] for config in configs]
-    if CONFIGS[0] in configs:
+    if CONFIG_FILES[0] in configs:
         kinds.append("a GGUF file")
     expected = f"{', '.join(kinds)}, or a hub id such as org/name"
     if path.is_dir():
@@ -66,7 +66,7 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
     elif is_gguf(source):
         if not path.is_file():
             raise FileNotFoundError(f"no file {source}")
-        if CONFIGS[0] not in configs:
+        if CONFIG_FILES[0] not in configs:
             raise ValueError(f"{source} is a GGUF file: give {expected}")
     elif path.exists():
         raise ValueError(f"{source} is a file: give {expected}")
@@ -76,7 +76,7 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
 
 def holds_files(folder: Path) -> bool:
     """Tell whether a folder exists and holds more than hidden files of this module."""
-    return folder.is_dir() and any(MARK not in path.name for path in folder.iterdir())
+    return folder.is_dir() and any(HIDDEN_MARK not in path.name for path in folder.iterdir())
 
 
 def remove(path: Path) -> None:
@@ -95,7 +95,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     """
     path = Path(path)
     # A random part, since two processes may write the same file at once.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{MARK}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{HIDDEN_MARK}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
@@ -120,13 +120,13 @@ def claimed(out: str | Path) -> Iterator[Path]:
     out = Path(os.path.realpath(out))
     # A rename works within one disk, and needs a parent folder in which this user may write.
     within = out.is_dir() and (out.is_mount() or not os.access(out.parent, os.W_OK))
-    prefix = out / MARK if within else out.with_name(f".{out.name}{MARK}")
+    prefix = out / HIDDEN_MARK if within else out.with_name(f".{out.name}{HIDDEN_MARK}")
     temporary, lock = prefix.with_name(f"{prefix.name}.tmp"), prefix.with_name(f"{prefix.name}.lock")
     with _parents(out), _locked(lock, out) as first:
         if first:
             # What a killed process left behind, of the output itself and of small files within it. Not in a nested
             # claim of the same output: there these files are in use.
-            for path in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{MARK}.tmp")):
+            for path in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{HIDDEN_MARK}.tmp")):
                 if path != lock:
                     remove(path)
         yield temporary
@@ -293,7 +293,7 @@ def _move_into(source: Path, out: Path) -> None:
         FileExistsError: a folder in the place of a file, or a file in that of a folder; nothing was moved.
     """
     # Weights come first, then the JSON files that list them, and the configs last: until then the folder does not load.
-    new = sorted(source.rglob("*"), key=lambda path: (path.name in CONFIGS, path.suffix == ".json", path.name))
+    new = sorted(source.rglob("*"), key=lambda path: (path.name in CONFIG_FILES, path.suffix == ".json", path.name))
     for path in new:
         place = out / path.relative_to(source)
         if place.exists() and place.is_dir() != path.is_dir():
@@ -328,9 +328,9 @@ def _move_into(source: Path, out: Path) -> None:
 
 def _retired(new: set[str], out: Path) -> list[Path]:
     """Return the older files that are moved away before new ones of these names arrive: the old config first."""
-    names = [name for name in CONFIGS if name in new]
+    names = [name for name in CONFIG_FILES if name in new]
     if "config.json" in new:  # a whole model; an adapter leaves the base model beside it alone
-        names += [CONFIGS[1], *(path.name for pattern in _STALE for path in out.glob(pattern))]
-    elif CONFIGS[1] in new:
+        names += [CONFIG_FILES[1], *(path.name for pattern in _STALE_PATTERNS for path in out.glob(pattern))]
+    elif CONFIG_FILES[1] in new:
         names += [path.name for path in out.glob("adapter_model.*")]
     return [out / name for name in dict.fromkeys(names) if (out / name).exists()]

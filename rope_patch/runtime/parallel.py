@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=6)
 """How long a process waits for the others, which may have more to read."""
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher tells each process through its environment."""
 
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -55,7 +55,7 @@ def joined() -> Iterator[int]:
     Yields:
         The rank of this process.
     """
-    several = all(name in os.environ for name in VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+    several = all(name in os.environ for name in LAUNCHER_VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
     if not several or torch.distributed.is_initialized():
         yield processes()[0]
         return

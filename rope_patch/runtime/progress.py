@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # commands show their help without torch
     from torch import nn
 
 
-LOOKS: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.02}
+BAR_OPTIONS: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.02}
 """Options of tqdm for a bar of tokens. They are reported by layers, which take unequal times, so that the newest one
 has little weight in the rate that is shown."""
 
@@ -122,7 +122,7 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
     """
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=label, disable=hidden, **LOOKS) as shown:
+    with tqdm(total=total, desc=label, disable=hidden, **BAR_OPTIONS) as shown:
 
         def on_tokens(stage: str, tokens: int) -> None:
             shown.set_postfix_str(stage, refresh=False)

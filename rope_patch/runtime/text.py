@@ -13,7 +13,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-LONGEST = 10**12
+LARGEST_LENGTH = 10**12
 """The largest length that is accepted; more is a typing error [tokens]."""
 
 
@@ -27,8 +27,8 @@ def parse_length(text: str) -> int:
     # isdigit is true of signs such as ², too, which int refuses.
     if not digits.isascii() or not digits.isdigit():
         raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")
-    if int(digits) * thousands > LONGEST:
-        raise ValueError(f"a length is at most {LONGEST} tokens, got {text!r}")
+    if int(digits) * thousands > LARGEST_LENGTH:
+        raise ValueError(f"a length is at most {LARGEST_LENGTH} tokens, got {text!r}")
     return int(digits) * thousands
 
 

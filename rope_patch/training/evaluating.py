@@ -15,7 +15,7 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite
 from rope_patch.runtime.parallel import processes
 
-SEED = 1_000_003
+SEED_OFFSET = 1_000_003
 """Added to the seed, so that an evaluation asks what no comparison or study with a small seed asks."""
 
 
@@ -26,7 +26,9 @@ def suite_of(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Eval
         ValueError: what cannot be asked, or too little text.
     """
     spec, lengths = options.evaluation.spec, options.evaluation_lengths
-    spec = replace(spec, lengths=lengths, tasks=(options.evaluation.task,), bucket=max(lengths), seed=SEED + spec.seed)
+    spec = replace(
+        spec, lengths=lengths, tasks=(options.evaluation.task,), bucket=max(lengths), seed=SEED_OFFSET + spec.seed
+    )
     try:
         return EvalSuite(spec, tokenizer)
     except ValueError as error:

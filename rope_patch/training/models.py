@@ -23,10 +23,10 @@ from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
 
-ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
+KERNEL_NAMES = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 """What transformers calls the kernels."""
 
-BUNDLED = ("llama", "gemma3")
+BUNDLED_MODELS = ("llama", "gemma3")
 
 
 def resolve(name: str) -> str:
@@ -36,7 +36,7 @@ def resolve(name: str) -> str:
         >>> resolve("meta-llama/Llama-3.1-8B")
         'meta-llama/Llama-3.1-8B'
     """
-    return str(data_path("assets") / name) if name in BUNDLED and not Path(name).exists() else name
+    return str(data_path("assets") / name) if name in BUNDLED_MODELS and not Path(name).exists() else name
 
 
 def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -54,7 +54,7 @@ def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[PreTra
         OSError: nothing that can be loaded, or no such repository; the message says what to do.
     """
     dtype = getattr(torch, options.dtype)
-    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION[options.attention]}
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": KERNEL_NAMES[options.attention]}
     shared: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     source = resolve(options.name)
     if Path(source, checkpoints.ADAPTER_FILE).is_file():

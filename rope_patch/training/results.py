@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rope_patch.evaluation.compare import environment
-from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.writing import to_dict, to_yaml
@@ -19,12 +19,12 @@ from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.evaluating import changes, metrics
-from rope_patch.training.models import BUNDLED
+from rope_patch.training.models import BUNDLED_MODELS
 from rope_patch.training.rows import rows_per_step
-from rope_patch.training.runs import RESULTS
+from rope_patch.training.runs import RESULTS_FILE
 from rope_patch.training.trainer import LongTrainer
 
-CARD = """---
+CARD_TEMPLATE = """---
 {head}---
 # {model}, {patch}, {length} tokens
 
@@ -103,7 +103,9 @@ def write_results(
     scores = {"before": None if before is None else before.to_dict(), "after": after.to_dict()}
     write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
     write_atomically(out / "README.md", card(options, results, after))
-    write_atomically(out / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")  # last: it means finished
+    write_atomically(
+        out / RESULTS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n"
+    )  # last: it means finished
     return results
 
 
@@ -129,10 +131,10 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
     sentences += [f"- **Note**: {sentence}." for sentence in results["notes"]]
     best = f"; step {results['best_step']} had the best score (exact match, then perplexity) and is this one"
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
-    if options.model.name not in BUNDLED:  # these are on no hub
+    if options.model.name not in BUNDLED_MODELS:  # these are on no hub
         head["base_model"] = options.model.name
     head["tags"] = ["rope_patch", "long-context"]
-    return CARD.format(
+    return CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False),
         dtype=options.model.dtype,
         model=options.model.name,
@@ -143,7 +145,7 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
         asked=len(retrieval.samples(after.spec.lengths[0])),
         task=options.evaluation.task,
         windows=after.perplexity.windows if after.perplexity else 0,
-        population=f"{OF_WINDOWS} {OF_PROMPTS}",
+        population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         sentences="\n".join(sentences),
         command=results["command"],
         steps=results["steps"],

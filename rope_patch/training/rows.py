@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.training_loss import IGNORED
+from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.options.finetune import DataOptions, RecipeOptions
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """The reader of ``datasets`` for each kind of file."""
 
-ROWS = "rows.arrow"
+ROWS_FILE = "rows.arrow"
 """The packed rows, in the ``work`` folder of a run."""
 
 DOCUMENTS_CHECKED = 1000
@@ -91,7 +91,7 @@ def conversation(
     ids = render(len(messages))
     if learn == "all":
         return ids, ids
-    labels = [IGNORED] * len(ids)
+    labels = [IGNORED_LABEL] * len(ids)
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:
             before, after = render(i, ask=True), render(i + 1)
@@ -150,7 +150,7 @@ def pack(
             positions += range(start, start + len(tokens[part]))
             ids, labels, done = ids + tokens[part], labels + learned[part], part.stop
             if len(ids) == length:
-                heard = [IGNORED if at == 0 else label for at, label in zip(positions, labels, strict=True)]
+                heard = [IGNORED_LABEL if at == 0 else label for at, label in zip(positions, labels, strict=True)]
                 yield {"input_ids": ids, "labels": heard, "position_ids": positions}
                 ids, labels, positions = [], [], []
 
@@ -175,12 +175,12 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
-    path = folder / ROWS
+    path = folder / ROWS_FILE
     if not path.exists():
         tokens = datasets.List(datasets.Value("int32"))
         columns = ("input_ids", "labels", "position_ids", *(["attention_mask"] if _masked(options) else []))
         features = datasets.Features(dict.fromkeys(columns, tokens))
-        part = folder / f".{ROWS}"
+        part = folder / f".{ROWS_FILE}"
         count = options.train.steps * rows_per_step(options)
         with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
             for row in tqdm(itertools.islice(_rows(options, tokenizer), count), "packing", count, disable=quiet):

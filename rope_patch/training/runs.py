@@ -11,11 +11,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.writing import to_dict
-from rope_patch.runtime.folders import MARK, remove, write_atomically
+from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
 from rope_patch.training.rows import rows_per_step
 
-SETTINGS = "run.json"
-RESULTS = "results.json"
+SETTINGS_FILE = "run.json"
+RESULTS_FILE = "results.json"
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class RunFolder:
     def begin(self) -> None:
         """Delete what earlier commands left, unless there is a checkpoint to go on from, and say whose folder it is."""
         if self.checkpoint is None:
-            remove(self.out / RESULTS)
+            remove(self.out / RESULTS_FILE)
             remove(self.work)
             self.work.mkdir(parents=True)
-            write_atomically(self.work / SETTINGS, json.dumps(self.settings, indent=1) + "\n")
+            write_atomically(self.work / SETTINGS_FILE, json.dumps(self.settings, indent=1) + "\n")
 
 
 def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolder:
@@ -61,9 +61,11 @@ def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolde
     out = options.output.expanduser()
     settings = {"rows_per_step": rows_per_step(options), **to_dict(options)}
     del settings["output"]
-    path = out / "work" / SETTINGS
+    path = out / "work" / SETTINGS_FILE
     if not path.is_file():
-        if out.exists() and (out.is_file() or any(MARK not in file.name for file in out.rglob("*") if file.is_file())):
+        if out.exists() and (
+            out.is_file() or any(HIDDEN_MARK not in file.name for file in out.rglob("*") if file.is_file())
+        ):
             raise ValueError(f"output: {out} holds files that are not of a run: give a new or empty folder")
         return RunFolder(out, settings)
     earlier = json.loads(path.read_text(encoding="utf-8"))
@@ -97,9 +99,9 @@ def _has_state(checkpoint: Path) -> bool:
 
 def _finished(out: Path) -> dict[str, Any] | None:
     """Return the results of a finished run whose weights are still there."""
-    if not (out / RESULTS).is_file() or not any(out.glob("*.safetensors")):
+    if not (out / RESULTS_FILE).is_file() or not any(out.glob("*.safetensors")):
         return None
-    results: dict[str, Any] = json.loads((out / RESULTS).read_text(encoding="utf-8"))
+    results: dict[str, Any] = json.loads((out / RESULTS_FILE).read_text(encoding="utf-8"))
     return results
 
 

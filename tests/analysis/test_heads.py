@@ -40,8 +40,8 @@ import rope_patch
 from rope_patch import theory
 from rope_patch.analysis import attention_mass, attention_sums
 from rope_patch.analysis.attention_mass import OFFSETS, _check_reproduced, measure_heads, repeated_tokens
-from rope_patch.analysis.attention_sums import SETTLED, TOP
-from rope_patch.analysis.heads import FAR, Heads
+from rope_patch.analysis.attention_sums import FIRST_COUNTED_QUERY, SINKS_PER_HEAD
+from rope_patch.analysis.heads import SINK_DISTANCE, Heads
 from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric
 from rope_patch.modeling.capture import capture
@@ -113,7 +113,7 @@ def attended(model, rows, monkeypatch):
 def loops(rows, layers, window, offsets=OFFSETS):
     """The numbers of ``LayerHeads`` from what each row's attention in one layer returned."""
     heads, tokens = layers[0].weights.shape[:2]
-    start, window = min(SETTLED, tokens // 2), window or tokens
+    start, window = min(FIRST_COUNTED_QUERY, tokens // 2), window or tokens
     collected = defaultdict(list)
     far, all_of = defaultdict(list), defaultdict(list)
     for r, row in enumerate(rows.tolist()):
@@ -142,19 +142,19 @@ def loops(rows, layers, window, offsets=OFFSETS):
                 collected["chance"].append(len(same) / len(sees))
             for j in sees:
                 all_of[r, j].append(w[:, j])
-                if i - j >= FAR:
+                if i - j >= SINK_DISTANCE:
                     far[r, j].append(w[:, j])
     mean = defaultdict(lambda: numpy.zeros(heads), {name: numpy.mean(values, 0) for name, values in collected.items()})
     queries = len(collected["distance"])
-    enough = {r: max(FAR, max((len(values) for at, values in far.items() if at[0] == r), default=0) / 4)
+    enough = {r: max(SINK_DISTANCE, max((len(values) for at, values in far.items() if at[0] == r), default=0) / 4)
               for r in range(len(rows))}  # fmt: skip
     draws = {place: numpy.mean(values, 0) for place, values in far.items() if len(values) >= enough[place[0]]}
-    places = [sorted(draws, key=lambda at, h=h: -draws[at][h])[:TOP] for h in range(heads)]
+    places = [sorted(draws, key=lambda at, h=h: -draws[at][h])[:SINKS_PER_HEAD] for h in range(heads)]
     return {
         "offset_mass": numpy.stack([mean["offset", offset] for offset in range(offsets)], 1),
         "first_mass": mean["first"],
         "sink_mass": [
-            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > attention_sums.SINK) / queries
+            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > attention_sums.SINK_WEIGHT) / queries
             for h in range(heads)
         ],
         "sink_position": [[at[1] for at in row] for row in places],
@@ -199,7 +199,7 @@ def compare_to_loops(model, rows, windows, monkeypatch, **options):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
-    monkeypatch.setattr(attention_sums, "SINK", 0.08)  # random heads have no sinks of 0.3
+    monkeypatch.setattr(attention_sums, "SINK_WEIGHT", 0.08)  # random heads have no sinks of 0.3
     model, rows = model_for(name), few_kinds()
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
     for block in (7, None):
@@ -222,7 +222,7 @@ def test_short_texts_small_windows_and_far_offsets(window, tokens, monkeypatch):
     model = model_of("llama") if window is None else model_of("mistral", sliding_window=window)
     rows = few_kinds(1, tokens, seed=3)
     for layer in compare_to_loops(model, rows, [window] * 2, monkeypatch, block=4, offsets=12).layers:
-        assert layer.repeated_mass.isnan().all() and layer.sink_position.shape == (4, min(TOP, tokens))
+        assert layer.repeated_mass.isnan().all() and layer.sink_position.shape == (4, min(SINKS_PER_HEAD, tokens))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

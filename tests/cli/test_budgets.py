@@ -25,7 +25,7 @@ def said(*words):
 def reads_by_default(monkeypatch, tokens):
     """Let a command read so many tokens with the bundled checkpoint where no time is given."""
     parameters = AutoModelForCausalLM.from_pretrained(BUNDLED).num_parameters()
-    monkeypatch.setitem(budget.WORK, "cpu", tokens * parameters)
+    monkeypatch.setitem(budget.DEFAULT_WORK, "cpu", tokens * parameters)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,13 @@ import pytest
 from support.tiny import tiny_model
 
 from rope_patch.evaluation import budget
-from rope_patch.evaluation.budget import MEASURING, SAFETY, default_tokens, tokens_per_second, tokens_within
+from rope_patch.evaluation.budget import (
+    FILLED_SHARE,
+    MEASURING_SECONDS,
+    default_tokens,
+    tokens_per_second,
+    tokens_within,
+)
 from rope_patch.evaluation.spec import cost_of, tokens_computed, tokens_to_read, within
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.text import parse_duration
@@ -44,7 +50,7 @@ def test_what_is_too_long_to_measure_is_extrapolated(monkeypatch, cost, length, 
     monkeypatch.setattr("time.perf_counter", lambda: now[-1])
     monkeypatch.setattr(budget, "losses", read)
     assert tokens_per_second(tiny_model(), length, rows=rows) == pytest.approx(speed)
-    assert now[-1] < 2 * MEASURING or shapes == [(1, 16), (1, 128)]
+    assert now[-1] < 2 * MEASURING_SECONDS or shapes == [(1, 16), (1, 128)]
 
 
 def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch, tmp_path):
@@ -52,7 +58,7 @@ def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch
     monkeypatch.setattr(budget, "tokens_per_second", lambda *_, **__: next(speeds))
     model = tiny_model()
     planned = [tokens_within(model, 60, 64, tmp_path / "finished.jsonl", rows=1, chunk=None) for _ in range(2)]
-    assert planned == [SAFETY * 60 * 1000] * 2
+    assert planned == [FILLED_SHARE * 60 * 1000] * 2
 
 
 def test_what_prompts_share_is_computed_once():

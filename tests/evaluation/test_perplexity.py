@@ -17,7 +17,7 @@ import rope_patch
 from rope_patch.evaluation.documents import TokenDocument, encode
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import scoring
-from rope_patch.modeling.scoring import SLICE
+from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.runtime.progress import listen
 
 VOCABULARY = 96
@@ -63,10 +63,10 @@ def test_logits_of_all_tokens_never_exist():
         return tensor.shape[:-1].numel() if tensor.shape[-1] == VOCABULARY else 0
 
     model, row = bold_model(), ids(700, batch=1)
-    assert SLICE == 256
+    assert LOGITS_AT_ONCE == 256
     with Largest(rows) as widest:
         result = perplexity(model, row)
-    assert widest.largest <= SLICE
+    assert widest.largest <= LOGITS_AT_ONCE
     assert result.nll == pytest.approx(float(naive(model, row).double().mean()), abs=1e-5)
     with Largest(rows) as whole, torch.no_grad():
         model(row, use_cache=False)

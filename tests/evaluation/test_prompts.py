@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rope_patch.evaluation.haystack import NOISE, Haystack
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.evaluation.tasks.base import NAMES
+from rope_patch.evaluation.tasks.base import NOUNS
 from rope_patch.evaluation.text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -92,7 +92,7 @@ def test_joined_tasks_ask_for_all_in_their_order():
     (query,) = MAKER.prompts("multiquery", 600, DEPTHS, seed=1)
     said = re.findall(r" The magic number of (\w+) is (\d{7})\.", query.text)
     names = [name for name, _ in said]
-    assert len(set(names)) == 5 and set(names) <= set(NAMES.split())
+    assert len(set(names)) == 5 and set(names) <= set(NOUNS.split())
     assert f"numbers of {', '.join(names[:-1])} and {names[-1]}?" in query.text
     assert query.parts == tuple(value for _, value in said)
 

@@ -17,7 +17,7 @@ from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import rope_patch
-from rope_patch.evaluation.generate_answers import SHORT, TAIL, Answer, answer
+from rope_patch.evaluation.generate_answers import SHORT_PASS_TOKENS, TAIL_TOKENS, Answer, answer
 from rope_patch.evaluation.intervals import wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import grade, retrieval
@@ -120,7 +120,9 @@ def test_what_prompts_share_is_read_once():
     with spy_ids(model) as seen:
         answer(Reader(model), [[p] for p in single])
     read = sum(ids.shape[1] for ids in seen)
-    assert 600 * 3.4 < read < 600 * 3.5 + 5 * (TAIL + SHORT), "1 + 1 + 3/4 + 1/2 + 1/4, and the tails of wrong answers"
+    assert 600 * 3.4 < read < 600 * 3.5 + 5 * (TAIL_TOKENS + SHORT_PASS_TOKENS), (
+        "1 + 1 + 3/4 + 1/2 + 1/4, and the tails of wrong answers"
+    )
 
 
 def test_with_a_cache_answers_are_read_a_token_at_a_time():

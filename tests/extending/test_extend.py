@@ -22,7 +22,7 @@ import rope_patch
 from rope_patch.cli.parsing import parse
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending.card import card
-from rope_patch.extending.choosing import BASIS
+from rope_patch.extending.choosing import RANKING
 from rope_patch.extending.extend import Run, extend
 from rope_patch.extending.other_programs import other_programs
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
@@ -73,7 +73,7 @@ def test_the_card_and_the_record_say_why(extended):
     row = re.search(r"passkey prompts of 512 tokens that are answered \| (\S+) \| (\S+) ", page)
     after = outcome.comparison.rows[[r.method for r in outcome.comparison.rows].index("yarn:factor=2")]
     assert float(row[2]) == round(after.scores.retrieval["passkey"].accuracy(512), 2)
-    for part in (BASIS, EXACT_MATCH, FIRST_CHOICE):
+    for part in (RANKING, EXACT_MATCH, FIRST_CHOICE):
         assert page.count(part) == 1
     share = after.scores.retrieval["passkey"].first_choice(512)
     assert re.search(rf"passkey prompts of 512 tokens whose answer is first choice \| \S+ \| {share:.2f} ", page)
@@ -196,7 +196,7 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     assert result.exit_code == 4, result.output
     assert "nothing was written. What would help:\n  training: --train\n" in result.output
     assert f"{EXACT_MATCH}, as in:\n  nope, passkey, 256 tokens, " in result.output
-    assert f"{BASIS}.\nno method can be chosen" in result.output
+    assert f"{RANKING}.\nno method can be chosen" in result.output
     assert not (tmp_path / "out").exists()
 
 

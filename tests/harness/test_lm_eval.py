@@ -41,7 +41,7 @@ from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.harness import tasks as lm_eval_tasks
-from rope_patch.harness.model import PARAMETERS, RopePatchLM
+from rope_patch.harness.model import METHOD_PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.scoring import Reader, losses
@@ -258,8 +258,8 @@ def test_what_hf_and_from_pretrained_take_is_taken(checkpoint):
 def test_no_parameter_of_a_method_is_an_argument_or_an_option_of_ours():
     import inspect
 
-    assert not PARAMETERS & set(inspect.signature(HFLM.__init__).parameters)
-    assert not PARAMETERS & {*lm_eval_tasks.OPTIONS, "tokenizer"}
+    assert not METHOD_PARAMETERS & set(inspect.signature(HFLM.__init__).parameters)
+    assert not METHOD_PARAMETERS & {*lm_eval_tasks.TASK_OPTIONS, "tokenizer"}
 
 
 def test_an_encoder_decoder_is_refused(tmp_path):
@@ -384,7 +384,7 @@ def test_each_file_is_a_task_and_the_group_holds_those_of_retrieval():
     for name, config in files.items():
         assert config["task"] == name
         assert issubclass(config["class"], OfflineTask)
-        assert set(config["metadata"]) - {"version"} <= set(lm_eval_tasks.OPTIONS)
+        assert set(config["metadata"]) - {"version"} <= set(lm_eval_tasks.TASK_OPTIONS)
         assert {str(256 << i) for i in range(10)} <= {metric["metric"] for metric in config["metric_list"]}
 
 

@@ -544,7 +544,7 @@ def test_packed_texts_are_refused():
 
 def test_attention_outside_of_a_run_is_refused():
     model = tiny_model()
-    with attending_with(model, attention.NAME), pytest.raises(RuntimeError, match="within"):
+    with attending_with(model, attention.ATTENTION_NAME), pytest.raises(RuntimeError, match="within"):
         losses(model, ids(8, 1))
 
 

@@ -311,7 +311,7 @@ def test_what_is_computed_on_the_way_is_a_slice_wide(monkeypatch):
                         self.rows = max(self.rows, tensor.shape[0])
             return out
 
-    monkeypatch.setitem(streaming.SLICES, "cpu", 16)
+    monkeypatch.setitem(streaming.SLICE_TOKENS, "cpu", 16)
     model = model_of("llama")
     with Largest() as largest:
         sliced = capture(model, text(90))

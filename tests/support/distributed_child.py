@@ -28,7 +28,7 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader, fingerprint
-from rope_patch.modeling.training_loss import IGNORED, fuse, token_loss
+from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.patching.locate import PatchError
 from rope_patch.training.trainer import LongTrainer
 from support.scored import bold_model
@@ -49,7 +49,7 @@ def rows(count=16, size=24):
         examples.append(
             {
                 "input_ids": tokens,
-                "labels": tokens.masked_fill(~learned, IGNORED),
+                "labels": tokens.masked_fill(~learned, IGNORED_LABEL),
                 "position_ids": skipped_positions(random.Random(f"1/{i}"), size, 96),
                 "attention_mask": torch.ones_like(tokens),
             }
@@ -126,7 +126,7 @@ def step(model, processes=1, rank=0):
     """Loss and gradients of a step of two passes, each process on its share of the rows."""
     model.zero_grad()
     passes = [default_data_collator([row]) for row in rows(4)]
-    total = float(sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in passes))
+    total = float(sum((batch["labels"][:, 1:] != IGNORED_LABEL).sum() for batch in passes))
     summed = torch.zeros(())
     for batch in passes[rank::processes]:
         loss = model(**batch, num_items_in_batch=total)["loss"]
@@ -232,7 +232,7 @@ def cut_by_torch(mesh):
     """The loss of rows cut by torch's context parallelism, from states cut alike: attention needs a GPU, this not."""
     model = bold_model()
     batch = default_data_collator(rows(4))
-    ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
+    ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:].contiguous()
     with torch.no_grad():
         hidden = model.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).last_hidden_state
         shared = [hidden.clone(), ahead]
@@ -249,7 +249,7 @@ def main(folder):
     results = {"whole": train(folder / "whole", 2), "cut": train(folder / "cut", 1)}
     results["resumed"] = train(folder / "cut", 2, resume=True)
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    loss_module.SLICE = 8  # several slices, so that the head runs more than once
+    loss_module.LOGITS_AT_ONCE = 8  # several slices, so that the head runs more than once
     results["sharded"] = sharded(rank)
     results["loaded by one"] = loaded_by_one(folder / "base", rank)
     results["cut by torch"] = cut_by_torch(mesh)

@@ -17,7 +17,7 @@ from rope_patch.options.finetune import RecipeOptions
 from rope_patch.packaged import data_path
 from rope_patch.patching.locate import locate
 from rope_patch.planning import shape_of
-from rope_patch.training.models import BUNDLED, prepare
+from rope_patch.training.models import BUNDLED_MODELS, prepare
 from rope_patch.training.run_summary import describe, training_plan
 from rope_patch.training.setup import arguments
 
@@ -67,8 +67,8 @@ ROPES = {
 # The length each was trained at, by its model card or report: Qwen's base models state more than that.
 def two_layers(options: RecipeOptions) -> Any:
     """The model of a run without weights, on the meta device, cut to two layers (of both kinds, where it has two)."""
-    name = options.model.name if options.model.name in BUNDLED else shape_of(options.model.name).name
-    shipped = data_path("assets") / (f"{name}/config.json" if name in BUNDLED else f"configs/{name}.json")
+    name = options.model.name if options.model.name in BUNDLED_MODELS else shape_of(options.model.name).name
+    shipped = data_path("assets") / (f"{name}/config.json" if name in BUNDLED_MODELS else f"configs/{name}.json")
     shape = json.loads(shipped.read_text(encoding="utf-8")) | ROPES.get(name, {})
     if name.startswith("gemma"):
         shape["layer_types"] = ["sliding_attention", "full_attention"]

@@ -22,7 +22,7 @@ from rope_patch import packaged as _paths
 from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.scoring import Reader
-from rope_patch.modeling.training_loss import IGNORED, fuse, token_loss
+from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.training.trainer import LongTrainer
 
 SHARDED = ["by accelerate", "tied", "whole"]
@@ -146,9 +146,9 @@ def test_rows_cut_by_torch_sum_to_the_whole(two):
 
 
 def test_labels_shifted_before_a_cut_give_the_loss_of_the_whole(monkeypatch):
-    monkeypatch.setattr(loss_module, "SLICE", 5)
+    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 5)
     batch, model = default_data_collator(rows(3)), fuse(bold_model())
-    ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
     expected = model(**batch).loss
     assert model(**batch, shift_labels=ahead).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
@@ -171,7 +171,7 @@ def test_the_labels_of_a_step_are_counted_as_a_number(tmp_path):
     trainer, batch = LongTrainer(bold_model(), arguments(tmp_path), rows()), default_data_collator(rows(4))
     counted = trainer._get_num_items_in_batch([batch, batch], torch.device("cpu"))
     assert isinstance(counted, float), "a tensor would be rounded"
-    assert counted == 2 * (batch["labels"][:, 1:] != IGNORED).sum().item()
+    assert counted == 2 * (batch["labels"][:, 1:] != IGNORED_LABEL).sum().item()
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):

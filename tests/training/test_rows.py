@@ -20,7 +20,7 @@ import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.documents import encode
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.training_loss import IGNORED
+from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.options.finetune import DataOptions, ModelOptions
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning import shape_of
@@ -99,8 +99,8 @@ def chatty(tokenizer):
 
 def learnt(tokenizer, tokens, labels):
     """What counts, as stretches of text."""
-    assert all(label in (token, IGNORED) for token, label in zip(tokens, labels, strict=True))
-    groups = itertools.groupby(labels, key=lambda label: label != IGNORED)
+    assert all(label in (token, IGNORED_LABEL) for token, label in zip(tokens, labels, strict=True))
+    groups = itertools.groupby(labels, key=lambda label: label != IGNORED_LABEL)
     return [tokenizer.decode(list(group)) for counts, group in groups if counts]
 
 
@@ -169,7 +169,7 @@ def test_rows_are_those_of_the_documents(stories, tmp_path, tokenizer):
     assert flat(rows) == stream[: 8 * 128]
     row = rows[3]
     assert row["position_ids"].tolist() == list(range(128)) and row["attention_mask"].tolist() == [1] * 128
-    assert row["labels"][0] == IGNORED and torch.equal(row["labels"][1:], row["input_ids"][1:])
+    assert row["labels"][0] == IGNORED_LABEL and torch.equal(row["labels"][1:], row["input_ids"][1:])
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["rows.arrow"]
     again = make_rows(options(stories), None, tmp_path / "work")
     assert flat(again) == flat(rows), "a resumed run reads the rows that it began with, and packs none"
@@ -203,7 +203,7 @@ def test_conversations_become_rows(tmp_path, chatty):
     expected, positions = (labels * 60)[: len(stream)], flat(rows, "position_ids")
     begins = {*range(0, len(stream), len(tokens)), *range(0, len(stream), 64)}
     assert {i for i, at in enumerate(positions) if at == 0} == begins
-    assert flat(rows, "labels") == [IGNORED if i in begins else label for i, label in enumerate(expected)]
+    assert flat(rows, "labels") == [IGNORED_LABEL if i in begins else label for i, label in enumerate(expected)]
 
 
 # --- what is trained

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader
-from rope_patch.modeling.training_loss import IGNORED, fuse, token_loss
+from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.training.rows import pack
 from rope_patch.training.trainer import LongTrainer
 
@@ -26,15 +26,15 @@ from rope_patch.training.trainer import LongTrainer
 def naive(model, rows, labels):
     logits = model(rows, use_cache=False).logits[:, :-1].float()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return losses.sum() / (labels[:, 1:] != IGNORED).sum()
+    return losses.sum() / (labels[:, 1:] != IGNORED_LABEL).sum()
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_loss_and_its_gradients_are_those_of_whole_logits(family, monkeypatch):
-    monkeypatch.setattr(loss_module, "SLICE", 16)
+    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 16)
     model, rows = bold_model(family), ids(40, batch=3)
     labels = rows.clone()
-    labels[0, :7], labels[2, 30:] = IGNORED, IGNORED
+    labels[0, :7], labels[2, 30:] = IGNORED_LABEL, IGNORED_LABEL
     expected = naive(model, rows, labels)
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -61,7 +61,7 @@ def test_it_is_the_stock_loss_with_the_stock_divisor(family):
 
 def test_a_row_with_nothing_to_learn_is_no_nan():
     model, rows = bold_model(), ids(8)
-    nothing = torch.full_like(rows, IGNORED)
+    nothing = torch.full_like(rows, IGNORED_LABEL)
     total, count = token_loss(Reader(model), model.model(rows).last_hidden_state, nothing)
     assert total.item() == 0 and count.item() == 0
     for items in (None, 7, torch.tensor(7)):
@@ -88,7 +88,7 @@ def test_packing_loses_no_token_and_says_where_documents_begin(sizes, length, ap
         for token, position, label in zip(tokens, row["position_ids"], row["labels"], strict=True):
             if apart and token in begins:
                 expected = 0
-            assert position == expected and label == (IGNORED if position == 0 else token)
+            assert position == expected and label == (IGNORED_LABEL if position == 0 else token)
             expected += 1
 
 
@@ -170,7 +170,7 @@ def test_labels_count_over_the_whole_step(tmp_path):
     """Two passes with unequal numbers of labels make one step: the mean is over the labels of both."""
     rows = rows_of(4)
     for number, learned in ((0, 4), (3, 1)):
-        labels = torch.full((24,), IGNORED)
+        labels = torch.full((24,), IGNORED_LABEL)
         labels[-learned:] = rows[number]["input_ids"][-learned:]
         rows[number] = {**rows[number], "labels": labels}
     model = bold_model()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.registry import Registry
 
-NAMES = """
+NOUNS = """
     apple bird bridge candle castle cloud copper dragon eagle engine falcon feather forest garden ginger hammer
     harbor helmet island jacket kettle ladder lemon lion magnet maple marble meadow mirror mountain needle ocean
     olive orange otter paper pearl pepper pillow pirate planet pocket pumpkin puzzle rabbit ribbon river rocket
@@ -34,7 +34,7 @@ ADJECTIVES = """
 """
 """Of keys and words of two parts."""
 
-NEEDLES = 4
+TRAINING_NEEDLES = 4
 """Of a training prompt that asks for all its needles at once, as many as RULER's (arXiv:2404.06654) have."""
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -103,7 +103,7 @@ class Draw:
 
     def names(self, count: int) -> list[str]:
         """Return different English nouns."""
-        return self.words(NAMES.split(), count)
+        return self.words(NOUNS.split(), count)
 
     def words(self, words: Sequence[str], count: int) -> list[str]:
         """Return some of these words, in random order."""
@@ -176,9 +176,9 @@ def endless_uuids(rng: random.Random) -> Iterator[str]:
 
 def endless_pairs(rng: random.Random) -> Iterator[str]:
     """Yield pairs of an adjective and a noun, all different; when there are no more, those with a second noun."""
-    pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NAMES.split()]
+    pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
     yield from rng.sample(pairs, len(pairs))
-    for noun in NAMES.split():
+    for noun in NOUNS.split():
         yield from (f"{pair}-{noun}" for pair in rng.sample(pairs, len(pairs)))
 
 

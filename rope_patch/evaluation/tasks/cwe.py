@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from rope_patch.evaluation.tasks.base import Draw, Question, Task, endless_pairs, in_order
 
-COMMON = 10
+COMMON_WORDS = 10
 """How many words are asked for."""
 
-LONG = 4096
+LONG_PROMPT = 4096
 """From this length on a common word stands in the list 30 times and any other 3 times; below it 6 times and once."""
 
 
@@ -24,9 +24,9 @@ class CommonWords(Task, name="cwe"):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for the common words; the depths change nothing."""
-        often, seldom = (30, 3) if draw.length >= LONG else (6, 1)
+        often, seldom = (30, 3) if draw.length >= LONG_PROMPT else (6, 1)
         # Each entry has a random place of its own, so that more entries do not change the order of those there are.
-        entries = [(draw.rng.random(), word) for word in draw.pairs_of_words(COMMON) * often]
+        entries = [(draw.rng.random(), word) for word in draw.pairs_of_words(COMMON_WORDS) * often]
         common = tuple(dict.fromkeys(word for _, word in sorted(entries)))
         others = (
             (draw.rng.random(), word) for word in endless_pairs(draw.rng) if word not in common for _ in range(seldom)
@@ -40,10 +40,10 @@ class CommonWords(Task, name="cwe"):
         return [
             Question(
                 hidden=(),
-                text=f" What are the {COMMON} most common words of the list?",
+                text=f" What are the {COMMON_WORDS} most common words of the list?",
                 answer_prefix=" In the order of their first appearance, they are",
                 parts=common,
-                depths=in_order(COMMON),
+                depths=in_order(COMMON_WORDS),
                 context=context,
                 opening="This is a numbered list of words. Some of them stand in it more often than the others.",
                 closing=" The list ends here.",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from rope_patch.evaluation.tasks.base import Draw, Question, Task, in_order
 
-FREQUENT = 3
+FREQUENT_WORDS = 3
 """How many words are asked for."""
 
 
@@ -24,9 +24,9 @@ class FrequentWords(Task, name="fwe"):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for the most frequent words; the depths change nothing."""
-        frequent = tuple(draw.of_common_length(coded_words, FREQUENT))
+        frequent = tuple(draw.of_common_length(coded_words, FREQUENT_WORDS))
         others = (word for word in coded_words(draw.rng) if word not in frequent)
-        words = ["...", *frequent, *itertools.islice(others, max(1, draw.length // 50 - FREQUENT - 1))]
+        words = ["...", *frequent, *itertools.islice(others, max(1, draw.length // 50 - FREQUENT_WORDS - 1))]
         seed = draw.rng.random()
 
         def context(size: int) -> list[str]:
@@ -39,10 +39,10 @@ class FrequentWords(Task, name="fwe"):
         return [
             Question(
                 hidden=(),
-                text=f" Apart from the dots, what are the {FREQUENT} most frequent words of the coded text?",
+                text=f" Apart from the dots, what are the {FREQUENT_WORDS} most frequent words of the coded text?",
                 answer_prefix=" The most frequent one first, they are",
                 parts=frequent,
-                depths=in_order(FREQUENT),
+                depths=in_order(FREQUENT_WORDS),
                 context=context,
                 opening="This is a coded text. Some of its words are more frequent than the others.",
                 closing=" The coded text ends here.",
@@ -57,7 +57,7 @@ def counts(size: int, words: int) -> list[int]:
     ([60, 15, 6, 3, 2, 1], [0, 3, 2, 1, 0, 0])
     """
     table = [int(size * 6 / (math.pi * rank) ** 2) for rank in range(1, words + 1)]
-    for i in range(FREQUENT, 0, -1):  # those asked for differ from each other and from the one that follows
+    for i in range(FREQUENT_WORDS, 0, -1):  # those asked for differ from each other and from the one that follows
         table[i] = max(table[i], table[i + 1] + 1)
     return table
 

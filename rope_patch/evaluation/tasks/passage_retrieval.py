@@ -8,7 +8,7 @@ from dataclasses import replace
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.tasks.base import CrowdedTask, Draw, Question
 
-PASSAGE, QUOTE = 40, 10
+PASSAGE_WORDS, QUOTE_WORDS = 40, 10
 """Length of a passage and of what is quoted from it [words]."""
 
 
@@ -50,8 +50,8 @@ class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
         chosen = list(itertools.islice(clear, count))
         if len(chosen) < count:
             raise ValueError(
-                f"the haystack has {len(chosen)} passages of {PASSAGE} words with a part that stands nowhere else, "
-                f"{count} are needed: give a longer one"
+                f"the haystack has {len(chosen)} passages of {PASSAGE_WORDS} words with a part that stands nowhere "
+                f"else, {count} are needed: give a longer one"
             )
         return draw.numbers(count, self.digits), chosen
 
@@ -69,7 +69,7 @@ def one_line(haystack: Haystack) -> str:
 def shuffled(draw: Draw) -> list[str]:
     """Return the passages of a haystack in random order."""
     words = draw.haystack.text.split()
-    passages = [" ".join(words[i : i + PASSAGE]) for i in range(0, len(words) - PASSAGE + 1, PASSAGE)]
+    passages = [" ".join(words[i : i + PASSAGE_WORDS]) for i in range(0, len(words) - PASSAGE_WORDS + 1, PASSAGE_WORDS)]
     return draw.rng.sample(passages, len(passages))
 
 
@@ -82,8 +82,8 @@ def quote_of(passage: str, whole: str, rng: random.Random) -> str:
         rng: source of the place.
     """
     words = passage.split()
-    for start in rng.sample(range(PASSAGE - QUOTE + 1), 4):
-        quote = " ".join(words[start : start + QUOTE])
+    for start in rng.sample(range(PASSAGE_WORDS - QUOTE_WORDS + 1), 4):
+        quote = " ".join(words[start : start + QUOTE_WORDS])
         if whole.count(quote) == 1:
             return quote
     return ""

@@ -24,7 +24,7 @@ OBJECTS = """
     mirror needle orange pen phone pillow ring rope shoe spoon stamp umbrella vase watch
 """
 
-CAST = 4
+PEOPLE_IN_STORY = 4
 """Fewest people of a story: with fewer questions the others are distractors."""
 
 
@@ -75,7 +75,7 @@ class StoryTask(Task):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth."""
-        count = max(len(depths), CAST)
+        count = max(len(depths), PEOPLE_IN_STORY)
         extra = [draw.rng.random() for _ in range(count - len(depths))]
         people, things = draw.words(PEOPLE.split(), count), draw.words(OBJECTS.split(), count)
         places = draw.words(PLACES.split(), max(6, self.places))

@@ -20,10 +20,10 @@ from torch import Tensor
 from rope_patch.frequencies import offset_frequency_bound, wavelength
 from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, drawable, plain, waved, wrapped
 
-BOUND = "2π/L"
-SHOWN = 0.995
+BOUND_LABEL = "2π/L"
+COLOUR_QUANTILE = 0.995
 """Quantile of the values at which the colours end, where a few larger values would leave all others dark."""
-PAIRS = "wavelength of the pair [tokens]\n(number of the pair)"
+PAIR_AXIS = "wavelength of the pair [tokens]\n(number of the pair)"
 
 
 class Map(NamedTuple):
@@ -143,7 +143,7 @@ def head_view(
             _name_bound(axes, edge)
         which = {0: "its own key", 1: "the previous key"}.get(distance, f"the key {distance} back")
         axes.set_title(f"What each pair adds to the logit with {which}", loc="left", fontsize=9, pad=12)
-        axes.set_xlabel(PAIRS, fontsize=9)
+        axes.set_xlabel(PAIR_AXIS, fontsize=9)
         axes.set_ylabel("logit" if first is None else "", fontsize=9)
         first = first or axes
     add_title(figure, title)
@@ -206,7 +206,7 @@ def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
 
 
 def _name_bound(axes: Axes, edge: float) -> None:
-    axes.annotate(BOUND, (edge, 1), (0, 1), xycoords=("data", "axes fraction"), textcoords="offset points",
+    axes.annotate(BOUND_LABEL, (edge, 1), (0, 1), xycoords=("data", "axes fraction"), textcoords="offset points",
                   ha="center", va="bottom", fontsize=7, color="0.25")  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def _scale(panels: Sequence[Tensor], limits: tuple[float, float] | None) -> tupl
     # NaN stands for what was not measured, and has no place on the scale.
     values = values[numpy.isfinite(values)]
     top = float(values.max(initial=0.0))
-    usual = float(numpy.quantile(values, SHOWN)) if len(values) else 0.0
+    usual = float(numpy.quantile(values, COLOUR_QUANTILE)) if len(values) else 0.0
     cut = 0 < 1.5 * usual < top
     return Normalize(0.0, (usual if cut else top) or 1.0), "max" if cut else "neither"
 

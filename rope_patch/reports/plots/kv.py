@@ -18,9 +18,9 @@ from rope_patch.reports.plots.base import line_styles, new_panels, plain, shared
 
 VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": ("X", "#D55E00"), "": ("s", "0.35")}
 """Marker and colour of each verdict; full precision has none."""
-LINEAR = 1.0
+LINEAR_LIMIT = 1.0
 """A change of perplexity that is drawn in proportion; larger ones by their logarithm [%]."""
-STEP = 1.25
+UNROTATED_STEP = 1.25
 """Factor between the places of neighbouring unrotated pairs, which have no wavelength, on the logarithmic axis."""
 
 
@@ -53,7 +53,7 @@ def costs(
         panels: the costs of the schemes, by method.
         title: the title of the figure.
         xlabel: the label of the costs, with their unit.
-        logarithmic: whether changes beyond ±:data:`LINEAR` are drawn by their logarithm.
+        logarithmic: whether changes beyond ±:data:`LINEAR_LIMIT` are drawn by their logarithm.
         limit: the largest change that is tolerated, drawn as a line.
     """
     bits = {cost.scheme: cost.bits for costs in panels.values() for cost in costs}
@@ -71,7 +71,7 @@ def costs(
             if math.isfinite(cost.value):
                 axes.plot(cost.value, rows[cost.scheme], marker=marker, markersize=6, linestyle="", color=color)
         if logarithmic:
-            axes.set_xscale("symlog", linthresh=LINEAR)
+            axes.set_xscale("symlog", linthresh=LINEAR_LIMIT)
             signed_percent(axes.xaxis)
         axes.margins(x=0.08)
         plain(axes)
@@ -117,12 +117,14 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
     finite = [float(length) for panel in panels.values() for length in panel.wavelength.tolist() if length < math.inf]
     longest = max([*finite, *(panel.context for panel in panels.values())])
     most = max(int(panel.wavelength.isinf().sum()) for panel in panels.values())
-    rest = [3 * longest * STEP**i for i in range(most)]  # beyond the longest: infinity has no place on a log axis
+    rest = [
+        3 * longest * UNROTATED_STEP**i for i in range(most)
+    ]  # beyond the longest: infinity has no place on a log axis
     styles, lines = line_styles(schemes), dict[str, Any]()
     for axes, panel in zip(grid, panels.values(), strict=True):
         rests = panel.wavelength.isinf()
         if rests.any():
-            axes.axvspan(rest[0] / STEP, rest[-1] * STEP, color="0.95", zorder=0)
+            axes.axvspan(rest[0] / UNROTATED_STEP, rest[-1] * UNROTATED_STEP, color="0.95", zorder=0)
         for name, values in panel.errors.items():
             shown = values.double().masked_fill(values <= 0, math.nan)  # nor has 0
             style = {**styles[name], "marker": ".", "markersize": 4}

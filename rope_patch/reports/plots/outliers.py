@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 
 from rope_patch.analysis.outliers import Scatter
 from rope_patch.frequencies import unrotated, wavelength
-from rope_patch.reports.plots.analysis import BOUND, add_bar, spread
+from rope_patch.reports.plots.analysis import BOUND_LABEL, add_bar, spread
 from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, plain, signed_percent, waved, wrapped
 
-MANY = 600
+MANY_POINTS = 600
 """Number of points from which on they are drawn as pixels, which keeps the file small."""
-DOTS = 160
+DOTS_PER_INCH = 160
 """Resolution of what is drawn as pixels [dots per inch]."""
 
 
@@ -38,7 +38,7 @@ def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> F
         cuts: the lengths above which a pair is an outlier, for ``"key"`` and ``"query"``.
         title: the title of the figure.
     """
-    figure = Figure(figsize=(WIDTH, 2.8 * len(cuts) + 0.5), layout="constrained", dpi=DOTS)
+    figure = Figure(figsize=(WIDTH, 2.8 * len(cuts) + 0.5), layout="constrained", dpi=DOTS_PER_INCH)
     axes = figure.subplots(len(cuts), 2, squeeze=False, sharey="row", sharex="col")
     rests, waves = unrotated(points.inv_freq).numpy(), wavelength(points.inv_freq).numpy()
     full = ~points.partial.numpy()
@@ -50,7 +50,7 @@ def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> F
     norm = LogNorm(min(low, high), high if high > low else 2 * high)
     colors = matplotlib.colors.ListedColormap(matplotlib.colormaps["viridis"](numpy.linspace(0, 0.93, 256)))
     beyond = (points.phi - points.angle).numpy()
-    dots: dict[str, Any] = {"s": 7, "linewidths": 0, "rasterized": len(waves) >= MANY}
+    dots: dict[str, Any] = {"s": 7, "linewidths": 0, "rasterized": len(waves) >= MANY_POINTS}
     unrotated_label = "unrotated" if rests.any() else None
     by_wave = {"c": waves[partial], "cmap": colors, "norm": norm}
     for (left, right), (states, cut) in zip(axes, cuts.items(), strict=True):
@@ -70,7 +70,7 @@ def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> F
     right.set_xticks([i * math.pi for i in (-2, -1, 0, 1)], ["−2π", "−π", "0", "π"])
     left.set_xlabel("turns within the context [turns]", fontsize=9)
     right.set_xlabel("angle φ of the mean key less the bound of its pair [rad]", fontsize=9)
-    axes[0][0].set_title(f"Frequency bound: below one turn ({BOUND})", loc="left", fontsize=9)
+    axes[0][0].set_title(f"Frequency bound: below one turn ({BOUND_LABEL})", loc="left", fontsize=9)
     axes[0][1].set_title("Angle bound: offset features right of 0", loc="left", fontsize=9)
     axes[0][0].legend(frameon=False, fontsize=8)
     if partial.any():
