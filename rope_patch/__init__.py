@@ -20,6 +20,8 @@ _HOME = {
     "patching.install": "Patch apply patched restore",
     "patching.locate": "PatchError",
     "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
+    "diagnosis.check": "Diagnosis",
+    "diagnosis.diagnosing": "doctor",
     "evaluation.perplexity": "perplexity",
     "evaluation.retrieval": "retrieval",
     "evaluation.compare": "compare",
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from rope_patch.checkpoints.save_load import load as load
     from rope_patch.checkpoints.save_load import load_adapter as load_adapter
     from rope_patch.checkpoints.save_load import save as save
+    from rope_patch.diagnosis.check import Diagnosis as Diagnosis
+    from rope_patch.diagnosis.diagnosing import doctor as doctor
     from rope_patch.engines.write_export import export as export
     from rope_patch.evaluation.compare import compare as compare
     from rope_patch.evaluation.perplexity import perplexity as perplexity

@@ -30,7 +30,7 @@ _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
-def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedModel:
+def skeleton(source: str | Path, *, beside_adapter: bool = False, checked: bool = True) -> PreTrainedModel:
     """Return a checkpoint's model without weights, on the meta device: its tables are those its config describes.
 
     Of a GGUF file they are those that it holds.
@@ -38,6 +38,7 @@ def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedM
     Args:
         source: folder, hub id or GGUF file.
         beside_adapter: the folder may hold an adapter, too, which is left alone.
+        checked: refuse a patched checkpoint whose config tells transformers 4 and 5 different tables.
 
     Raises:
         OSError: nothing that can be loaded, or no such repository; the message says what to do.
@@ -52,7 +53,8 @@ def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedM
             )
         raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
     config = load_config(source)
-    check_older_keys(config_json(source), source)
+    if checked:
+        check_older_keys(config_json(source), source)
     with torch.device("meta"), building(source):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     if is_gguf(source):

@@ -57,6 +57,12 @@ def check_length(folder: Path, record: PatchRecord) -> None:
         )
 
 
+def stated_length(folder: Path) -> float | None:
+    """Return the length at which a folder's tokenizer cuts texts [tokens]; None where none is stated."""
+    own = _settings(folder).get(LENGTH_KEY)
+    return own if isinstance(own, int | float) else None
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / _SETTINGS_FILE
     with contextlib.suppress(OSError):  # a damaged file is for whoever loads the tokenizer to report
@@ -66,9 +72,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _settings_below(folder: Path, record: PatchRecord) -> dict[str, Any] | None:
     """Return the settings of a tokenizer whose length is below the stated context; None of any other."""
-    settings = _settings(folder)
-    stated, own = record.target_length, settings.get(LENGTH_KEY)
-    return settings if stated is not None and isinstance(own, int | float) and own < stated else None
+    stated, own = record.target_length, stated_length(folder)
+    return _settings(folder) if stated is not None and own is not None and own < stated else None
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def check_weights(folder: Path) -> None:
     if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
         raise OSError(f"{folder} holds no weights (*.safetensors)")
     for index in sorted(folder.glob("*.index.json")):
-        missing = sorted(shard for shard in _shards(index) if not (folder / shard).is_file())
+        missing = sorted(shard for shard in shards(index) if not (folder / shard).is_file())
         if missing:
             raise OSError(f"{folder} lacks {', '.join(missing)}, which {index.name} names: copy or download it again")
     for path in sorted(folder.glob("*.safetensors")):
@@ -107,7 +107,7 @@ def _model_files(folder: Path) -> list[Path]:
     Files of other names may lie beside them: Mistral's ``consolidated.safetensors``, an adapter, a trained table.
     """
     if (folder / INDEX_FILE).is_file():
-        return sorted(folder / shard for shard in _shards(folder / INDEX_FILE))
+        return sorted(folder / shard for shard in shards(folder / INDEX_FILE))
     whole = folder / "model.safetensors"
     return [whole] if whole.is_file() else sorted(folder.glob("model.*.safetensors"))
 
@@ -128,7 +128,12 @@ def _opened(path: Path) -> Iterator[Any]:
         raise OSError(f"{path} is truncated or damaged ({error}): copy or download it again") from error
 
 
-def _shards(index: Path) -> set[str]:
+def shards(index: Path) -> set[str]:
+    """Return the names of the files that an index of weights names.
+
+    Raises:
+        OSError: the index is damaged.
+    """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise OSError(f"{index} is damaged, its weight_map names no files: copy or download it again")

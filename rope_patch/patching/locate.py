@@ -293,19 +293,7 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     tables: dict[str | None, RotaryTable] = {}
     try:
         for kind, buffer in original_tables(location.rebuilt).items():
-            encoding = encoding_of(config, kind)
-            tables[kind] = RotaryTable(
-                inv_freq=frequencies.zero_unrotated(buffer.float()),
-                attention_scaling=scaling_of(location.rebuilt, kind),
-                rope_theta=float(encoding["rope_theta"]),
-                rope_type=_rope_type(location.rebuilt, kind, encoding),
-                max_position_embeddings=context,  # checked below
-                original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
-                layer_type=kind,
-                path=location.path,
-                rope_parameters=encoding,
-                other_keys=other_keys(encoding),
-            )
+            tables[kind] = described_table(location, location.rebuilt, config, kind)
             _check_kind(location, tables[kind], buffer.float())
     except Exception as error:
         raise ValueError(
@@ -326,6 +314,31 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
             tables[kind], table_warnings = _as_in_use(table, held[kind], scaling_of(original, kind))
             warnings += table_warnings
     return tables, tuple(warnings)
+
+
+def described_table(location: Location, module: nn.Module, config: PreTrainedConfig, kind: str | None) -> RotaryTable:
+    """Return a table as a module that was built from a config holds it.
+
+    Args:
+        location: where the model keeps its rotary module.
+        module: the module of transformers that was built.
+        config: the config of which it was built.
+        kind: the layer type; None where all layers share a table.
+    """
+    encoding = encoding_of(config, kind)
+    context: Any = getattr(config, "max_position_embeddings", None)
+    return RotaryTable(
+        inv_freq=frequencies.zero_unrotated(original_tables(module)[kind].float()),
+        attention_scaling=scaling_of(module, kind),
+        rope_theta=float(encoding["rope_theta"]),
+        rope_type=_rope_type(module, kind, encoding),
+        max_position_embeddings=context,  # the caller checks it
+        original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
+        layer_type=kind,
+        path=location.path,
+        rope_parameters=encoding,
+        other_keys=other_keys(encoding),
+    )
 
 
 def _rope_type(module: nn.Module, kind: str | None, encoding: Mapping[str, Any]) -> str:

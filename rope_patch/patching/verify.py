@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,22 +12,19 @@ from rope_patch import frequencies
 from rope_patch.methods import TwoTables
 from rope_patch.patching.encode import repeat
 from rope_patch.patching.locate import Location, PatchError, device_of, holds_adapters_twice, locate
+from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
     PatchRecord,
     TableRecord,
     about_two_tables,
     build_rotary,
     config_with,
-    key_of,
     records_of,
     settings_of,
 )
-from rope_patch.patching.rotary import PatchedRotary, call
-from rope_patch.patching.two_tables import TwoTableRotary, reaching
+from rope_patch.patching.rotary import PatchedRotary
+from rope_patch.patching.two_tables import TwoTableRotary
 from rope_patch.tables import RotaryTable
-
-_UNDER_LONG_TABLE = 10**15
-"""A length under the long table of any patch [tokens]."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,7 +160,7 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
         problems += _differences(own.tables, again.tables, "method")
         config = location.config
         rebuilt = build_rotary(location.rotary_class, config_with(config, settings_of(config)))
-        problems += [f"config: {problem}" for problem in measure(location, rebuilt, own.tables, torch.device("cpu"))]
+        problems += [f"config: {problem}" for problem in _problems(location, rebuilt, own.tables, torch.device("cpu"))]
         if config.max_position_embeddings != own.stated_length:
             problems.append(
                 f"max_position_embeddings is {config.max_position_embeddings}, the record says {own.stated_length}"
@@ -181,15 +177,22 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
 def _in_use(location: Location, record: PatchRecord) -> list[str]:
     """Compare the tables that a model uses with those of a record; returns a line per difference."""
     module, device = location.module, device_of(location.model)
-    problems = measure(location, module, record.tables, device)
+    problems = _problems(location, module, record.tables, device)
     method = record.to_method()
     if not isinstance(method, TwoTables) or not isinstance(module, PatchedRotary):
         return problems  # the module of transformers has the long table alone
     if not isinstance(module, TwoTableRotary) or module.switch_at != method.switch_at:
         switches = f"at {module.switch_at} tokens" if isinstance(module, TwoTableRotary) else "nowhere"
         return [*problems, f"the table changes {switches}, the record says at {method.switch_at} tokens"]
-    short = measure(location, module, record.short_tables, device, reach=method.switch_at)
+    short = _problems(location, module, record.short_tables, device, reach=method.switch_at)
     return problems + [f"short table: {problem}" for problem in short]
+
+
+def _problems(
+    location: Location, module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device, **options: int
+) -> list[str]:
+    measured = measure(module, location.layout, tables, device, **options)
+    return [one.problem for one in measured if one.problem is not None]
 
 
 def edits_since(location: Location) -> list[str]:
@@ -213,51 +216,3 @@ def _differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, Table
         for key in recorded
         if not recorded[key].matches(tables[key])
     ]
-
-
-def measure(
-    location: Location,
-    module: nn.Module,
-    tables: Mapping[str, TableRecord],
-    device: torch.device,
-    *,
-    reach: int = _UNDER_LONG_TABLE,
-) -> list[str]:
-    """Call a rotary module and compare its cos and sin with the tables; returns a line per difference.
-
-    Args:
-        location: where the model keeps its rotary module.
-        module: that one, or another of its class, which is called.
-        tables: by layer type.
-        device: to call it on.
-        reach: the length that is stated to a module of two tables [tokens].
-    """
-    positions = torch.tensor([[n for n in (0, 1, 2, 3, 17, 101, 1009, 4093) if n < reach]], device=device)
-    problems = []
-    for key, table in tables.items():
-        kind = None if key == key_of(None) else key
-        try:
-            with reaching(module, reach):
-                cos, sin = location.layout.pairs(call(module, kind, positions))
-        except Exception as error:
-            problems.append(f"[{key}] cannot be called: {error}")
-            continue
-        inv_freq = frequencies.table_of(table.inv_freq)
-        if cos.dtype != torch.float32 or cos.device.type != device.type:
-            problems.append(f"[{key}] cos is {cos.dtype} on {cos.device}, expected torch.float32 on {device}")
-        if cos.shape[-1] != len(inv_freq):
-            problems.append(f"[{key}] has {cos.shape[-1]} pairs, the record has {len(inv_freq)}")
-            continue
-        got = torch.stack((cos, sin)).cpu().double()  # on the CPU: not every device has doubles
-        angles = positions.cpu()[..., None].double() * inv_freq.double()
-        off = (got - torch.stack((angles.cos(), angles.sin())) * table.attention_scaling).abs()
-        # float32 angles carry a relative error of 6e-8; a table off by 1e-5 shows at the far positions
-        excess = off - (2e-6 + 2e-7 * angles) * table.attention_scaling
-        if bool((excess > 0).any()) or not bool(torch.isfinite(got).all()):
-            pair = int(excess.flatten(0, -2).amax(0).argmax())
-            turns = math.atan2(float(sin[0, 1, pair]), float(cos[0, 1, pair]))
-            problems.append(
-                f"[{key}] cos and sin are off by up to {float(off.max()):.3g}: pair {pair} turns {turns:.6g} "
-                f"rad/token, the record says {table.inv_freq[pair]:.6g}"
-            )
-    return problems

@@ -1,0 +1,121 @@
+"""Why a rotary module computes another table than it should: what the numbers that it holds look like."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rope_patch import frequencies
+from rope_patch.patching.measured import Measured
+from rope_patch.patching.record import PatchRecord
+from rope_patch.tables import RotaryTable
+
+RELOAD = "load the model again with from_pretrained"
+"""What mends a table in memory whose folder is whole."""
+
+
+_NEVER_FILLED = (
+    "these numbers are no rotary table: the memory of inv_freq was probably never filled, as after to_empty() or on a "
+    "model that was built on the meta device, because inv_freq is not in the weights file",
+    f"{RELOAD}, or after to_empty() compute the buffer again: rebuild the rotary module from the config",
+)
+
+
+def cause(measured: Measured, table: RotaryTable, record: PatchRecord | None) -> tuple[str, str]:
+    """Return what a wrong table probably is, and what to do, a sentence each.
+
+    Args:
+        measured: what the module computes in the place of the table.
+        table: the table that it should compute.
+        record: the patch record; None of a model that is not patched.
+    """
+    found, scaling = measured.inv_freq, measured.attention_scaling
+    if found is None or scaling is None:
+        return "the module is not the one that this config describes", RELOAD
+    expected = table.inv_freq
+    if _same(found, expected):
+        return (
+            f"the frequencies are right, but cos and sin are multiplied by {scaling:.6g} and not by "
+            f"{measured.expected.attention_scaling:.6g}: attention logits are off by a factor of "
+            f"{(scaling / measured.expected.attention_scaling) ** 2:.4g}",
+            f"{RELOAD}; the attention factor is computed when the rotary module is built",
+        )
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(frequencies.zero_unrotated(expected.to(dtype).float()), frequencies.zero_unrotated(found)):
+            return _rounded(dtype)
+        # The angle at position 1 is only known to float32, which bfloat16's steps of .4 % stand far above.
+        if _same(found, expected.to(dtype).float()):
+            return _rounded(dtype)
+    if record is not None and _same(found, frequencies.table_of(record.base_tables[measured.key].inv_freq)):
+        return (
+            "the patch is lost: the module computes the table from before the patch",
+            f"rope_patch.apply(model, {str(record.to_method())!r}, replace=True), or load the patched folder again",
+        )
+    if not bool(torch.isfinite(found).all()):
+        return _NEVER_FILLED
+    if torch.allclose(found.sort().values, expected.sort().values, rtol=1e-4, atol=frequencies.UNROTATED):
+        return (
+            "the same frequencies in another order: the pairs of features are matched wrongly, as where the rotated "
+            "features are expected to be neighbours",
+            "convert the weights again with the order of pairs that this model class expects",
+        )
+    if _is_garbage(found, expected):
+        return _NEVER_FILLED
+    return _plain(found, table) or _divided(found, expected) or ("it is a table of another kind", RELOAD)
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=frequencies.UNROTATED)
+
+
+def _is_garbage(found: Tensor, expected: Tensor) -> bool:
+    """Tell whether numbers cannot be frequencies: negative, all zero, or far outside of any table of this model."""
+    if bool((expected > 0).any()) and not bool((found.abs() > frequencies.UNROTATED).any()):
+        return True
+    falling = found[frequencies.unrotated(found).logical_not()]
+    return bool((found < -frequencies.UNROTATED).any()) or bool((falling.diff() > 1e-3).any())
+
+
+def _rounded(dtype: torch.dtype) -> tuple[str, str]:
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"the buffer inv_freq was rounded to {name}, by model.to(torch.{name}), .half() or .bfloat16(): the error of "
+        "the angle grows with the position",
+        f"load with from_pretrained(..., dtype=torch.{name}), which keeps inv_freq in float32; a patched model "
+        "(rope_patch.apply) is safe from casts",
+    )
+
+
+def _plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:
+    """Say that a table is plain RoPE of some base; None where it is not."""
+    rates = found.double()
+    if len(rates) < 2 or float(rates[1]) <= 0 or float((rates[0] - 1).abs()) > 1e-4:
+        return None
+    theta = float(torch.exp(-torch.log(rates[1]) * len(rates)))
+    if not math.isfinite(theta) or not torch.allclose(found, frequencies.geometric(theta, 2 * len(rates)), rtol=1e-3):
+        return None
+    if abs(theta / table.rope_theta - 1) > 1e-3:
+        return (
+            f"it is plain RoPE with a base (rope_theta) of {theta:.6g}, and the config states {table.rope_theta:g}: "
+            "the config was edited after the model was built, or its base was lost on the way",
+            "set rope_theta before the model is built, or load the model again",
+        )
+    return (
+        f"it is plain RoPE: the scaling that the config states ({table.rope_type}) is not applied",
+        f"set rope_parameters before the model is built, as from_pretrained(..., config=config) does; or {RELOAD}",
+    )
+
+
+def _divided(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
+    """Say that all frequencies are off by one factor; None where they are not."""
+    turning = frequencies.unrotated(expected).logical_not()
+    ratios = (expected[turning] / found[turning].clamp_min(frequencies.UNROTATED)).double()
+    if not len(ratios) or float(ratios.max() / ratios.min()) > 1 + 1e-3:
+        return None
+    return (
+        f"every frequency is the expected one divided by {float(ratios.mean()):.5g}: a linear factor (position "
+        "interpolation) that is stated was not applied, or the reverse",
+        RELOAD,
+    )

@@ -1,0 +1,156 @@
+"""What one check found, and what all of them found together."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rope_patch.frequencies import unrotated
+from rope_patch.tables import RotaryTable
+
+HOLDS, DIFFERS, UNKNOWN = "holds", "differs", "unknown"
+WIDTH = 120
+"""Columns of what is printed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found.
+
+    Attributes:
+        name: what was checked, in a few words.
+        state: ``"holds"``, ``"differs"``, or ``"unknown"`` where the check could not be made.
+        found: what was found, a sentence; for ``"unknown"`` the reason.
+        expected: what was expected; empty where the check holds.
+        meaning: what a difference means for the user; empty where the check holds.
+        fix: what to run or change; empty where nothing needs to be done.
+        angle_error: the largest difference of an angle from the expected one; None where no angles were compared [rad].
+        position: the position of that angle [tokens].
+        program: the other program that the check is about; None where it is about this folder and this process.
+        counts: whether the check decides about the verdict and the exit status.
+    """
+
+    name: str
+    state: str
+    found: str
+    expected: str = ""
+    meaning: str = ""
+    fix: str = ""
+    angle_error: float | None = None
+    position: int | None = None
+    program: str | None = None
+    counts: bool = True
+
+    def __str__(self) -> str:
+        # What decides nothing is no alarm, whatever it found; other programs stand under a heading of their own.
+        label = self.state if self.counts or self.program is not None else "note"
+        lines = [f"{label:<8} {self.name}: {self.found}"]
+        if self.angle_error is not None and self.angle_error > 1e-3 and self.state == DIFFERS:
+            lines.append(f"largest angle error: {self.angle_error:.2g} rad, at position {self.position}")
+        for name in ("expected", "meaning", "fix"):
+            if text := getattr(self, name):
+                lines.append(f"{name}: {text}")
+        indent = " " * 9
+        return "\n".join(
+            textwrap.fill(
+                line,
+                WIDTH,
+                initial_indent=indent if number else "",
+                subsequent_indent=indent + "  " * bool(number),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for number, line in enumerate(lines)
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis:
+    """What all checks of a model found; ``print`` shows it.
+
+    Attributes:
+        source: the class of a model in memory; the folder, hub id or file of a checkpoint.
+        method: the method string of the patch; None of a model that is not patched.
+        tables: the tables that are meant, by layer type; empty where they cannot be read.
+        layers: the number of layers that use each table, by layer type.
+        checks: the checks, in the order in which they were made.
+    """
+
+    source: str
+    method: str | None
+    tables: Mapping[str | None, RotaryTable]
+    layers: Mapping[str | None, int]
+    checks: tuple[Check, ...]
+
+    def found(self, state: str) -> list[Check]:
+        """Return the checks that count and ended in a state."""
+        return [check for check in self.checks if check.counts and check.state == state]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check that counts was made and holds."""
+        return self.status == 0
+
+    @property
+    def status(self) -> int:
+        """The exit status of the command: 0 where all holds, 1 where something differs, 3 where that is unknown."""
+        if self.found(DIFFERS):
+            return 1
+        return 3 if self.found(UNKNOWN) else 0
+
+    def counting(self, programs: tuple[str, ...]) -> Diagnosis:
+        """Return the diagnosis in which the checks of some other programs count, too."""
+        checks = (replace(check, counts=check.counts or check.program in programs) for check in self.checks)
+        return replace(self, checks=tuple(checks))
+
+    @property
+    def verdict(self) -> str:
+        """One sentence that says whether all is well."""
+        differing, unknown = (len(self.found(state)) for state in (DIFFERS, UNKNOWN))
+        made = sum(check.counts for check in self.checks)
+        if differing:
+            return f"NOT OK: {differing} of {made} checks differ"
+        if unknown:
+            return f"UNKNOWN: {unknown} of {made} checks could not be made, the others hold"
+        return f"OK: all {made} checks hold"
+
+    def __repr__(self) -> str:
+        return f"<Diagnosis of {self.source}: {self.verdict}>"
+
+    def __str__(self) -> str:
+        lines = [f"{self.source}: {'not patched' if self.method is None else f'patched with {self.method}'}"]
+        for kind, table in self.tables.items():
+            where = "" if kind is None else f" ({kind})"
+            still = int(unrotated(table.inv_freq).sum())
+            lines.append(
+                f"  {self.layers.get(kind, 0)} layers{where}: {table.rope_type}, {table.pairs} pairs "
+                f"({still} unrotated), rope_theta {table.rope_theta:g}, attention factor {table.attention_scaling:g}, "
+                f"context {table.max_position_embeddings}"
+            )
+        lines.append(self.verdict)
+        own = [check for check in self.checks if check.program is None or check.counts]
+        order = {DIFFERS: 0, UNKNOWN: 1, HOLDS: 2}
+        lines += map(str, sorted(own, key=lambda check: (order[check.state], not check.counts)))
+        if others := [check for check in self.checks if check not in own]:
+            lines += ["", "What other programs compute (this counts only with --for PROGRAM):", *map(str, others)]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values, for JSON."""
+        tables = [
+            {
+                "layer_type": kind,
+                "layers": self.layers.get(kind, 0),
+                "rope_type": table.rope_type,
+                "rope_theta": table.rope_theta,
+                "attention_scaling": table.attention_scaling,
+                "max_position_embeddings": table.max_position_embeddings,
+                "inv_freq": table.inv_freq.tolist(),
+                "hash": table.fingerprint,
+            }
+            for kind, table in self.tables.items()
+        ]
+        head = {"source": self.source, "method": self.method, "ok": self.ok, "status": self.status}
+        return {**head, "tables": tables, "checks": [asdict(check) for check in self.checks]}

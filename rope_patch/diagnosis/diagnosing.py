@@ -1,0 +1,161 @@
+"""``rope_patch.doctor``: every check of a model in memory, of a folder, an adapter, or a GGUF file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rope_patch import checkpoints
+from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
+from rope_patch.checkpoints.folder_patch import skeleton
+from rope_patch.checkpoints.gguf_file import open_gguf
+from rope_patch.checkpoints.tokenizer_length import stated_length
+from rope_patch.diagnosis import in_memory as in_memory_checks
+from rope_patch.diagnosis import on_disk
+from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check, Diagnosis
+from rope_patch.diagnosis.in_memory import Subject, layers_of
+from rope_patch.diagnosis.programs import programs_agree
+from rope_patch.engines.program_readings import PROGRAMS
+from rope_patch.errors import in_one_line
+from rope_patch.patching.install import reapply
+from rope_patch.patching.locate import PatchError, locate
+from rope_patch.patching.verify import shortened
+from rope_patch.runtime.folders import is_gguf
+
+
+def doctor(model: nn.Module | str | Path, tokenizer: Any = None, *, for_programs: Sequence[str] = ()) -> Diagnosis:
+    """Check whether the rotary table that is used is the one that is meant, for any model.
+
+    Of a model in memory, patched or not, the rotary module is called, and its angles are compared with the table that
+    the config (of a patched model: its record) describes. Of a folder, hub id, adapter or GGUF file the config and the
+    headers of files are read, and what other programs compute from it is listed. It takes seconds and needs no GPU.
+
+    Args:
+        model: a model of transformers, with or without PEFT, quantization, FSDP or ``torch.compile`` around it; or a
+            folder, a hub id, an adapter's folder, or a GGUF file.
+        tokenizer: the tokenizer whose length is compared with the context; by default that of the folder.
+        for_programs: the other programs whose reading counts, such as ``["vllm"]``; by default none does.
+
+    Returns:
+        The diagnosis; ``ok`` and ``status`` say the verdict, ``print`` shows all of it.
+
+    Raises:
+        TypeError: no model of transformers.
+        ValueError: an unknown program, a program for a model in memory, or no such folder.
+        OSError: there is nothing that can be read.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=8)
+        >>> model = LlamaForCausalLM(config)
+        >>> doctor(model).ok, doctor(model.bfloat16()).ok  # a cast rounds the table
+        (True, False)
+    """
+    for name in for_programs:
+        if name not in PROGRAMS:
+            raise ValueError(f"unknown program {name!r}. Known: {', '.join(PROGRAMS)}")
+    if isinstance(model, nn.Module):
+        if for_programs:
+            raise ValueError("for_programs goes with a folder or file: other programs do not read models in memory")
+        length = None if tokenizer is None else getattr(tokenizer, "model_max_length", None)
+        return _of_model(type(model).__name__, model, length, in_memory=True)
+    if is_gguf(model):
+        diagnosed = _of_gguf(model)
+    elif is_adapter(model):
+        return _of_adapter(str(model))
+    else:
+        diagnosed = _of_folder(str(model), tokenizer)
+    return diagnosed.counting(tuple(for_programs))
+
+
+def _of_model(
+    source: str, model: nn.Module, tokenizer_length: float | None, *, in_memory: bool, more: Sequence[Check] = ()
+) -> Diagnosis:
+    """Make every check of a model; ``more`` are checks that were made of its folder."""
+    try:
+        location = locate(model)
+        record, tables = location.record, location.tables
+    except PatchError as error:
+        wrong = Check("patch record", DIFFERS, str(error), fix="load the patched folder again")
+        return Diagnosis(source, None, {}, {}, (wrong, *more))
+    except ValueError as error:
+        unknown = Check("rotary module", UNKNOWN, str(error))
+        return Diagnosis(source, None, {}, {}, (unknown, *more))
+    generation = getattr(location.model, "generation_config", None)
+    subject = Subject(model, location, tokenizer_length, generation, in_memory)
+    checks = [check for function in in_memory_checks.CHECKS for check in _made(function, subject)]
+    method = None if record is None else shortened(str(record.to_method()))
+    with contextlib.suppress(ValueError):  # the checks say why
+        tables = subject.meant
+    return Diagnosis(source, method, tables, layers_of(location), (*checks, *more))
+
+
+def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
+    """Make a check; where it fails itself, that is what it says."""
+    try:
+        return list(function(*args))
+    except Exception as error:
+        return [Check(function.__name__.replace("_", " "), UNKNOWN, f"this check failed: {in_one_line(error)}")]
+
+
+def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
+    model = skeleton(source, checked=False)
+    folder = Path(source)
+    if folder.is_dir():
+        more = [check for function in on_disk.CHECKS for check in _made(function, folder, model)]
+        length = stated_length(folder) if tokenizer is None else tokenizer.model_max_length
+    else:
+        more, length = [on_disk.weights_elsewhere(source)], None if tokenizer is None else tokenizer.model_max_length
+    more += _made(programs_agree, source)
+    return _of_model(source, model, length, in_memory=False, more=more)
+
+
+def _of_adapter(source: str) -> Diagnosis:
+    """Check an adapter's folder: whether its record fits the base model that it names."""
+    base = adapter_base(source)
+    model = skeleton(base, beside_adapter=True)
+    try:
+        record = read_record(source)
+        if record is not None:
+            reapply(model, record)
+    except PatchError as error:
+        wrong = Check(
+            "adapter",
+            DIFFERS,
+            str(error),
+            f"the base {base} has the tables that the record of the adapter was made on",
+            "the adapter works on angles that it never saw",
+            "give the base model that it was trained on",
+        )
+        return Diagnosis(source, None, {}, {}, (wrong,))
+    if record is None:
+        own = Check(
+            "adapter",
+            UNKNOWN,
+            f"no record says under which tables it was trained; its base is {base}",
+            counts=locate(model).record is not None,
+        )
+    else:
+        own = Check("adapter", HOLDS, f"trained under {record.to_method()}, whose tables fit the base {base}")
+    return _of_model(source, model, stated_length(Path(source)), in_memory=False, more=[own])
+
+
+def _of_gguf(source: str | Path) -> Diagnosis:
+    """Check a GGUF file: its record against its keys and factors, and who reads which of its tables."""
+    found = checkpoints.inspect(source)
+    weights = Check("weights file", HOLDS, f"every tensor lies within the file; {open_gguf(source).weights} weights")
+    checks = [weights]
+    if found.record is None:
+        checks += [Check("table", HOLDS, note, counts=False) for note in found.warnings]
+    else:
+        try:
+            checks.append(Check("patch record", HOLDS, str(checkpoints.verify(source))))
+        except PatchError as error:
+            checks.append(Check("patch record", DIFFERS, str(error), fix="write the patched file again"))
+    checks += _made(programs_agree, source)
+    tables = {table.layer_type: table for table in found.tables}
+    return Diagnosis(str(source), found.method, tables, {}, tuple(checks))

@@ -1,0 +1,416 @@
+"""Checks of a model in memory; of a folder they are made on its model without weights."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rope_patch import frequencies
+from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters, peft_model
+from rope_patch.diagnosis.causes import cause
+from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
+from rope_patch.patching.encode import repeat
+from rope_patch.patching.locate import Location, PatchError, described_table, device_of, holds_adapters_twice
+from rope_patch.patching.measured import Measured, measure
+from rope_patch.patching.record import TableRecord, build_rotary, config_with, key_of, quiet, settings_of
+from rope_patch.patching.rotary import original_tables
+from rope_patch.patching.verify import edits_since
+from rope_patch.tables import RotaryTable
+
+NAMES_WIDTH = 3
+"""How many names a sentence lists before it counts the rest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The model that is checked.
+
+    Attributes:
+        model: the model as it was given, with what is wrapped around it.
+        location: its rotary module, and what is known of it.
+        tokenizer_length: the length at which its tokenizer cuts texts; None where no tokenizer is known [tokens].
+        generation_config: its generation config; None where it has none.
+        in_memory: whether the model lies in memory with its numbers, and is not the skeleton of a folder.
+    """
+
+    model: nn.Module
+    location: Location
+    tokenizer_length: float | None
+    generation_config: Any
+    in_memory: bool
+
+    @cached_property
+    def described(self) -> Mapping[str | None, RotaryTable]:
+        """The tables that the config describes, as the model's own class computes them."""
+        location = self.location
+        config = config_with(location.config, settings_of(location.config))
+        rebuilt = build_rotary(location.rotary_class, config)
+        return {kind: described_table(location, rebuilt, config, kind) for kind in original_tables(rebuilt)}
+
+    @cached_property
+    def meant(self) -> Mapping[str | None, RotaryTable]:
+        """The tables that the model should use: those of its patch record, else those that its config describes."""
+        record = self.location.record
+        if record is None:
+            return self.described
+        return {
+            kind: replace(
+                table,
+                inv_freq=frequencies.table_of(record.tables[key_of(kind)].inv_freq),
+                attention_scaling=record.tables[key_of(kind)].attention_scaling,
+                rope_type="patched" if kind in record.layer_types else table.rope_type,
+                max_position_embeddings=record.stated_length,
+            )
+            for kind, table in self.described.items()
+        }
+
+    @property
+    def records(self) -> dict[str, TableRecord]:
+        """The numbers of the tables that are meant, by layer type."""
+        return {key_of(kind): TableRecord.of(table) for kind, table in self.meant.items()}
+
+    @property
+    def context(self) -> int:
+        """The context that is meant [tokens]."""
+        return next(iter(self.meant.values())).max_position_embeddings
+
+
+def layers_of(location: Location) -> dict[str | None, int]:
+    """Return the number of layers that use each table, by layer type."""
+    types = getattr(location.config, "layer_types", None) or []
+    count = int(getattr(location.config, "num_hidden_layers", 0))
+    return {kind: count if kind is None else types.count(kind) for kind in location.tables}
+
+
+# --- the checks ------------------------------------------------------------------------------------------------------
+
+
+def record_is_whole(subject: Subject) -> Iterator[Check]:
+    """The method of the record, applied to the base table again, gives the tables of the record."""
+    location = subject.location
+    try:
+        record = location.record
+        if record is None:
+            if location.patched is not None:
+                yield Check(
+                    "patch record",
+                    DIFFERS,
+                    "the rotary module is patched, but the config has lost its record",
+                    "the record of the patch in config.rope_patch",
+                    "a saved folder would be read with the table from before the patch",
+                    "load the patched folder again, or apply the patch to the original model",
+                )
+            return
+        location.check_base()
+        again = repeat(location, record).record
+        wrong = [
+            f"{name} [{key}]"
+            for name in ("base_tables", "tables")
+            for key, table in getattr(record, name).items()
+            if not table.matches(getattr(again, name)[key])
+        ]
+    except ValueError as error:
+        yield Check("patch record", DIFFERS, str(error), fix="load the patched folder again")
+        return
+    if wrong:
+        yield Check(
+            "patch record",
+            DIFFERS,
+            f"{record.to_method()} does not give the numbers of the record: {', '.join(wrong)}",
+            meaning="the record was made on another model, or was altered",
+            fix="apply the patch to the original model again",
+        )
+    else:
+        yield Check("patch record", HOLDS, f"{record.to_method()} gives the recorded tables")
+
+
+def config_describes_table(subject: Subject) -> Iterator[Check]:
+    """The config, as transformers alone reads it, gives the tables that are meant."""
+    location, record = subject.location, subject.location.record
+    for kind, table in subject.described.items():
+        if record is None:
+            yield from _formula(subject, kind, table)
+            continue
+        name = "config" if kind is None else f"config [{kind}]"
+        if record.tables[key_of(kind)].matches(TableRecord.of(table)):
+            yield Check(name, HOLDS, "plain transformers computes the patched table from it")
+        else:
+            yield Check(
+                name,
+                DIFFERS,
+                f"plain transformers computes table {table.fingerprint} from it ({table.rope_type})",
+                f"table {record.tables[key_of(kind)].hash} of {record.to_method()}",
+                "; ".join(["the config was changed after the patch", *edits_since(location)]),
+                "undo that change, or restore the model and patch it again; a saved folder would hold the wrong table",
+            )
+    if record is not None and location.config.max_position_embeddings != record.stated_length:
+        yield Check(
+            "context of the patch",
+            DIFFERS,
+            f"max_position_embeddings is {location.config.max_position_embeddings}",
+            f"{record.stated_length}, which the patch record states",
+            "the config was changed after the patch",
+            "set max_position_embeddings back",
+        )
+
+
+def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:
+    """Compare what the model's class computes with transformers' own function of the rope type."""
+    config, where = subject.location.config, "" if kind is None else f" [{kind}]"
+    stated = str(dict(table.rope_parameters or {}).get("rope_type", "default"))
+    build = ROPE_INIT_FUNCTIONS.get(stated)
+    if build is None or "proportional" in stated:
+        what = "plain RoPE of the base that is stated" if table.is_geometric else "a table of its own"
+        yield Check(f"config{where}", HOLDS, f"the model's class computes {what} (rope_type {stated!r})")
+        return
+    try:
+        with torch.device("cpu"), quiet():
+            inv_freq, scaling = build(config, seq_len=1, layer_type=kind)
+    except Exception as error:
+        yield Check(f"config{where}", UNKNOWN, f"transformers cannot compute {stated!r}: {error}", counts=False)
+        return
+    expected = TableRecord.of(replace(table, inv_freq=frequencies.zero_unrotated(inv_freq), attention_scaling=scaling))
+    if expected.matches(TableRecord.of(table)):
+        yield Check(f"config{where}", HOLDS, f"the model's class computes the {stated} table that the config states")
+        return
+    yield Check(
+        f"config{where}",
+        DIFFERS,
+        f"the model's class does not compute the {stated} table that the config states",
+        f"table {expected.hash} with attention factor {scaling:.6g}",
+        "this model class reads rope_parameters in a way of its own, or leaves a part of it out",
+        "rope_patch.apply(model, METHOD) puts the table in place, whatever the class reads",
+    )
+
+
+def module_uses_table(subject: Subject) -> Iterator[Check]:
+    """The rotary module, called, gives the angles of the tables that are meant."""
+    location = subject.location
+    if location.without_numbers:
+        if subject.in_memory:
+            yield Check(
+                "table in use",
+                UNKNOWN,
+                "the rotary module lies on the meta device and holds no numbers",
+                fix="load the weights, then ask again",
+            )
+        return
+    for kind, table in subject.meant.items():
+        yield from _in_use(subject, kind, table)
+
+
+def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:
+    location, name = subject.location, "table in use" + ("" if kind is None else f" [{kind}]")
+    module, context, note = location.module, table.max_position_embeddings, ""
+    if table.is_dynamic:
+        # Far positions would change a dynamic table, so that a copy is asked, within the lengths of its first state.
+        held, first = original_tables(module)[kind].detach().float().cpu(), table.inv_freq
+        # At the length of the context itself, transformers would not go back to the first state.
+        module, context = copy.deepcopy(module), table.context - 1
+        if held.shape == first.shape and not torch.allclose(held, first, rtol=1e-5, atol=frequencies.UNROTATED):
+            note = ". It now holds the table of the last long text: keys that were cached before have another one"
+    records = {key_of(kind): TableRecord.of(table)}
+    (measured,) = measure(module, location.layout, records, device_of(location.model), context=context)
+    if measured.problem is None:
+        yield Check(
+            name,
+            HOLDS,
+            f"angles agree within {measured.angle_error:.2g} rad up to position {context - 1}{note}",
+            angle_error=measured.angle_error,
+            position=measured.position,
+        )
+        return
+    yield _differs(name, measured, table, subject)
+
+
+def _differs(name: str, measured: Measured, table: RotaryTable, subject: Subject) -> Check:
+    meaning, fix = cause(measured, table, subject.location.record)
+    return Check(
+        name,
+        DIFFERS,
+        str(measured.problem).partition("] ")[2],
+        f"{table.rope_type}, rope_theta {table.rope_theta:g}, attention factor {table.attention_scaling:g}, "
+        f"table {table.fingerprint}",
+        meaning,
+        fix,
+        measured.angle_error,
+        measured.position,
+    )
+
+
+def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
+    """The angles at the end of the context are computed to less than one radian.
+
+    A float32 number keeps 24 bits, so an angle is off by up to its size times 2^-24.
+    """
+    for kind, table in subject.meant.items():
+        where = "" if kind is None else f" [{kind}]"
+        error = table.max_position_embeddings * float(table.inv_freq.max()) * 2.0**-24
+        state = HOLDS if error < 1 else DIFFERS
+        yield Check(
+            f"float32{where}",
+            state,
+            f"the fastest pair's angle is known to {error:.2g} rad at position {table.max_position_embeddings}",
+            "less than 1 rad" if state == DIFFERS else "",
+            "float32 cannot tell neighbouring positions apart there" if state == DIFFERS else "",
+            "use contexts of at most 16,777,216 tokens" if state == DIFFERS else "",
+        )
+
+
+def contexts_agree(subject: Subject) -> Iterator[Check]:
+    """The tokenizer and the generation config state no other context than the config."""
+    context, cut = subject.context, subject.tokenizer_length
+    if cut is not None:
+        yield Check(
+            "tokenizer",
+            HOLDS if cut >= context else DIFFERS,
+            f"it cuts texts at {int(cut)} tokens" if cut < 1e15 else "it cuts no texts",
+            f"{context} tokens, the context of the config" if cut < context else "",
+            "with truncation=True a text is cut before the model reads it" if cut < context else "",
+            f"tokenizer.model_max_length = {context}" if cut < context else "",
+            # Many published tokenizers cut earlier than their model; a patch promises its context.
+            counts=cut >= context or subject.location.record is not None,
+        )
+    longest = getattr(subject.generation_config, "max_length", None)
+    if isinstance(longest, int) and longest > context:
+        yield Check(
+            "generation config",
+            DIFFERS,
+            f"its max_length is {longest}",
+            f"at most {context} tokens, the context of the config",
+            "generation goes on beyond the positions that the table was made for",
+            f"model.generation_config.max_length = {context}",
+            counts=False,
+        )
+    for kind, table in subject.described.items():
+        stated = dict(table.rope_parameters or {})
+        if subject.location.record is not None or stated.get("rope_type") not in ("yarn", "linear"):
+            continue
+        original = stated.get("original_max_position_embeddings")
+        if original and (reach := round(original * stated["factor"])) != context:
+            yield Check(
+                "context of the table" + ("" if kind is None else f" [{kind}]"),
+                DIFFERS,
+                f"the config states a context of {context} tokens",
+                f"{reach}, which is factor {stated['factor']:g} times the original {original}",
+                "programs that serve max_position_embeddings use less, or more, than the table is made for",
+                f"set max_position_embeddings to {reach}, or the factor to {context / original:g}",
+                counts=False,
+            )
+
+
+def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
+    """Layers turn queries and keys with the table of their own type."""
+    location = subject.location
+    for kind, reason in location.probe.refusals.items():
+        where = "" if kind is None else f" [{kind}]"
+        yield Check(f"layers{where}", UNKNOWN, f"the model {reason}", counts=False)
+    types = getattr(location.config, "layer_types", None)
+    layers = getattr(location.decoder, "layers", None)
+    if None in location.tables or not types or layers is None:
+        return
+    wrong = []
+    for index, (layer, stated) in enumerate(zip(layers, types, strict=False)):
+        attention = getattr(layer, "self_attn", layer)
+        own = getattr(layer, "attention_type", getattr(attention, "layer_type", stated))
+        if own != stated:
+            wrong.append(f"layer {index} is {own}, the config says {stated}")
+    if wrong or len(layers) != len(types):
+        yield Check(
+            "layer types",
+            DIFFERS,
+            "; ".join(wrong[:NAMES_WIDTH]) or f"the model has {len(layers)} layers",
+            f"layer_types of the config, {len(types)} layers",
+            "layers take the table of another type",
+            "the config was edited after the model was built: load the model again",
+        )
+    else:
+        yield Check("layer types", HOLDS, f"all {len(types)} layers are of the type that the config states")
+
+
+def transformers_accepts(subject: Subject) -> Iterator[Check]:
+    """What transformers itself finds unusual about ``rope_parameters``."""
+    config = copy.deepcopy(subject.location.config)
+    remarks = _Remarks()
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    logger.addHandler(remarks)
+    try:
+        config.validate_rope()
+    except Exception as error:
+        remarks.said.append(f"{type(error).__name__}: {error}")
+    finally:
+        logger.removeHandler(remarks)
+    for sentence in remarks.said:
+        yield Check("rope_parameters", DIFFERS, f"transformers remarks: {sentence}", counts=False)
+
+
+class _Remarks(logging.Handler):
+    """Keep what is logged, for the length of one check."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self.said.append(record.getMessage())
+
+
+def adapters_fit(subject: Subject) -> Iterator[Check]:
+    """Adapters in the model were trained under its tables."""
+    model, record = subject.model, subject.location.record
+    if holds_adapters_twice(model):
+        yield Check(
+            "adapters",
+            DIFFERS,
+            "a PeftModel lies inside another",
+            meaning="the names in an adapter's file match nothing there",
+            fix="wrap the base model once",
+        )
+    if (holder := peft_model(model)) is None:
+        return
+    own = {name: getattr(config, TABLES_ATTRIBUTE, None) for name, config in holder.peft_config.items()}
+    trained = [name for name, known in own.items() if known is not None]
+    if record is None and trained:
+        method = getattr(holder.peft_config[trained[0]], TABLES_ATTRIBUTE).to_method()
+        yield Check(
+            "adapters",
+            DIFFERS,
+            f"the adapter {trained[0]!r} was trained under {method}, and the model is not patched",
+            f"the table of {method}",
+            "the adapter works on angles that it never saw",
+            f"rope_patch.apply(model, {str(method)!r})",
+        )
+        return
+    try:
+        if record is not None:
+            check_adapters(model, record)
+    except PatchError as error:
+        yield Check("adapters", DIFFERS, str(error))
+        return
+    said = "were trained here or carry the record of these tables" if record is not None or trained else ""
+    if said:
+        yield Check("adapters", HOLDS, f"{', '.join(own)} {said}")
+    else:
+        yield Check("adapters", UNKNOWN, f"nothing says under which tables {', '.join(own)} was trained", counts=False)
+
+
+CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
+    record_is_whole,
+    config_describes_table,
+    module_uses_table,
+    layers_use_their_tables,
+    float32_tells_positions_apart,
+    contexts_agree,
+    adapters_fit,
+    transformers_accepts,
+)
+"""Every check of a model, in the order in which they are made."""

@@ -1,0 +1,126 @@
+"""Checks of a checkpoint's folder: what its files say, by their headers; no weights are read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
+from rope_patch.checkpoints.source_files import config_json
+from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, shards, wrong_tensors
+from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
+from rope_patch.patching.older_keys import older_differences
+
+_ROWS = 8
+"""Rows of the head that are compared with those of the embedding: enough to tell two matrices apart."""
+
+
+def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
+    """``config.json`` says the same to transformers 4 and to transformers 5."""
+    wrong = older_differences(config_json(folder))
+    if not wrong:
+        yield Check("config.json", HOLDS, "its keys for transformers 4 and 5 do not contradict each other")
+        return
+    yield Check(
+        "config.json",
+        DIFFERS,
+        "; ".join(wrong),
+        "rope_scaling and rope_theta that repeat rope_parameters",
+        "transformers 5 takes rope_scaling in place of rope_parameters where both are there; others take the other",
+        "take out the keys that are wrong",
+    )
+
+
+def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
+    """The weights files are whole, and hold the tensors of the model that the config describes."""
+    try:
+        check_weights(folder)
+    except OSError as error:
+        yield Check("weights files", DIFFERS, str(error), meaning="the model cannot be loaded as it was saved")
+        return
+    with warnings.catch_warnings(record=True) as remarks:
+        warnings.simplefilter("always")
+        wrong = wrong_tensors(folder, model)
+    if wrong:
+        yield Check(
+            "weights files",
+            DIFFERS,
+            wrong,
+            f"the tensors of {type(model).__name__}",
+            "transformers gives tensors that are missing random values, other ones at each load",
+            "save the model again, or copy the folder again",
+        )
+    else:
+        yield Check("weights files", HOLDS, f"every file is whole, with the tensors of {type(model).__name__}")
+    for remark in remarks:
+        yield Check("unknown tensors", DIFFERS, str(remark.message), counts=False)
+
+
+def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
+    """A head that the config ties to the embedding is not stored with other values."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or head is None:
+        return
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    rows = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in {names[id(head)], names[id(embedding)]} & set(file.keys()):
+                rows[name] = file.get_slice(name)[:_ROWS]
+    if len(rows) < 2:
+        yield Check("tied head", HOLDS, "the head is the embedding, as the config says")
+        return
+    one, other = rows.values()
+    same = one.shape == other.shape and bool((one == other).all())
+    yield Check(
+        "tied head",
+        HOLDS if same else DIFFERS,
+        "the file holds the head twice, with equal values" if same else f"the file holds another {names[id(head)]}",
+        "" if same else "the embedding's values, since the config says tie_word_embeddings",
+        "" if same else "loaders that obey the config drop the head that was trained",
+        "" if same else "set tie_word_embeddings to false in config.json",
+    )
+
+
+def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
+    """No files of another save lie in the folder that a loader may take instead."""
+    left = []
+    whole, index = folder / "model.safetensors", folder / INDEX_FILE
+    if whole.is_file() and index.is_file() and whole.name not in shards(index):
+        left.append((f"{whole.name} and {INDEX_FILE} are both there: loaders take one or the other", True))
+    if (folder / ADAPTER_FILE).is_file():
+        left.append((f"{ADAPTER_FILE} lies beside the model: transformers puts that adapter on it when it loads", True))
+    elif (folder / RECORD_FILE).is_file() and getattr(model.config.get_text_config(), "rope_patch", None) is None:
+        left.append((f"{RECORD_FILE} is there, and the config says nothing of a patch", True))
+    if any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
+        left.append(("pytorch_model*.bin lies beside safetensors files, which transformers prefers", False))
+    for sentence, counts in left:
+        yield Check(
+            "leftovers",
+            DIFFERS,
+            sentence,
+            "the files of one save",
+            "what is loaded depends on the program",
+            "move the files of the older save elsewhere",
+            counts=counts,
+        )
+    if not left:
+        yield Check("leftovers", HOLDS, "no files of another save lie in the folder")
+
+
+CHECKS: tuple[Callable[[Path, PreTrainedModel], Iterator[Check]], ...] = (
+    keys_agree,
+    tensors_are_there,
+    tied_head_is_tied,
+    no_leftovers,
+)
+"""Every check of a folder that holds a whole model, in the order in which they are made."""
+
+
+def weights_elsewhere(source: str) -> Check:
+    """Say that the weights of a hub repository are not looked at."""
+    return Check("weights files", UNKNOWN, f"{source} is no folder, and its weights are not downloaded", counts=False)

@@ -1,0 +1,45 @@
+"""What other programs compute from a checkpoint, as checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import transformers
+
+from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
+from rope_patch.engines.audit import AGREES, OURS, REFERENCE, AuditRow, audit
+from rope_patch.engines.audit import DIFFERS as OTHER_TABLE
+from rope_patch.engines.program_readings import PROGRAMS
+from rope_patch.engines.verified_versions import UNVERIFIED
+
+
+def programs_agree(source: str | Path) -> Iterator[Check]:
+    """Say what each known program computes from a folder, hub id or GGUF file."""
+    audited = audit(source)
+    rows = [row for row in audited.rows if (row.verdict, row.program) != (REFERENCE, OURS)]
+    for program in dict.fromkeys(row.program for row in rows):
+        kinds = {_check(row): row.layer_type for row in rows if row.program == program}
+        for check, kind in kinds.items():
+            # One line for a program that reads all layer types alike.
+            yield check if len(kinds) == 1 or kind is None else replace(check, name=f"{check.name} [{kind}]")
+    for note in audited.notes:
+        yield Check("note", HOLDS, note, counts=False)
+
+
+def _check(row: AuditRow) -> Check:
+    known = PROGRAMS.get(row.program)
+    name = f"{known.name} {known.version}" if known else f"transformers {transformers.__version__}"
+    reasons, fix = "; ".join(row.reasons), row.fix or ""
+    check = Check(name, HOLDS, "it computes the same table", program=row.program, counts=False)
+    if row.verdict in (AGREES, REFERENCE):
+        return check
+    if row.verdict == UNVERIFIED:
+        return replace(check, state=UNKNOWN, found=reasons)
+    if row.verdict != OTHER_TABLE or row.built is None:
+        return replace(check, state=DIFFERS, found=f"it refuses this checkpoint: {reasons}", fix=fix)
+    built = row.built
+    apart = "" if row.difference is None else f", frequencies off by up to {row.difference:.2%}"
+    found = f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{apart}"
+    return replace(check, state=DIFFERS, found=found, meaning=reasons, fix=fix)

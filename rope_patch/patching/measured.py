@@ -1,0 +1,108 @@
+"""What a rotary module really computes, found by calling it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch import frequencies
+from rope_patch.patching.record import TableRecord, key_of
+from rope_patch.patching.rotary import RotaryLayout, call
+from rope_patch.patching.two_tables import reaching
+
+_UNDER_LONG_TABLE = 10**15
+"""A length under the long table of any patch [tokens]."""
+_POSITIONS = (0, 1, 2, 3, 17, 101, 1009, 4093)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a rotary module computes in the place of one table.
+
+    Attributes:
+        key: the layer type of the table, ``"all"`` where all layers share one.
+        expected: the table with which it was compared.
+        problem: what differs, in a line; None where nothing does.
+        inv_freq: (pairs,) float32, the frequencies in use: the angles at position 1 [rad/token]. None where the module
+            cannot be called, or has another number of pairs.
+        attention_scaling: the attention factor in use.
+        angle_error: the largest difference of an angle from the expected one [rad]; None as for ``inv_freq``, and where
+            an angle is not finite.
+        position: the position of that angle [tokens].
+    """
+
+    key: str
+    expected: TableRecord
+    problem: str | None
+    inv_freq: Tensor | None = None
+    attention_scaling: float | None = None
+    angle_error: float | None = None
+    position: int | None = None
+
+
+def measure(
+    module: nn.Module,
+    layout: RotaryLayout,
+    tables: Mapping[str, TableRecord],
+    device: torch.device,
+    *,
+    reach: int = _UNDER_LONG_TABLE,
+    context: int | None = None,
+) -> list[Measured]:
+    """Call a rotary module and compare its cos and sin with tables.
+
+    Args:
+        module: the rotary module that is called.
+        layout: how it lays out cos and sin.
+        tables: the expected tables, by layer type.
+        device: the device to call it on.
+        reach: the length that is stated to a module of two tables; no position is beyond it [tokens].
+        context: a length whose last position is compared, too [tokens].
+    """
+    last = [] if context is None else [context - 1]
+    positions = torch.tensor(
+        [[n for n in (*_POSITIONS, *last) if n < min(reach, context or _UNDER_LONG_TABLE)]], device=device
+    )
+    return [_measured(module, layout, key, table, positions, reach) for key, table in tables.items()]
+
+
+def _measured(
+    module: nn.Module, layout: RotaryLayout, key: str, table: TableRecord, positions: Tensor, reach: int
+) -> Measured:
+    device, kind = positions.device, None if key == key_of(None) else key
+    try:
+        with reaching(module, reach):
+            cos, sin = layout.pairs(call(module, kind, positions))
+    except Exception as error:
+        return Measured(key, table, f"[{key}] cannot be called: {error}")
+    if cos.dtype != torch.float32 or cos.device.type != device.type:
+        wrong_type = f"[{key}] cos is {cos.dtype} on {cos.device}, expected torch.float32 on {device}"
+        return Measured(key, table, wrong_type)
+    inv_freq = frequencies.table_of(table.inv_freq)
+    if cos.shape[-1] != len(inv_freq):
+        return Measured(key, table, f"[{key}] has {cos.shape[-1]} pairs, expected {len(inv_freq)}")
+    # On the CPU, since not every device has doubles.
+    got = torch.complex(cos.cpu().double(), sin.cpu().double())
+    angles = positions.cpu()[..., None].double() * inv_freq.double()
+    wanted = torch.polar(torch.full_like(angles, table.attention_scaling), angles)
+    in_use, scaling = got[0, 1].angle().float(), float(got[0, 1].abs().mean())
+    if not bool(torch.isfinite(torch.view_as_real(got)).all()):
+        return Measured(key, table, f"[{key}] cos and sin are not finite", in_use, scaling)
+    off = torch.view_as_real(got - wanted).abs().amax(-1)
+    turned = (got * wanted.conj()).angle().abs()[0].amax(-1)
+    # float32 angles carry a relative error of 6e-8; a table off by 1e-5 shows at the far positions.
+    excess = off - (2e-6 + 2e-7 * angles) * table.attention_scaling
+    problem: str | None = None
+    if bool((excess > 0).any()):
+        pair = int(excess[0].amax(0).argmax())
+        turns = math.atan2(float(sin[0, 1, pair]), float(cos[0, 1, pair]))
+        problem = (
+            f"[{key}] cos and sin are off by up to {float(off.max()):.3g}: pair {pair} turns {turns:.6g} rad/token, "
+            f"expected {table.inv_freq[pair]:.6g}"
+        )
+    worst = int(turned.argmax())
+    return Measured(key, table, problem, in_use, scaling, float(turned[worst]), int(positions[0, worst]))
