@@ -1,8 +1,8 @@
-"""Batches of windows or prompts, read by one process or divided among several, with the same results in all.
+"""Reads batches of windows or prompts in one process or divided among several, which all get the same results.
 
-Under ``torchrun`` or ``accelerate launch`` the processes that hold a whole model take the batches in turn, those that
-one process would read, so results are equal to the last digit. What each has read is gathered once, at the end. A model
-that is spread over the processes is read by all of them together, batch by batch.
+Under ``torchrun`` or ``accelerate launch`` processes that each hold a whole model take turns with the batches. The
+batches are those that a single process would read, so results are equal to the last digit. The results of all processes
+are gathered once, at the end. If the model is sharded over the processes, all of them read every batch together.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ T = TypeVar("T")
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Return whether this process holds a whole model, and not a part of one (FSDP, tensor parallelism, ZeRO-3)."""
-    distributed: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import, and without it nothing is sharded
+    """Return whether this process holds a whole model, not a shard of one (FSDP, tensor parallelism, ZeRO-3)."""
+    distributed: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import; absent if nothing is sharded
     fsdp = () if distributed is None else (distributed.FSDPModule, distributed.FullyShardedDataParallel)
     if any(isinstance(module, fsdp) or (getattr(module, "tp_size", None) or 1) > 1 for module in model.modules()):
         return False
-    # DTensor has full_tensor, a parameter of DeepSpeed's ZeRO-3 ds_id.
+    # A DTensor has the attribute full_tensor, and a parameter of DeepSpeed's ZeRO-3 has ds_id.
     return not any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def ways(model: nn.Module) -> int:
-    """Return how many processes share the reading of a model."""
+    """Return how many processes divide the batches among them; 1 if the model is sharded."""
     return processes()[1] if is_whole(model) else 1
 
 
 @dataclass(frozen=True)
 class BatchReader(Generic[T]):
-    """How the batches of one measurement are read.
+    """Reads the batches of one measurement.
 
     Attributes:
-        score: takes items, and the tokens to report for the whole batch; returns a JSON value for each item.
-        name: of an item's value, the same wherever the value is the same.
-        tokens: of an item [tokens].
-        result_cache: values by name; None where none are kept.
+        score: function of a list of items and the number of tokens to report for the whole batch; it returns a JSON
+            value for each item.
+        name: function that names an item's value; items with the same name share one value.
+        tokens: function that returns how many tokens an item has.
+        result_cache: stored values by name; None if none are stored.
     """
 
     score: Callable[[list[T], int], list[Any]]
@@ -60,11 +61,11 @@ class BatchReader(Generic[T]):
         """Yield every item with its value, in order.
 
         Args:
-            model: the model that reads.
-            batches: the items of a batch are read side by side, but for those in the result cache.
+            model: the model that reads the items.
+            batches: lists of items; the items of a list that are not in the result cache are read side by side.
 
         Raises:
-            ValueError: the processes read different things.
+            ValueError: the processes read different models, texts or prompts.
         """
         if ways(model) == 1:
             for batch in self._named(batches):
@@ -75,13 +76,15 @@ class BatchReader(Generic[T]):
         mine: dict[str, Any] = {}
         for batch in self._named(batches):
             every.append(batch)
+            # Only batches with something to read are counted, so that a resumed run is divided evenly too.
             if batch.todo and count % size == rank:
                 mine |= self._score(batch, alone=True)
             else:
-                # A batch that another process reads counts when this one comes past it.
+                # The progress bar of this process counts a batch of another process when its turn comes.
                 progress.advance(sum(map(self.tokens, batch.items)))
             count += bool(batch.todo)
         gathered = _gathered(mine, [fingerprint(model), *(name for batch in every for name in batch.todo)])
+        # The first process writes the file of all results before any other deletes its own part of them.
         from_first(lambda: self._add(gathered))
         self._add(gathered)
         if isinstance(self.result_cache, PartOfCache):
@@ -90,7 +93,7 @@ class BatchReader(Generic[T]):
             yield from self._values_of(batch, gathered)
 
     def _named(self, batches: Iterable[Sequence[T]]) -> Iterator[_Batch[T]]:
-        """Give each item the name of its value. Without a result cache equal items are read again, and numbered."""
+        """Name the value of each item; numbers tell equal items apart where there is no result cache."""
         cache, earlier, number = self.result_cache, set[str](), itertools.count()
         for items in batches:
             if cache is None:
@@ -98,13 +101,13 @@ class BatchReader(Generic[T]):
             else:
                 names = [self.name(item) for item in items]
             pairs = zip(names, items, strict=True)
-            # Equal items have one name, and are read once.
+            # Equal items have the same name and are read once.
             todo = {name: item for name, item in pairs if name not in earlier and name not in (cache or {})}
             earlier.update(() if cache is None else names)
             yield _Batch(items, names, todo)
 
     def _score(self, batch: _Batch[T], *, alone: bool = False) -> dict[str, Any]:
-        """Read what is not in the result cache, keep it there, and report all tokens of the batch."""
+        """Read the items that are not in the result cache, store their values, and report the whole batch as read."""
         size, values = sum(map(self.tokens, batch.items)), dict[str, Any]()
         with progress.all_of(size):
             if batch.todo:
@@ -113,14 +116,14 @@ class BatchReader(Generic[T]):
         return values
 
     def _add(self, values: dict[str, Any], *, alone: bool = False) -> None:
-        """Put values into the result cache, which this process alone may have read."""
+        """Store values in the result cache; ``alone`` says that only this process has them."""
         if alone and isinstance(self.result_cache, PartOfCache):
             self.result_cache.finish(values)
         elif self.result_cache is not None:
             add_new(self.result_cache, values)
 
     def _values_of(self, batch: _Batch[T], values: dict[str, Any]) -> Iterator[tuple[T, Any]]:
-        """Yield the items of a batch with their values, new ones or those of the result cache."""
+        """Yield the items of a batch with their values, from ``values`` or from the result cache."""
         cache = self.result_cache or {}
         for name, item in zip(batch.names, batch.items, strict=True):
             yield item, values[name] if name in values else cache[name]
@@ -128,7 +131,7 @@ class BatchReader(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class _Batch(Generic[T]):
-    """Items that are read side by side, the names of their values, and the items whose values are not there yet."""
+    """Items of one batch, the names of their values, and by name the items that still have to be read."""
 
     items: Sequence[T]
     names: Sequence[str]
@@ -136,11 +139,11 @@ class _Batch(Generic[T]):
 
 
 def _gathered(mine: dict[str, Any], identity: Any) -> dict[str, Any]:
-    """Return the values that all processes have read.
+    """Return the values of all processes.
 
     Args:
-        mine: the values by name that this process has read.
-        identity: what all of them have read together, for telling whether it is the same.
+        mine: values that this process has computed, by name.
+        identity: JSON value that must be equal in all processes: the model and the names of all values.
     """
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     parts = gather({"identity": digest, "values": mine})

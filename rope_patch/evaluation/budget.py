@@ -1,4 +1,4 @@
-"""How many tokens a command reads where it may read less: as many as suit the size of the model, or fit into a time."""
+"""Decides how many tokens a command reads: as many as suit the size of the model, or as fit into a given time."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from rope_patch.runtime.finished import ResultCache, key
 from rope_patch.runtime.parallel import from_first
 
 DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16}
-"""Parameters × tokens that a command reads by default, by device: 89k tokens with a model of 135M parameters on a CPU,
-which takes two cores about seven minutes in bfloat16 (200 tokens a second), and 1.2M with one of 8B on a GPU."""
+"""Product of parameters and tokens that a command reads by default, by device. On a CPU it allows 89k tokens with a
+model of 135M parameters, which takes two cores about seven minutes in bfloat16 (200 tokens a second); on a GPU it
+allows 1.2M tokens with a model of 8B parameters."""
 SHORTEST_ROW = 128
-"""Shortest row that the speed is measured on [tokens]."""
+"""Length of the first row that the speed is measured on [tokens]."""
 MEASURING_SECONDS = 8.0
-"""Time for measuring the speed, about; a single row of the shortest length is read in any case [s]."""
+"""Approximate time spent on measuring the speed [s]; one row of the shortest length is read in any case."""
 FILLED_SHARE = 0.85
-"""Share of a time that is filled with what is known to be read."""
+"""Share of the given time that is planned; the rest is a reserve."""
 
 
 def default_tokens(model: nn.Module) -> int:
-    """Return how many tokens a long command reads with a model where no time is given: fewer the larger it is."""
+    """Return how many tokens a long command reads if no time is given: the larger the model, the fewer."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return int(DEFAULT_WORK["cuda" if next(model.parameters()).is_cuda else "cpu"] / max(parameters, 1))
 
@@ -45,13 +46,13 @@ def suite_within(
     scalable: Collection[str] = SCALABLE,
     cost: Callable[[EvalSpec], float] = tokens_to_read,
 ) -> tuple[EvalSuite, str]:
-    """Return a suite that costs no more than is allowed, and what is lost with it, as a sentence; "" where nothing is.
+    """Return a suite whose cost is within a limit, and a sentence that says what it loses; "" if it loses nothing.
 
     Args:
-        suite: what is measured with time enough.
-        most: at most, in the unit of the cost; tokens by default.
+        suite: what would be measured without a limit.
+        most: largest cost allowed, in the unit of ``cost``, which is tokens by default.
         scalable: fields of the spec that may be lowered.
-        cost: of a spec with as many windows as the text has room for.
+        cost: a function that returns the cost of a spec; it gets specs with as many windows as the text has room for.
 
     Raises:
         ValueError: even the smallest spec costs more.
@@ -69,47 +70,54 @@ def comparison_within(
     finished: Path,
     chosen: Collection[str] = (),
 ) -> tuple[EvalSuite, str]:
-    """Return a suite with which a comparison fits into a time or suits the size of the model, and what is lost.
+    """Return a suite that fits into a time or suits the size of the model, and a sentence that says what it loses.
 
     Args:
-        suite: what is measured with time enough.
-        model: the model that reads.
+        suite: what would be measured without a limit.
+        model: the model that is measured.
         methods: number of methods that are compared.
-        seconds: the time [s]; None for what suits the size of the model.
-        finished: file in which the measured speed is kept.
-        chosen: fields of the spec that stay as they are where no time is given.
+        seconds: time for the comparison [s]; None if the size of the model decides.
+        finished: file of the result cache, in which the measured speed is stored.
+        chosen: fields of the spec that the user set, which are not lowered if no time is given.
     """
     spec = replace(suite.spec, windows=len(suite.windows))
     if seconds is None:
         scalable = [name for name in SCALABLE if name not in chosen]
         least = tokens_to_read(smallest(spec, scalable))
+        # Where the user gave no time, the smallest spec is read even if it is above the default, and no error is
+        # raised.
         return suite_within(suite, max(default_tokens(model) / methods, least), scalable)
+    # The speed is measured on batches as large as the largest that will be read.
     rows, context = min(spec.rows, max(1, len(suite.windows))), trained_length(model)
     most = tokens_within(model, seconds, spec.longest, finished, rows=rows, chunk=spec.chunk)
+    # The key tokens of LongPPL are chosen once, for all methods.
     return suite_within(suite, most, cost=lambda one: tokens_of_spec(one, context) + methods * tokens_computed(one))
 
 
 def tokens_within(
     model: nn.Module, seconds: float, length: int, finished: Path, *, rows: int, chunk: int | None
 ) -> int:
-    """Return how many tokens all processes read in a time; a command that goes on reads as many as it planned at first.
+    """Return how many tokens all processes read in a time; a resumed command gets the number that it planned at first.
 
     Args:
-        model: the model that reads.
-        seconds: the time [s].
-        length: the longest row that will be read, which takes the most time for each token [tokens].
-        finished: file of the result cache in which the answer is kept.
-        rows: the rows that are read side by side.
-        chunk: the tokens of a forward pass; None for all.
+        model: the model that is measured.
+        seconds: time that is available [s].
+        length: length of the longest row that will be read, whose tokens take the most time [tokens].
+        finished: file of the result cache, in which the measured speed is stored.
+        rows: number of rows in a batch.
+        chunk: length of a forward pass [tokens]; None for whole rows.
     """
 
     def measure() -> float:
+        # A speed that is measured anew would differ, and with it the windows and prompts: a resumed command would find
+        # none of its results.
         cache = ResultCache(finished)
         name = key(what="speed", model=fingerprint(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
         if name not in cache:
             cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
         return float(cache[name])
 
+    # The first process measures for all, because all have to plan the same work.
     return int(FILLED_SHARE * seconds * from_first(measure)) * ways(model)
 
 
@@ -121,25 +129,25 @@ def tokens_per_second(
     rows: int = 1,
     chunk: int | None = None,
 ) -> float:
-    """Measure how fast a model reads rows of tokens: short ones, and ever longer ones while time allows.
+    """Measure how many tokens a model reads in a second, on a short row and then on longer ones while time allows.
 
-    The cost of rows that are longer than there is time for is extrapolated: for each token it grows linearly with the
-    length of the row, by attention.
+    For longer rows the speed is extrapolated: because of attention, the time for each token grows linearly with the
+    length of the row.
 
     Args:
         model: a causal language model.
-        length: length of the rows [tokens].
-        rows: rows that are read side by side; tried where a single one took little time.
-        chunk: tokens per forward pass.
+        length: length of the rows that will be read [tokens].
+        rows: number of rows in a batch; a batch is tried only if a single row took little time.
+        chunk: length of a forward pass [tokens]; None for whole rows.
     """
     reader = Reader(model)
-    if reader.dynamic:  # whole rows, one at a time
+    if reader.dynamic:  # such a model reads whole rows, one at a time
         rows, chunk = 1, None
 
     def seconds(count: int, size: int) -> float:
         ids = (torch.arange(count * size) % reader.vocabulary).view(count, size)
         started = time.perf_counter()
-        losses(reader, ids, [1] * count, chunk=chunk)  # waits for a GPU
+        losses(reader, ids, [1] * count, chunk=chunk)  # its result is on the CPU, so a GPU has finished
         return time.perf_counter() - started
 
     with in_eval_mode(model):
@@ -150,11 +158,14 @@ def tokens_per_second(
             spent += took
             sizes.append(size)
             costs.append(took / size)
+            # A row twice as long takes at least twice the time, and more because of attention.
             if size == length or spent + 2.5 * took > MEASURING_SECONDS:
                 break
             size = min(2 * size, length)
+        # On a GPU several rows may take no longer than one, so a batch is timed if there is time for it.
         if size == length and rows > 1 and rows * took < MEASURING_SECONDS:
             return rows * length / seconds(rows, length)
+    # Longer rows get more weight: they are closer to the length that is extrapolated to.
     growing = float(np.polyfit(sizes, costs, 1, w=sizes)[0]) if len(sizes) > 1 else 0.0
-    growing = max(growing, 0.0)  # noise never makes longer rows faster
+    growing = max(growing, 0.0)  # noise must not make longer rows look faster
     return 1 / (costs[-1] + growing * (length - sizes[-1]))

@@ -1,4 +1,4 @@
-"""Texts of the user's own, and their tokens: a string, a file, a folder, a dataset."""
+"""Reads the user's texts (a string, a file, a folder or a dataset) and turns them into tokens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class TokenDocument:
     """A document in the tokens of a model.
 
     Attributes:
-        name: of the document.
-        ids: (tokens,) int64, special tokens in front included.
-        ends: (tokens,) int64, the byte of the UTF-8 text at which each token ends; None when the tokenizer does not
-            tell. Of tokens that share a character the first counts its bytes.
-        prefix: the special tokens put in front.
-        key_tokens: (tokens,) bool, those that LongPPL is measured on; None where none were chosen.
+        name: name of the document.
+        ids: (tokens,) int64, the token ids, beginning with the special tokens.
+        ends: (tokens,) int64, for each token the number of bytes of the UTF-8 text up to its end; None if the tokenizer
+            does not tell. If several tokens share a character, the first of them counts all its bytes.
+        prefix: ids of the special tokens that were put in front.
+        key_tokens: (tokens,) bool, True for the tokens that LongPPL is measured on; None if none were chosen.
     """
 
     name: str
@@ -44,36 +44,37 @@ class TokenDocument:
     key_tokens: Tensor | None = None
 
     def beginning(self, length: int) -> TokenDocument:
-        """Return the first tokens of the document [tokens]."""
+        """Return the document cut to its first ``length`` tokens."""
         ends = None if self.ends is None else self.ends[:length]
         key_tokens = None if self.key_tokens is None else self.key_tokens[:length]
         return TokenDocument(self.name, self.ids[:length], ends, self.prefix, key_tokens)
 
 
 PIECE_CHARACTERS = 2**22
-"""Longest piece of a text that is encoded in one call: a tokenizer holds some 200 bytes for each character until the
-call returns [characters]."""
+"""Longest piece of a text that is encoded in one call [characters]: until a call returns, a tokenizer holds some 200
+bytes for each character."""
 
 Source = str | Path | Corpus | Iterable[Any]
 
 
 def documents(source: Source, *, pattern: str = "**/*.txt") -> Iterator[Document]:
-    """Yield the documents of a source, one at a time; nothing is read ahead.
+    """Yield the documents of a source one at a time, each read only when it is asked for.
 
     Args:
         source: a text (``str``), a file or folder (``Path``), a built-in :class:`Corpus`, a ``datasets`` dataset
             (streaming or not), or any iterable of texts, :class:`Document` or mappings with a ``text``.
-        pattern: which files of a folder are read, in the order of their paths.
+        pattern: glob pattern of the files that are read from a folder, in the order of their paths.
 
     Raises:
-        FileNotFoundError: no such file or folder.
-        ValueError: a file that is not UTF-8, a folder with no file of the pattern, a row without a text, or
-            nothing at all to read.
+        FileNotFoundError: the file or folder does not exist.
+        ValueError: a file is not UTF-8, no file of a folder matches the pattern, a row has no text, or there is no text
+            at all.
     """
     any_text = False
     for document in _documents(source, pattern):
         any_text = any_text or (bool(document.text) and not document.text.isspace())
         yield document
+    # A stream has to be read to its end before it is known to hold no text.
     if not any_text:
         raise ValueError("the source holds no text: it is empty")
 
@@ -98,6 +99,7 @@ def _documents(source: Source, pattern: str) -> Iterator[Document]:
                     raise ValueError(f"{name} is not UTF-8 text (byte {error.start})") from None
         case Corpus():
             yield from (Document(f"{source.split}/{i}", text) for i, text in enumerate(source.documents))
+        # The datasets library returns a mapping from splits to data sets if no split is named.
         case Mapping():
             raise ValueError(f"a dataset with splits: choose one of {sorted(map(str, source))}")
         case _:
@@ -108,6 +110,7 @@ def _documents(source: Source, pattern: str) -> Iterator[Document]:
 def _files(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(path for path in folder.glob(pattern) if path.is_file())
+    # Path.glob raises ValueError for an empty pattern, and NotImplementedError for an absolute path.
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"pattern must name files below the folder, as '**/*.txt' does, got {pattern!r}") from error
 
@@ -124,10 +127,10 @@ def _row(row: Any, number: int) -> Document:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise unless a tokenizer can be called.
+    """Raise unless the argument is a tokenizer, which can be called.
 
     Raises:
-        ValueError: a name or a folder in its place, or something else.
+        ValueError: it is the name or the folder of a tokenizer, or anything else.
     """
     if callable(tokenizer):
         return
@@ -140,12 +143,12 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def prefix_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Return the special tokens that go in front of a text: the beginning-of-sequence token where there is one.
+    """Return the special tokens that go in front of a text: the beginning-of-sequence token if there is one.
 
-    lm-eval puts it there only for tokenizers that add it themselves.
+    lm-eval puts it there only if the tokenizer adds it by itself.
 
     Raises:
-        ValueError: no tokenizer.
+        ValueError: the argument is not a tokenizer.
     """
     check_tokenizer(tokenizer)
     return () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
@@ -158,12 +161,12 @@ def encode(tokenizer: Any, source: Source, prefix: Sequence[int] | None = None) 
     token is added.
 
     Args:
-        tokenizer: of the model.
-        source: as in :func:`documents`.
-        prefix: special tokens in front of each document; by default those of :func:`prefix_ids`.
+        tokenizer: the tokenizer of the model that will read the tokens.
+        source: the texts, as :func:`documents` takes them.
+        prefix: special tokens that are put in front of each document; by default those of :func:`prefix_ids`.
 
     Raises:
-        ValueError: as :func:`documents` and :func:`prefix_ids`.
+        ValueError: as for :func:`documents` and :func:`prefix_ids`.
     """
     check_tokenizer(tokenizer)
     prefix = prefix_ids(tokenizer) if prefix is None else tuple(prefix)
@@ -174,22 +177,24 @@ def encode(tokenizer: Any, source: Source, prefix: Sequence[int] | None = None) 
 def spread_windows(
     tokenizer: Any, source: Source, longest: int, windows: int | None = None
 ) -> tuple[list[TokenDocument], str]:
-    """Return windows spread evenly over a text, each with the special tokens in front, and the digest of the text.
+    """Return windows that are spread evenly over a text, each beginning with the special tokens, and the text's digest.
 
     Args:
-        tokenizer: of the model.
-        source: as in :func:`documents`.
-        longest: length of a window [tokens].
-        windows: how many; by default 16, or as many as the text has room for.
+        tokenizer: the tokenizer of the model that will read the windows.
+        source: the text, as :func:`documents` takes it.
+        longest: length of each window, special tokens included [tokens].
+        windows: number of windows; by default 16, or as many as the text has room for.
 
     Raises:
-        ValueError: too little text.
+        ValueError: the text is too short for the windows.
     """
     whole = source.text if isinstance(source, Corpus) else "\n\n".join(d.text for d in documents(source))
+    # The special tokens are left out here, because every window gets them in front.
     (stream,) = encode(tokenizer, whole, prefix=())
     prefix = prefix_ids(tokenizer)
     size, total = longest - len(prefix), len(stream.ids)
     if windows is None:
+        # At least one, so that a text shorter than one window meets the error below, which says how much is needed.
         windows = max(1, min(16, total // size))
     if windows * size > total:
         raise ValueError(
@@ -201,6 +206,8 @@ def spread_windows(
         ids = torch.cat([torch.tensor(prefix, dtype=torch.long), stream.ids[start : start + size]])
         ends = None
         if stream.ends is not None:
+            # The special tokens end where the text before the window ends: they count no bytes, and the first token of
+            # the window counts its own alone.
             before = stream.ends[start - 1] if start else torch.tensor(0)
             ends = torch.cat([before.repeat(len(prefix)), stream.ends[start : start + size]])
         rows.append(TokenDocument(f"window {i}", ids, ends, prefix))
@@ -208,12 +215,13 @@ def spread_windows(
 
 
 def text_digest(text: str) -> str:
-    """Return the SHA-256 of a text in UTF-8."""
+    """Return the SHA-256 of a text, encoded as UTF-8."""
+    # Without surrogatepass a text with a lone surrogate could not be encoded.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def spread_starts(total: int, size: int, windows: int) -> list[int]:
-    """Return where windows of some size begin that are spread evenly over a text, its two ends included.
+    """Return where the windows begin if they are spread evenly from the start of a text to its end.
 
     >>> spread_starts(10, 4, 3)
     [0, 3, 6]
@@ -222,27 +230,32 @@ def spread_starts(total: int, size: int, windows: int) -> list[int]:
 
 
 def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> TokenDocument:
-    """Encode a document, a piece at a time; only a tokenizer that is "fast" tells the characters of its tokens."""
+    """Encode a document piece by piece; only a "fast" tokenizer tells which characters each token covers."""
     fast = bool(getattr(tokenizer, "is_fast", False))
     ids = [torch.tensor(prefix, dtype=torch.long)]
     ends = [torch.zeros(len(prefix), dtype=torch.long)]
     before = 0
     for piece in _pieces(document.text):
-        # Too long for the model is what windows are for: verbose=False keeps the tokenizer's warning away.
+        # The text is read in windows, so it may be longer than the model's context: verbose=False suppresses the
+        # tokenizer's warning.
         coded = tokenizer(piece, add_special_tokens=False, verbose=False, return_offsets_mapping=fast)
         ids.append(torch.tensor(coded["input_ids"], dtype=torch.long))
         if fast and coded["input_ids"]:
+            # Offsets count characters, and UTF-32 gives each character one number, from which follows its size in
+            # UTF-8: one byte up to U+007F, two up to U+07FF, three up to U+FFFF, then four.
             points = numpy.frombuffer(piece.encode("utf-32-le", "surrogatepass"), dtype=numpy.uint32)
             sizes = 1 + (points > 0x7F).astype(numpy.int64) + (points > 0x7FF) + (points > 0xFFFF)
             upto = torch.from_numpy(numpy.concatenate([[before], before + sizes.cumsum()]))
             stops = torch.tensor([stop for _, stop in coded["offset_mapping"]])
+            # The maximum so far keeps ends from falling, whatever offsets a tokenizer gives to tokens that share a
+            # character.
             ends.append(upto[stops].cummax(0).values)
             before = int(upto[-1])
     return TokenDocument(document.name, torch.cat(ids), torch.cat(ends) if fast else None, prefix)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a text at ends of lines into pieces that a tokenizer has memory for; nearly all texts are one piece."""
+    """Cut a text at line ends into pieces of at most :data:`PIECE_CHARACTERS`; nearly all texts are one piece."""
     begin = 0
     while len(text) - begin > PIECE_CHARACTERS:
         line = text.rfind("\n", begin, begin + PIECE_CHARACTERS) + 1

@@ -1,4 +1,4 @@
-"""Texts to analyse a model on: the user's own, or short ones of five kinds that ship with the package."""
+"""Texts to analyse a model on: the user's own, or the short texts of five kinds that ship with the package."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rope_patch.packaged import data_path
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
 LONGEST_ROW = 2048
-"""Rows are no longer unless asked for [tokens]."""
+"""Greatest length of a row, unless the user asks for longer ones [tokens]."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextRows:
-    """Rows of equal length, as many of each group.
+    """Rows of equal length, with the same number of rows from each group.
 
     Attributes:
-        ids: (rows, tokens) int64, each with the special tokens in front.
-        groups: (rows) what each is of.
-        name: of the text.
-        sha256: of the text.
+        ids: (rows, tokens) int64, the token ids of each row, which begins with the special tokens.
+        groups: (rows,) name of the text that each row is from.
+        name: name of all the texts together, for results.
+        sha256: digest of the texts.
     """
 
     ids: Tensor
@@ -49,20 +49,21 @@ def read_rows(
     tokens: int = 16384,
     context: int = LONGEST_ROW,
 ) -> TextRows:
-    """Cut texts into rows of equal length, spread evenly over each and as many from each.
+    """Cut texts into rows of equal length: the same number from each text, spread evenly over it.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model that will read the rows.
         sources: texts by name, as :func:`~rope_patch.evaluation.documents.documents` reads them; by default
             :func:`builtin_domains`.
-        window: length of a row [tokens]; by default the context, ``LONGEST_ROW`` or what the shortest text has, if
-            less.
-        tokens: of all rows together, at most; at least one row of each source is read.
-        context: of the model [tokens].
+        window: length of a row [tokens]; by default the model's context, but at most ``LONGEST_ROW`` and the length of
+            the shortest text.
+        tokens: largest number of tokens in all rows together; at least one row of each text is read in any case.
+        context: context length of the model [tokens].
 
     Raises:
-        ValueError: no source, a window below 2 tokens, a text shorter than one row, and as ``documents``.
-        FileNotFoundError: as ``documents``.
+        ValueError: there is no text, the window is below 2 tokens, a text is shorter than one row, or as for
+            ``documents``.
+        FileNotFoundError: as for ``documents``.
     """
     named = builtin_domains() if sources is None else dict(sources)
     if not named:
@@ -72,6 +73,8 @@ def read_rows(
     streams: dict[str, Tensor] = {}
     for name, source in named.items():
         whole = "\n\n".join(document.text for document in documents(source))
+        # The zero byte marks where a text ends: otherwise the same characters, divided otherwise among the texts, would
+        # have the same digest.
         digest.update(whole.encode("utf-8", "surrogatepass") + b"\0")
         (stream,) = encode(tokenizer, whole, prefix=())
         streams[name] = stream.ids
@@ -84,6 +87,7 @@ def read_rows(
     if size > room:
         raise ValueError(f"{shortest!r} holds {room} tokens, less than one row of {size}: take shorter rows")
     inner = size - len(prefix)
+    # The shortest text decides, so that every text has the same weight.
     count = max(1, min(len(streams[shortest]) // inner, tokens // (size * len(streams))))
     rows, groups = [], []
     for name, ids in streams.items():

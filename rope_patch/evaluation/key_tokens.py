@@ -1,8 +1,9 @@
-"""Key tokens: those that a model predicts well only with a long context. LongPPL is the perplexity over them.
+"""Key tokens: tokens that a model predicts well only with a long context. LongPPL is the perplexity over them.
 
-*Source*: Fang et al. (2024), LongPPL, arXiv:2410.23771; reference code PKU-ML/LongPPL at 1decd2a. Where we differ: a
-text longer than the evaluator's own context is read in windows of that context, so that the evaluator is never used
-beyond it; the special tokens of a text stand in front of every window; the short context is scaled for short models.
+*Source*: Fang et al. (2024), LongPPL, arXiv:2410.23771; reference code PKU-ML/LongPPL at 1decd2a. We differ in three
+points. A text longer than the evaluator's context is read in windows of that context, so that the evaluator never reads
+beyond it. The special tokens of a text stand in front of every window. The short context is scaled down for models with
+a short context.
 """
 
 from __future__ import annotations
@@ -31,29 +32,30 @@ from rope_patch.runtime.finished import key
 from rope_patch.runtime.progress import Progress
 
 LEAST_GAIN = 2.0
-"""A key token's loss is so much lower with the long context than with the short one [nats]."""
+"""Smallest difference between a key token's loss with the short context and its loss with the long one [nats]."""
 
 LARGEST_LOSS = 2.0
-"""A key token's loss with the long context lies below this [nats]."""
+"""Upper limit of a key token's loss with the long context [nats]."""
 
 SHORT_CONTEXT = 4096
-"""The short context of the paper; models with a context below four times this take a quarter of theirs [tokens]."""
+"""Short context of the paper [tokens]; models whose context is less than four times as long use a quarter of it."""
 
 MOVES_PER_CONTEXT = 4
-"""A window is moved on by a quarter of the context, whose tokens share what stands before, as in the paper's code."""
+"""Number of moves over one context, as in the paper's code: a window advances by a quarter of the context, and the new
+tokens share the text before them."""
 
 
 @dataclass(frozen=True)
 class KeyTokens:
-    """Which tokens LongPPL is measured on, and who chose them.
+    """A summary of the tokens that LongPPL is measured on, and of the model that chose them.
 
     Attributes:
-        evaluator: class and name of the model that chose them.
-        context: the most tokens it read at once [tokens].
-        short_context: the context that it was compared with [tokens].
-        tokens: how many key tokens the windows hold.
-        scored: how many tokens the windows hold that perplexity is measured on.
-        sha256: of their positions.
+        evaluator: class of the model that chose them, and name of its checkpoint.
+        context: largest number of tokens that it read at once [tokens].
+        short_context: context that the long one was compared with [tokens].
+        tokens: number of key tokens in the windows.
+        scored: number of tokens in the windows that perplexity is measured on.
+        sha256: digest of the positions of the key tokens.
     """
 
     evaluator: str
@@ -69,7 +71,7 @@ class KeyTokens:
         return self.tokens / self.scored
 
     def __str__(self) -> str:
-        """Return who chose how many, as a sentence.
+        """Return how many tokens are key tokens and which model chose them.
 
         >>> str(KeyTokens("llama", 8192, 2048, 120, 8000, ""))
         '120 of 8000 tokens (1.5 %) are key tokens, chosen by llama: 8192 tokens of context against 2048'
@@ -81,7 +83,7 @@ class KeyTokens:
 
 
 def short_context_of(context: int) -> int:
-    """Return the short context that goes with a long one: 4096 tokens, but an eighth to a quarter of the long one.
+    """Return the short context for a long one: 4096 tokens, but at least an eighth and at most a quarter of it.
 
     >>> [short_context_of(context) for context in (256, 8192, 32768, 131072)]
     [64, 2048, 4096, 16384]
@@ -93,9 +95,9 @@ def tokens_to_choose(length: int, context: int, short_context: int) -> int:
     """Return how many tokens are read to choose the key tokens of one window of text.
 
     Args:
-        length: of the window [tokens].
-        context: of the evaluator [tokens].
-        short_context: that it is compared with [tokens].
+        length: length of the window [tokens].
+        context: context length of the evaluator [tokens].
+        short_context: context that it is compared with [tokens].
 
     >>> tokens_to_choose(1024, 1024, 256)  # once whole, and 12 times 320 tokens
     4864
@@ -105,12 +107,12 @@ def tokens_to_choose(length: int, context: int, short_context: int) -> int:
 
 
 def tokens_of_spec(spec: EvalSpec, context: int, windows: int | None = None) -> int:
-    """Return how many tokens are read to choose the key tokens of an evaluation; 0 where LongPPL is not measured.
+    """Return how many tokens are read to choose the key tokens of an evaluation; 0 if LongPPL is not measured.
 
     Args:
         spec: what is measured.
-        context: of the evaluator [tokens].
-        windows: that the text has room for; by default those asked for.
+        context: context length of the evaluator [tokens].
+        windows: number of windows that the text has room for; by default the number that the spec asks for.
     """
     if not spec.longppl:
         return 0
@@ -120,10 +122,11 @@ def tokens_of_spec(spec: EvalSpec, context: int, windows: int | None = None) -> 
 
 @contextlib.contextmanager
 def as_trained(model: Any, **options: Any) -> Iterator[None]:
-    """Read a model without its patch and without its PEFT adapter, as long as a ``with`` block lasts.
+    """Use a model without its patch and without its PEFT adapter within a ``with`` block.
 
     Args:
-        model: a causal language model of transformers; an adapter that was merged, or full fine-tuning, stays.
+        model: a causal language model of transformers. An adapter that was merged and weights that were fine-tuned stay
+            as they are.
         **options: ``layer_types`` and ``freeze_at``, as :func:`rope_patch.apply` takes them.
     """
     adapter = getattr(model, "disable_adapter", None)
@@ -142,22 +145,22 @@ def choose_key_tokens(
     evaluator: str,
     result_cache: MutableMapping[str, Any] | None = None,
 ) -> tuple[list[TokenDocument], KeyTokens]:
-    """Choose the key tokens of windows of text: those whose loss falls by 2 nats with the long context, to below 2.
+    """Choose the key tokens of windows: with the long context their loss is 2 nats lower, and is below 2 nats.
 
     Args:
         model: the evaluator, a causal language model of transformers.
-        windows: of text, with the special tokens in front.
-        context: that the evaluator was trained at; it never reads more at once [tokens].
-        short_context: that it is compared with [tokens].
-        batch_tokens: tokens read side by side, at most; a single window may be longer [tokens].
-        evaluator: its name in the results.
-        result_cache: of finished windows.
+        windows: windows of text, beginning with the special tokens.
+        context: context length that the evaluator was trained at; it never reads more at once [tokens].
+        short_context: context that it is compared with [tokens].
+        batch_tokens: largest number of tokens in a forward pass [tokens]; a single window may be longer.
+        evaluator: name of the evaluator in results.
+        result_cache: values of finished windows; None if none are stored.
 
     Returns:
-        The windows with their key tokens marked, and what was chosen.
+        The windows with their key tokens marked, and a summary of these.
 
     Raises:
-        ValueError: logits that are not finite.
+        ValueError: logits are not finite.
     """
     reader = Reader(model)
     settings: dict[str, Any] = {"context": context, "short": short_context, "gain": LEAST_GAIN, "loss": LARGEST_LOSS}
@@ -181,6 +184,7 @@ def choose_key_tokens(
     with in_eval_mode(model):
         for window, positions in job.read(model, [[window] for window in windows]):
             mask = torch.zeros(len(window.ids), dtype=torch.bool)
+            # The data type is stated, because an empty list would become a float tensor, which cannot index.
             mask[torch.tensor(positions, dtype=torch.long)] = True
             marked.append(replace(window, key_tokens=mask))
             chosen.append(positions)
@@ -197,11 +201,13 @@ def choose_key_tokens(
 def _positions(
     reader: Reader, window: TokenDocument, context: int, short_context: int, batch_tokens: int, progress: Progress
 ) -> list[int]:
-    """Positions of the key tokens of one window."""
+    """Return the positions of the key tokens of one window."""
     size = len(check_ids(window.ids, reader.vocabulary))
     full = _losses(reader, window, _spans(size, context, context // MOVES_PER_CONTEXT), batch_tokens, progress)
     short = _losses(reader, window, _short_spans(size, short_context), batch_tokens, progress)
     scored = torch.isfinite(short)
+    # A loss with the short context is missing only for tokens within the first short context, which are never key
+    # tokens.
     bad = (~torch.isfinite(full[1:])) | (~scored[1:] & (torch.arange(1, size) >= short_context))
     if bool(bad.any()):
         at = 1 + int(bad.long().argmax())
@@ -213,7 +219,7 @@ def _positions(
 
 
 def _spans(size: int, context: int, step: int) -> list[tuple[int, int]]:
-    """Where windows of a context begin and end that are moved on by ``step`` until they reach the end [tokens]."""
+    """Return the start and stop of windows as long as a context, ``step`` apart, up to the end of the text [tokens]."""
     spans = [(0, min(context, size))]
     while spans[-1][1] < size:
         start = spans[-1][0] + step
@@ -222,7 +228,7 @@ def _spans(size: int, context: int, step: int) -> list[tuple[int, int]]:
 
 
 def _short_spans(size: int, short_context: int) -> list[tuple[int, int]]:
-    """The same for the short context, which stands before the tokens that share it; none where there are no others."""
+    """Return the same for the short context and the tokens that share it; no windows if the text is shorter."""
     step = max(1, short_context // MOVES_PER_CONTEXT)
     return _spans(size, short_context + step, step) if size > short_context else []
 
@@ -230,15 +236,16 @@ def _short_spans(size: int, short_context: int) -> list[tuple[int, int]]:
 def _losses(
     reader: Reader, window: TokenDocument, spans: Sequence[tuple[int, int]], batch_tokens: int, progress: Progress
 ) -> Tensor:
-    """Loss of each token in the first span that reaches it (tokens,) float64 [nats]; nan where no span does.
+    """Return the loss of each token in the first span that has it (tokens,) float64 [nats]; nan if no span does.
 
-    Every span but the first begins with the special tokens of the text, in place of as many of its own.
+    In every span but the first, the special tokens of the text replace as many of its first tokens.
     """
     nll = torch.full((len(window.ids),), math.nan, dtype=torch.float64)
     prefix = window.ids[: len(window.prefix)]
     done = 1  # the first token is never predicted
     rows, first, kept = [], [], []
     for start, stop in spans:
+        # A slice is a view: without the copy the special tokens would be written into the text itself.
         own = window.ids[start:stop].clone()
         if start:
             own[: len(prefix)] = prefix
@@ -246,6 +253,7 @@ def _losses(
         first.append(max(done, start + 1) - start)
         kept.append((start, stop))
         done = stop
+    # A dynamic rotary table depends on the length of what is read, so such a model reads one row at a time.
     count = 1 if reader.dynamic else max(1, batch_tokens // max(map(len, rows), default=1))
     for low in range(0, len(rows), count):
         group = slice(low, low + count)

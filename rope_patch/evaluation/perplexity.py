@@ -1,4 +1,4 @@
-"""Perplexity by position and by document, without ever holding ``[tokens, vocab]`` logits."""
+"""Perplexity by position and by document, computed without the logits of all tokens, ``[tokens, vocab]``, in memory."""
 
 from __future__ import annotations
 
@@ -35,39 +35,43 @@ def perplexity(
     batch: int = 1,
     resume: str | Path | MutableMapping[str, Any] | None = None,
 ) -> PerplexityResult:
-    """Score a text under a causal language model: log-probabilities in float32 over slices of the last hidden state.
+    """Return the perplexity of a text under a causal language model.
 
-    Each window is a forward pass of its own, in chunks through a cache when ``chunk`` is given. With ``stride`` below
-    ``window`` the windows overlap and each token is scored once, in the window that gives it the most context. The last
-    window of a document is moved back so that it ends with the text: all of it is scored, with at least the context
-    that the stride promises.
+    Log-probabilities are computed in float32, from one slice of the last hidden states at a time. Each window is a
+    forward pass of its own, in chunks through a cache if ``chunk`` is given. If ``stride`` is less than ``window``, the
+    windows overlap, and each token is scored once, in the window that gives it the most context. The last window of a
+    document is moved back so that it ends with the text: all of it is scored, with at least the context that the stride
+    promises.
 
     Args:
         model: a causal language model of transformers.
-        token_ids: (tokens,) one text, a tensor or a list of ids; (windows, tokens) rows, each a document that is one
-            window; or an iterable of documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read
-            one at a time.
-        stride: tokens between window starts; the window by default (no overlap).
-        chunk: tokens per forward pass; the window by default.
-        buckets: inner and outer position edges, such as (0, 64, 256, 1024); one bucket by default. Those that no
+        token_ids: one text as a tensor or list of ids (tokens,); or rows (windows, tokens), each of which is a document
+            of one window; or an iterable of documents, as :func:`~rope_patch.evaluation.documents.encode` yields them,
+            which are read one at a time.
+        stride: distance between the starts of windows [tokens]; by default the window, so that windows do not overlap.
+        chunk: length of a forward pass [tokens]; by default the window.
+        buckets: edges of the position ranges, such as (0, 64, 256, 1024) [tokens]; one range by default. Ranges that no
             token falls into are left out of the result.
-        cache: zero-argument factory of a cache to run through; a ``DynamicCache`` by default when chunked.
-        window: window length; the whole text by default. Documents from an iterable need it.
-        batch: windows per forward pass; shorter ones are padded on the right.
-        resume: file (or mapping) in which scored windows are kept, so that an interrupted run goes on where it was.
-            With a ``cache`` only if that has an ``identity``, a text that tells it from others.
+        cache: a factory without arguments, which returns the cache to read through; by default a ``DynamicCache`` if
+            the window is read in chunks.
+        window: length of a window [tokens]; by default the whole text. It is required for documents from an iterable.
+        batch: number of windows in a forward pass; shorter ones are padded on the right.
+        resume: file (or mapping) in which scored windows are stored, so that an interrupted run continues where it
+            stopped. With a ``cache`` this requires that the factory has an ``identity``, a text that tells it from
+            others.
 
     Returns:
         The result.
 
     Raises:
-        ValueError: shapes, edges or lengths that do not fit, nothing to score, or logits that are not finite.
+        ValueError: shapes, edges or lengths do not fit, there is nothing to score, or logits are not finite.
     """
     documents, window, stride = _as_documents(token_ids, window, stride)
     chunk = window if chunk is None else chunk
     if not 1 <= chunk <= window:
         raise ValueError(f"chunk must be in [1, {window}] tokens, got {chunk}")
     edges = list(buckets) if buckets is not None else [0, window]
+    # The token at position 0 is never predicted, so a first range that ends at 1 would always be empty.
     if len(edges) < 2 or edges != sorted(set(edges)) or edges[0] < 0 or edges[-1] > window or edges[1] < 2:
         raise ValueError(f"buckets must rise within 0 and {window}, the first past position 1, got {edges}")
     if batch < 1:
@@ -75,12 +79,16 @@ def perplexity(
     known = cache_identity(cache, resume is not None)
     reader = Reader(model)
     result_cache = open_cache(resume)
+    # Another cache, other chunks or other ranges give other numbers, so they are part of every key.
     settings = {"edges": edges, "chunk": chunk} | known
+    # The fingerprint reads every weight of the model, so it is computed only where keys are stored.
     identity = settings | {"model": fingerprint(model) if resume is not None else ""}
     tally = DocumentSums(edges)
 
     def score(items: list[Window], size: int) -> list[dict[str, Any]]:
+        # Shorter windows are padded to the longest, and the padding is computed too.
         progress = Progress(size, reads=len(items) * max(len(item.ids) for item in items))
+        # A window that is one chunk needs no cache.
         return _score(reader, items, edges, chunk if chunk < window else None, cache, progress)
 
     job = BatchReader(
@@ -143,7 +151,9 @@ def _windows(
         start, done = 0, 1  # the first token is never predicted
         while done < size:
             stop = min(start + window, size)
+            # The last window is moved back to the end of the text, so that its tokens have a full context too.
             start = max(0, stop - window)
+            # The first token of a window has no context there, so it is never scored in it.
             first = max(done, start + 1)
             if first < stop:
                 yield Window(number, start, stop, first, checked)
@@ -156,6 +166,7 @@ def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
 
 
 def _key(item: Window, identity: dict[str, Any]) -> str:
+    # The key holds the tokens and not the place of the window: equal windows are read once.
     ids = hashlib.sha256(item.ids.cpu().numpy().tobytes()).hexdigest()
     keys = item.key_tokens
     chosen = {} if keys is None else {"key_tokens": torch.nonzero(keys).flatten().tolist()}
@@ -170,7 +181,7 @@ def _score(
     cache: CacheFactory | None,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Sums by bucket of each window: JSON values, as they are kept."""
+    """Return the sums of each window by bucket, as JSON values for the result cache."""
     rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]
@@ -178,12 +189,14 @@ def _score(
     sums_of_windows = []
     for item, low, size, loss in zip(group, first, sizes, table, strict=True):
         part = loss[low:size]
+        # A NaN in one token would make every mean NaN: the error names the token.
         if not bool(torch.isfinite(part).all()):
             at = low + int((~torch.isfinite(part)).nonzero()[0])
             raise ValueError(
                 f"the loss at position {at} of window {item.start}:{item.stop} of {item.source.name} is not finite: "
                 "NaN or infinite logits, try float32"
             )
+        # A bucket outside the scored tokens becomes an empty slice.
         slices = [slice(max(a, low), max(min(b, size), low, a)) for a, b in itertools.pairwise(edges)]
         sums: dict[str, Any] = {"nll": [float(loss[at].sum()) for at in slices]}
         sums["tokens"] = [len(loss[at]) for at in slices]

@@ -1,4 +1,4 @@
-"""What an evaluation of an :class:`EvalSpec` reads, and smaller ones of the same kind that read less."""
+"""How many tokens an :class:`EvalSpec` reads, and smaller specs of the same measurement that read fewer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
 
 SMALLEST_WINDOWS = 4
-"""Windows that a smaller spec keeps: the interval of two or three is useless."""
+"""Fewest windows of text that a smaller spec keeps: an interval over two or three windows is too wide to be useful."""
 
 SCALABLE = ("windows", "samples")
-"""Fields that a smaller spec may lower: the others say what is measured, not how precisely."""
+"""Fields that a smaller spec may lower: they decide how precise a result is. The other fields decide what is
+measured."""
 
 DEFAULT_WINDOWS = 16
-"""Windows of text by default, where the text has room for so many."""
+"""Default number of windows of text; fewer are read if the text is too short for them."""
 
 
 def check_tasks(spec: EvalSpec) -> EvalSpec:
-    """Return a spec whose tasks are known.
+    """Return the spec if all its tasks are known.
 
     Raises:
-        ValueError: an unknown task; the known ones are named.
+        ValueError: a task is unknown; the message names the known ones.
     """
     for task in spec.tasks:
         TASKS.find(task)
@@ -31,24 +32,27 @@ def check_tasks(spec: EvalSpec) -> EvalSpec:
 
 
 def tokens_to_read(spec: EvalSpec, windows: int | None = None) -> int:
-    """Return the tokens that one run reads, for a progress bar.
+    """Return how many tokens one run reads; the progress bar counts to this number.
 
     Args:
-        spec: what is measured.
-        windows: of text that there are; by default those asked for.
+        spec: what the run measures.
+        windows: number of windows that the text has room for; by default the number that the spec asks for.
     """
     asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
+    # A joined task asks for all its needles in one prompt; any other task has a prompt for each depth.
     prompts = sum(1 if TASKS.find(task).joined else len(spec.depths) for task in spec.tasks)
     return (asked if windows is None else windows) * spec.longest + prompts * spec.samples * sum(spec.lengths)
 
 
 def tokens_computed(spec: EvalSpec) -> float:
-    """Return the tokens that the model computes in one run: fewer than :func:`tokens_to_read`.
+    """Return how many tokens the model computes in one run: fewer than :func:`tokens_to_read` counts.
 
-    What the prompts of a haystack share is computed once: all that stands before the needle.
+    Prompts of one haystack share the text before the needle, and the model computes that part once.
     """
     asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
-    whole = len(spec.depths) - math.fsum(spec.depths[:-1])  # of the deepest prompt the others are read in part
+    # The prompt with the deepest needle is computed whole. A prompt with its needle at depth d shares its first d with
+    # that one, so only the remaining 1 - d of it is computed.
+    whole = len(spec.depths) - math.fsum(spec.depths[:-1])  # prompts, counted in lengths
     prompts = spec.samples * math.fsum(1 if TASKS.find(task).joined else whole for task in spec.tasks)
     return asked * spec.longest + prompts * sum(spec.lengths)
 
@@ -59,19 +63,22 @@ def within(
     scalable: Collection[str] = SCALABLE,
     cost: Callable[[EvalSpec], float] = tokens_to_read,
 ) -> EvalSpec:
-    """Return a spec that costs at most so much: the same task with fewer windows and samples.
+    """Return a spec whose cost is within a limit: the same measurement with fewer windows and samples.
 
-    Where four windows and one sample cost too much, the longest lengths are left out, as many as needed.
+    If four windows and one sample still cost too much, the longest lengths are left out, as many as needed.
 
     Args:
-        spec: what is measured with time enough.
-        most: at most, in the unit of the cost; tokens by default.
-        scalable: of ``windows`` and ``samples``, those that may be lowered.
-        cost: of a spec, such as the time it takes; by default the tokens that it reads.
+        spec: what would be measured without a limit.
+        most: largest cost allowed, in the unit of ``cost``, which is tokens by default.
+        scalable: the fields that may be lowered, out of ``windows`` and ``samples``.
+        cost: a function that returns the cost of a spec, such as the seconds that it takes; by default the tokens that
+            it reads.
 
     Raises:
-        ValueError: the least that can be read costs more.
+        ValueError: even the smallest spec costs more than the limit.
     """
+    # A length that is left out is not measured at all, so it goes only after precision has been given up at every
+    # length.
     for count in range(len(spec.lengths), 0, -1):
         for candidate in smaller(shortened(spec, count), scalable):
             if cost(candidate) <= most:
@@ -85,31 +92,33 @@ def within(
 
 
 def shortened(spec: EvalSpec, count: int) -> EvalSpec:
-    """Return the spec of the shortest lengths, as many as given; buckets stay as wide as they are."""
+    """Return a spec of only the ``count`` shortest lengths; its position buckets are as wide as before."""
     if count == len(spec.lengths):
         return spec
+    # The default width is a sixteenth of the longest length, so it would shrink with it: it is stated instead.
     return replace(spec, lengths=spec.lengths[:count], bucket=spec.bucket_width)
 
 
 def smallest(spec: EvalSpec, scalable: Collection[str] = SCALABLE) -> EvalSpec:
-    """Return the spec of this kind that reads least: four windows and one sample."""
+    """Return the smallest spec of the same lengths: four windows and one sample."""
     return smaller(spec, scalable)[-1]
 
 
 def smaller(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
-    """Return this spec and smaller ones of the same lengths, by falling number of tokens.
+    """Return this spec and smaller ones of the same lengths, the largest first.
 
-    Windows become fewer together with the samples, then alone.
+    Windows and samples are lowered together, and when one sample is left the windows are lowered alone.
 
     Args:
-        spec: what is measured with time enough.
-        scalable: as for :func:`within`.
+        spec: what would be measured without a limit.
+        scalable: the fields that may be lowered, as for :func:`within`.
     """
     windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
     least = min(SMALLEST_WINDOWS, windows) if "windows" in scalable else windows
     specs = [spec]
     if "samples" in scalable:
         for samples in range(spec.samples - 1, 0, -1):
+            # In proportion, so that perplexity and retrieval lose about as much precision.
             count = max(least, round(windows * samples / spec.samples))
             specs.append(replace(spec, samples=samples, windows=count))
     last = windows if specs[-1].windows is None else specs[-1].windows
@@ -117,15 +126,18 @@ def smaller(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
 
 
 def cost_of(spec: EvalSpec, less: EvalSpec) -> str:
-    """Return what is lost with a spec of :func:`within`, as a sentence; "" where nothing is."""
+    """Return a sentence that says what a smaller spec loses; "" if it is the same spec."""
     if less == spec:
         return ""
+    # Imported here because it imports scipy, which only this message needs.
     from rope_patch.evaluation.intervals import widening
 
     before, after = (DEFAULT_WINDOWS if one.windows is None else one.windows for one in (spec, less))
+    # The interval of a share narrows with the square root of the number of haystacks.
     parts, wider = [], math.sqrt(spec.samples / less.samples)
     if less.samples < spec.samples:
         parts.append(f"{less.samples} instead of {spec.samples} samples at each length and depth")
+    # A single window has no interval, so there is no width to compare.
     if 1 < after < before:
         parts.append(f"{after} instead of {before} windows")
         wider = max(wider, widening(before, after))

@@ -1,4 +1,4 @@
-"""The built-in corpus: English and code that ship with CPython, so that nothing is downloaded."""
+"""The built-in corpus: English text and source code that ship with CPython, so that nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ _LEFT_OUT = {
     "turtledemo",
 }
 
+# IPython, notebooks and command lines replace these functions of sys.
 _HOOKS = {"breakpointhook", "displayhook", "excepthook", "unraisablehook"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text with its identity.
+    """A part of the built-in corpus, and what identifies it.
 
     Attributes:
-        split: which part.
+        split: name of the part: train, heldout or haystack.
         documents: the texts, in a fixed order.
-        sha256: of the documents; differs between Python versions.
-        python_version: the CPython whose files these are.
+        sha256: digest of the documents, which differ between versions of Python.
+        python_version: the version of CPython whose files these are.
     """
 
     split: str
@@ -61,16 +62,16 @@ class Corpus:
 
 @functools.lru_cache(maxsize=3)
 def builtin_text(split: Split) -> Corpus:
-    """Return a split of the corpus every user has: language topics, docstrings, standard-library source of CPython.
+    """Return a split of the corpus that every user has: CPython's language topics, docstrings and standard library.
 
-    A document's own hash decides its split (80 % train, 10 % held out, 10 % haystack), so that no text is in two.
+    The hash of a document decides its split (80 % train, 10 % held out, 10 % haystack), so that no text is in two.
 
     Args:
-        split: ``"train"``, ``"heldout"`` or ``"haystack"``.
+        split: name of the split: ``"train"``, ``"heldout"`` or ``"haystack"``.
 
     Raises:
-        ValueError: unknown split.
-        FileNotFoundError: this Python carries no standard-library source.
+        ValueError: the split is unknown.
+        FileNotFoundError: this Python was installed without the source of its standard library.
     """
     if split not in get_args(Split):
         raise ValueError(f"unknown split {split!r}. Known: {', '.join(get_args(Split))}")
@@ -84,12 +85,12 @@ def builtin_kind(kind: Kind) -> Corpus:
     """Return the documents of one kind in the training part of the built-in corpus.
 
     Args:
-        kind: ``"reference"``: language topics and docstrings, which are English; ``"source"``: the standard library's
-            Python source.
+        kind: kind of text: ``"reference"`` for language topics and docstrings, which are English, or ``"source"`` for
+            the Python source of the standard library.
 
     Raises:
-        ValueError: unknown kind.
-        FileNotFoundError: as :func:`builtin_text`.
+        ValueError: the kind is unknown.
+        FileNotFoundError: as for :func:`builtin_text`.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"unknown kind {kind!r}. Known: {', '.join(get_args(Kind))}")
@@ -100,6 +101,7 @@ def builtin_kind(kind: Kind) -> Corpus:
 
 
 def _split_of(text: str) -> Split:
+    # Its content alone decides, not its place in the list: other documents may come and go between versions of Python.
     share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 10
     return "heldout" if share == 8 else "haystack" if share == 9 else "train"
 
@@ -118,25 +120,29 @@ def _reference() -> Iterator[str]:
 
 def _source() -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
+    # Sorted by the text of the path with slashes, so that the order is the same on every system.
     paths = sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix())
     if not paths:
         raise FileNotFoundError("this Python carries no source of its standard library: give a text of your own")
     for path in paths:
         parts = path.relative_to(root).parts
+        # The two prefixes are of files that describe how this Python was built: they differ between machines.
         if _LEFT_OUT.isdisjoint(parts) and not parts[0].startswith(("config-", "_sysconfigdata")):
             text = path.read_text(encoding="utf-8", errors="ignore").strip()
+            # Stubs, such as an empty __init__.py, are left out.
             if len(text) > 200:
                 yield text
 
 
 def _docstrings(module_name: str) -> str:
-    """The docstrings of a module written in C: its source is not among the files.
+    """Return the docstrings of a module that is written in C, whose source is not among the Python files.
 
-    What a running program put there does not count: functions written in Python, hooks (read under the name that keeps
-    the original), traces of the last error.
+    What a running program has put into the module is left out, so that every process reads the same corpus: functions
+    written in Python and the last error. A hook that may have been replaced is read as ``__hook__``, the name under
+    which Python keeps the original.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # some of them are on their way out
+        warnings.simplefilter("ignore", DeprecationWarning)  # some of the modules are deprecated
         module = importlib.import_module(module_name)
     names = [name for name in sorted(vars(module)) if not name.startswith(("_", "last_"))]
     members = [getattr(module, f"__{name}__" if name in _HOOKS else name) for name in names]

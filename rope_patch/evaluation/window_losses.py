@@ -1,4 +1,4 @@
-"""Losses of windows of text, gathered by document and by position: what :func:`perplexity` returns."""
+"""Losses of windows of text, summed by document and by position: the result of :func:`perplexity`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from torch import Tensor
 
 from rope_patch.evaluation.documents import TokenDocument
 
+# A part of the keys of the result cache: raise it when what is stored for a window changes.
 SCHEMA = 2
 
 
 def _exp(nll: float) -> float:
+    # math.exp raises OverflowError for larger losses.
     return math.exp(nll) if nll < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Loss of the tokens at positions ``start <= position < stop`` of their window.
+    """Mean loss of the tokens at positions ``start <= position < stop`` of their window.
 
     Attributes:
         start: first position [tokens]; the token at position 0 is never predicted.
-        stop: one past the last [tokens].
-        tokens: how many were scored.
+        stop: position after the last one [tokens].
+        tokens: number of tokens that were scored.
         nll: mean negative log-likelihood [nats/token].
-        stderr: standard error of the mean over documents [nats/token]; None for a single one.
+        stderr: standard error of the mean over documents [nats/token]; None if there is a single document.
     """
 
     start: int
@@ -49,14 +51,14 @@ class DocumentScore:
     """Loss of one document, or of one window where a single document was scored.
 
     Attributes:
-        name: of the document; ``name[start:stop]`` of a window [tokens].
-        tokens: scored, by bucket.
-        nll: sum of the negative log-likelihoods, by bucket [nats].
-        total_tokens: scored, in a bucket or not.
-        total_nll: their sum [nats].
-        bytes: UTF-8 bytes of the scored tokens; None when the tokens came without their text.
-        key_tokens: how many of the scored tokens are key tokens, by bucket; empty where none were chosen.
-        key_nll: sum of their negative log-likelihoods, by bucket [nats].
+        name: name of the document; of a window ``name[start:stop]``, with its positions [tokens].
+        tokens: number of scored tokens in each bucket.
+        nll: sum of the negative log-likelihoods in each bucket [nats].
+        total_tokens: number of all scored tokens, in a bucket or not.
+        total_nll: sum of the negative log-likelihoods of all scored tokens [nats].
+        bytes: number of UTF-8 bytes of the scored tokens; None if the tokens came without their text.
+        key_tokens: number of scored key tokens in each bucket; empty if no key tokens were chosen.
+        key_nll: sum of the negative log-likelihoods of the key tokens in each bucket [nats].
     """
 
     name: str
@@ -74,16 +76,17 @@ class PerplexityResult:
     """Perplexity over documents, whole and by position.
 
     Attributes:
-        nll: mean over all scored tokens [nats/token].
-        stderr: its standard error over ``documents``; None for a single one.
-        tokens: scored tokens.
-        bits_per_byte: comparable between vocabularies; None when the tokens came without their text.
-        windows: forward passes over text, each with a context of its own.
-        window: their length [tokens].
-        stride: tokens between the starts of consecutive windows of a document [tokens].
-        chunk: tokens per forward pass [tokens].
-        buckets: the same by position.
-        documents: each document's share, or each window's where there is a single document.
+        nll: mean negative log-likelihood over all scored tokens [nats/token].
+        stderr: standard error of ``nll`` over ``documents`` [nats/token]; None if there is a single one.
+        tokens: number of scored tokens.
+        bits_per_byte: loss per byte of text [bits/byte], which can be compared between vocabularies; None if the tokens
+            came without their text.
+        windows: number of windows read, each with a context of its own.
+        window: length of the windows [tokens].
+        stride: distance between the starts of consecutive windows of a document [tokens].
+        chunk: length of a forward pass [tokens].
+        buckets: mean loss at each range of positions.
+        documents: loss of each document, or of each window if there is a single document.
     """
 
     nll: float
@@ -103,10 +106,10 @@ class PerplexityResult:
         return _exp(self.nll)
 
     def inside(self, start: int, stop: int) -> list[int]:
-        """Return the indices of the buckets that make up positions ``start`` to ``stop``.
+        """Return the indices of the buckets that cover positions ``start`` to ``stop``.
 
         Raises:
-            ValueError: an edge that is not a bucket's.
+            ValueError: ``start`` or ``stop`` is not an edge of a bucket.
         """
         inside = [i for i, b in enumerate(self.buckets) if start <= b.start and b.stop <= stop]
         if not inside or self.buckets[inside[0]].start != start or self.buckets[inside[-1]].stop != stop:
@@ -117,20 +120,21 @@ class PerplexityResult:
         """Return the perplexity over the buckets that lie within positions ``start`` to ``stop``.
 
         Raises:
-            ValueError: an edge that is not a bucket's.
+            ValueError: ``start`` or ``stop`` is not an edge of a bucket.
         """
+        # Buckets hold different numbers of tokens, so their means are weighted.
         buckets = [self.buckets[i] for i in self.inside(start, stop)]
         return _exp(sum(b.nll * b.tokens for b in buckets) / sum(b.tokens for b in buckets))
 
 
 def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> PerplexityResult:
-    """Return the losses of windows in which those of the first buckets were measured on their beginnings alone.
+    """Return the losses of windows, with the first buckets measured on the windows' beginnings alone.
 
-    Under a patch of two tables a text that ends there is read under the short one.
+    Under a patch with two tables a text as short as a beginning is read under the short table.
 
     Args:
-        whole: of the whole windows.
-        beginnings: of their beginnings, in the same order and the same buckets.
+        whole: losses of the whole windows.
+        beginnings: losses of the beginnings of the same windows, in the same order and the same buckets.
     """
     documents = [
         replace(
@@ -143,6 +147,7 @@ def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> Pe
     ]
     nll, stderr, tokens = mean_per_token([(document.total_tokens, document.total_nll) for document in documents])
     buckets = (*beginnings.buckets, *whole.buckets[len(beginnings.buckets) :])
+    # The bytes of the scored tokens are the same, so bits per byte change as the mean loss does.
     bits = None if whole.bits_per_byte is None else whole.bits_per_byte * nll / whole.nll
     return replace(
         whole, nll=nll, stderr=stderr, tokens=tokens, bits_per_byte=bits, buckets=buckets, documents=tuple(documents)
@@ -151,7 +156,7 @@ def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> Pe
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens ``start:stop`` of a document, those from ``scored`` on to be scored."""
+    """Tokens ``start:stop`` of a document; those from position ``scored`` on are scored, and the others are context."""
 
     document: int
     start: int
@@ -161,22 +166,22 @@ class Window:
 
     @property
     def ids(self) -> Tensor:
-        """Its tokens."""
+        """Token ids of the window (tokens,)."""
         return self.source.ids[self.start : self.stop]
 
     @property
     def key_tokens(self) -> Tensor | None:
-        """Which of its tokens are key tokens."""
+        """Mask of the window's key tokens (tokens,); None if none were chosen."""
         return None if self.source.key_tokens is None else self.source.key_tokens[self.start : self.stop]
 
     def bytes_between(self, low: int, high: int) -> int | None:
-        """Return the UTF-8 bytes of the tokens from ``low`` up to ``high``; None when they came without their text."""
+        """Return how many UTF-8 bytes the tokens ``low:high`` have; None if they came without their text."""
         ends = self.source.ends
         return None if ends is None else int(ends[high - 1] - (ends[low - 1] if low else 0))
 
 
 class DocumentSums:
-    """Sums by document, and by window until there is a second document."""
+    """Adds up losses by document, and also by window as long as there is only one document."""
 
     def __init__(self, edges: Sequence[int]) -> None:
         self.edges, self.skipped = edges, 0
@@ -185,13 +190,15 @@ class DocumentSums:
         self.count = 0
 
     def add(self, item: Window, part: dict[str, Any]) -> None:
-        """Add a window, with its losses and tokens by bucket and in all."""
+        """Add a window and its sums of losses and tokens, by bucket and in all."""
         size = item.bytes_between(item.scored, item.stop)
         total = (part["total_tokens"], part["total_nll"])
         keys: dict[str, Any] = {name: tuple(part[name]) for name in ("key_tokens", "key_nll") if name in part}
         self.count += 1
         name = item.source.name
         before = self.documents.get(item.document)
+        # Standard errors are over documents, or over windows if there is a single document: with a second one the
+        # windows are no longer needed.
         if len(self.documents) < 2:
             at = f"{name}[{item.start}:{item.stop}]"
             self.windows.append(DocumentScore(at, tuple(part["tokens"]), tuple(part["nll"]), *total, size, **keys))
@@ -215,11 +222,11 @@ class DocumentSums:
 
         Args:
             window: length of the windows [tokens].
-            stride: between their starts [tokens].
-            chunk: tokens per forward pass.
+            stride: distance between the starts of consecutive windows [tokens].
+            chunk: length of a forward pass [tokens].
 
         Raises:
-            ValueError: nothing was scored.
+            ValueError: no token was scored.
         """
         units = list(self.documents.values()) if len(self.documents) > 1 else self.windows
         if not units:
@@ -228,11 +235,13 @@ class DocumentSums:
         buckets = []
         for i, (start, stop) in enumerate(itertools.pairwise(self.edges)):
             part = [(u.tokens[i], u.nll[i]) for u in units if u.tokens[i]]
+            # No document is long enough to have tokens here.
             if not part:
                 continue
             mean, error, count = mean_per_token(part)
             buckets.append(Bucket(start, stop, count, mean, error))
         sizes = [u.bytes for u in units]
+        # Bits per byte compare the whole loss with the whole text: without the bytes of one document there are none.
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         bits = sum(u.total_nll for u in units) / math.log(2) / total if total else None
         return PerplexityResult(
@@ -250,9 +259,10 @@ class DocumentSums:
 
 
 def mean_per_token(parts: Sequence[tuple[int, float]]) -> tuple[float, float | None, int]:
-    """Mean per token, its standard error over units of unequal size (linearised ratio), and the tokens.
+    """Return the mean per token, its standard error over units of unequal size, and the number of tokens.
 
-    *Source*: Cochran, Sampling Techniques (1977), section 2.11. For units of equal size it is the usual one.
+    *Source*: Cochran, Sampling Techniques (1977), section 2.11 (linearised ratio). For units of equal size it is the
+    usual standard error of a mean.
     """
     tokens, total = sum(n for n, _ in parts), sum(s for _, s in parts)
     mean = total / tokens
