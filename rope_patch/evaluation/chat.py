@@ -1,4 +1,4 @@
-"""What a chat template writes around a user's message."""
+"""Finds what a chat template writes around a user's message."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Any
 from jinja2 import TemplateError
 
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26, 12)
-"""The day that prompts state where a chat template prints today's date: the one that Llama's template falls back on."""
+"""The day that a chat template prints as today's date: the one that Llama's template falls back on."""
 
 
 def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | None:
-    """Return what a tokenizer's chat template writes before and after a user's message, the assistant's turn begun.
+    """Return what a chat template writes before a user's message, and after it up to the start of the assistant's turn.
 
-    A template that prints today's date (``strftime_now``) prints :data:`TEMPLATE_DATE`: prompts do not change with the
-    day, so that a run that goes on tomorrow asks the same. Transformers gives templates the clock itself and takes no
-    other function, so the day is written into the template.
+    A template that prints today's date (``strftime_now``) is made to print :data:`TEMPLATE_DATE`, so that a run that is
+    resumed on another day has the same prompts. Transformers passes the clock to templates itself and accepts no other
+    function, so the day is written into the template.
 
     Args:
-        tokenizer: of the model.
-        chat_template: ``"on"``, ``"off"`` for None, or ``"auto"`` for None where there is no template.
+        tokenizer: the tokenizer whose chat template is read.
+        chat_template: ``"on"`` to use the template, ``"off"`` to return None, or ``"auto"`` to return None if there is
+            no template.
 
     Raises:
-        ValueError: no template though one is asked for, or one that does not show the message as it is.
+        ValueError: the template that is asked for is missing, or does not show the message as it was written.
     """
     missing = getattr(tokenizer, "chat_template", None) is None
     if chat_template == "off" or (missing and chat_template == "auto"):
@@ -43,15 +44,16 @@ def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | N
         message = f"the chat template of this tokenizer cannot be used: {error}"
         if chat_template == "on":
             raise ValueError(f"{message}. chat_template='off' (--chat-template off) leaves it out") from error
+        # Under "auto" nobody asked for this template, so a broken one is no error.
         warnings.warn(f"{message}. Prompts are plain text", stacklevel=2)
         return None
 
 
 def _dated(template: str | Mapping[str, str]) -> dict[str, str]:
-    """Return the option with which a chat template is rendered at a fixed day; none where it does not ask for one.
+    """Return the option that renders a chat template with the fixed day; no option if it does not print a date.
 
     Args:
-        template: of a tokenizer; of several by name the one called ``"default"`` is rendered.
+        template: chat template of a tokenizer; if there are several by name, the one called ``"default"`` is rendered.
     """
     text = template if isinstance(template, str) else template.get("default", "")
     dated = re.sub(r"""strftime_now\((["'])(.*?)\1\)""", lambda call: repr(TEMPLATE_DATE.strftime(call[2])), text)
@@ -62,10 +64,10 @@ def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:
     """Return what a chat template writes before and after a user's message.
 
     Args:
-        render: writes a chat as text, the assistant's turn begun.
+        render: function that writes a chat as text, up to the start of the assistant's turn.
 
     Raises:
-        ValueError: the message does not appear as it is.
+        ValueError: the message does not appear in the text as it was written.
     """
     message = "the message of the user"
     before, shown, after = render([{"role": "user", "content": message}]).partition(message)

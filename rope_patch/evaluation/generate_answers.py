@@ -1,4 +1,4 @@
-"""Asking a model: greedy answers and their log-probabilities, with what prompts have in common read once."""
+"""Asks a model for greedy answers and for the log-probabilities of the right ones; shared beginnings are read once."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from rope_patch.modeling.scoring import CacheFactory, Reader
 from rope_patch.runtime.progress import Progress
 
 TAIL_TOKENS = 16
-"""Prompt tokens read together with the answer, and again where the answer is wrong: what came before is not."""
+"""Number of prompt tokens that are read together with the answer, and once more if the answer is wrong; the tokens
+before them are read once."""
 
 SHORT_PASS_TOKENS = 32
-"""So few tokens more are not worth a pass of their own: they are read with the tail."""
+"""Number of tokens before the tail that are not worth a forward pass of their own: they are read with the tail."""
 
 
+# Names of cache layers that never write into the memory of earlier tokens, so a copy may share it.
 _COPIED_BY_REFERENCE = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer", "RoomyLayer"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answered.
+    """The answer of a model to one prompt.
 
     Attributes:
-        output: greedy tokens, as many as the right answer has; fewer when a token ended the text.
-        predicted: the most probable token at each place of the right answer, given the right ones before.
-        logprobs: log-probabilities of the right answer's tokens [nats].
+        output: tokens of greedy decoding, as many as the right answer has; fewer if a token ended the text.
+        predicted: most probable token at each position of the right answer, given the right tokens before it.
+        logprobs: log-probability of each token of the right answer [nats].
     """
 
     output: tuple[int, ...]
@@ -41,12 +43,13 @@ class Answer:
 
 
 def fork(cache: Any) -> Any:
-    """Return a copy of a cache that can be added to without what the first one holds changing.
+    """Return a copy of a cache; what is added to the copy does not change the original.
 
-    The layers of transformers' ``DynamicCache`` put new tensors in place of the old, and ours write behind what is
-    there, so their copies share memory: be done with the copy before the first one is added to. Anything else is copied
+    Layers of transformers' ``DynamicCache`` replace their tensors, and our layers write after the tokens that are
+    there, so the copy shares their memory: use the copy up before you add to the original. All other caches are copied
     whole.
     """
+    # A subclass may hold more state, which a shallow copy would share.
     if type(cache) is DynamicCache:
         branch = copy.copy(cache)
         branch.layers = [
@@ -61,8 +64,8 @@ class NotFinite(ValueError):
     """Logits that are NaN or infinite.
 
     Attributes:
-        row: which prompt of a batch.
-        position: of the token that was to be predicted [tokens].
+        row: index of the prompt in its batch.
+        position: position of the token that was to be predicted [tokens].
     """
 
     def __init__(self, row: int, position: int) -> None:
@@ -79,21 +82,21 @@ def answer(
     cache: CacheFactory | None = None,
     stops: Sequence[int] = (),
 ) -> list[list[Answer]]:
-    """Answer every prompt of a grid; the prompts of a column share what they begin with.
+    """Return the answers to a grid of prompts; the prompts of a column share their beginnings.
 
-    The prompt that has most in common with the others is read once, as a trunk; each other prompt is answered from a
-    copy of the trunk's cache, taken where the two part. The right answer is scored in the pass that reads the question.
-    Where greedy decoding takes another way, it is followed to the end.
+    The prompt that has most in common with the others, the trunk, is read once. Every other prompt is read from a copy
+    of the trunk's cache, taken where the two differ for the first time. The right answer is scored in the forward pass
+    that reads the question; only if greedy decoding gives another token there, the answer is generated token by token.
 
     Args:
-        reader: the model.
-        rows: (questions, batch) prompts, all of one length; answers within a row are of one length.
-        chunk: tokens per forward pass; all by default.
-        cache: factory of a cache to read through. With one, answers are read a token at a time, as in generation.
-        stops: token ids that end a text.
+        reader: the model that answers.
+        rows: (questions, batch) prompts of the same length; within a row the answers have the same length too.
+        chunk: length of a forward pass [tokens]; by default all tokens in one.
+        cache: a factory of the cache to read through. With one, the answer is read a token at a time, as in generation.
+        stops: ids of the tokens that end a text.
 
     Raises:
-        ValueError: prompts of different lengths, or logits that are not finite.
+        ValueError: the prompts differ in length, or logits are not finite.
     """
     if len({len(prompt.ids) for row in rows for prompt in row}) != 1 or len({len(row) for row in rows}) != 1:
         raise ValueError("the prompts of a grid must be of one length")
@@ -102,14 +105,16 @@ def answer(
     ids = torch.tensor([[prompt.ids for prompt in row] for row in rows])  # (questions, batch, tokens)
     size = ids.shape[2]
     trunk, parting = _trunk(ids)
+    # Its memory is taken once for the whole prompt, so that adding to it copies nothing.
     past = cache() if cache is not None else reader.new_cache(size)
     read, answers = 0, {}
     longest = max(row[0].answer for row in rows)
-    body = size - longest - TAIL_TOKENS  # what is read before the tail
+    body = size - longest - TAIL_TOKENS  # tokens that are read before the tail
     meeting = [max(0, min(place, body)) for place in parting]
-    # From the one that parts first to the trunk itself, which never does.
+    # From the prompt that differs first to the trunk itself: so the trunk's cache only ever grows, and is copied where
+    # needed.
     order = sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i]))
-    shared = sum(meeting[i] for i in order[:-1])  # each but the first is read from where the one before it parted
+    shared = sum(meeting[i] for i in order[:-1])  # each is read from where the one before it left the trunk
     progress = Progress(ids.numel(), reads=ids.shape[1] * (len(rows) * (size - 1) - shared))
     for i in order:
         meet = meeting[i]
@@ -136,10 +141,10 @@ def answer(
 
 
 def _trunk(ids: Tensor) -> tuple[int, list[int]]:
-    """The question whose prompt has most in common with the others, and where each parts from it [tokens]."""
+    """Return the index of the trunk, and for each question how many tokens its prompts share with it [tokens]."""
     best: tuple[int, list[int]] = (0, [])
     for i in range(len(ids)):
-        same = (ids == ids[i]).all(1).long().cumprod(1).sum(1)  # over the batch: the shortest of the columns
+        same = (ids == ids[i]).all(1).long().cumprod(1).sum(1)  # tokens that are shared in all columns of the batch
         parting = [int(n) for n in same]
         if not best[1] or sum(parting) > sum(best[1]):
             best = i, parting
@@ -156,16 +161,21 @@ def _finish(
     stops: Sequence[int],
     progress: Progress,
 ) -> list[Answer]:
-    """Read the end of the prompts and their answers: ids (batch, tokens), of which ``read`` are in the cache."""
+    """Return the answers to prompts with ids (batch, tokens), of which the first ``read`` are in the cache."""
     size = ids.shape[1]
     asked = size - answer
     expected = ids[:, asked:]
+    # Where greedy decoding differs from the right answer, it continues from this copy, without the right answer in the
+    # cache. It may overwrite memory that past shares, because past is not read again by then.
     spare = fork(past)
     if stepwise:
+        # A cache that rounds gives other states if several tokens are added at once, so they are added as generation
+        # adds them.
         states = [_last(reader, ids[:, read:asked], past, size, progress)]
         states += [_last(reader, expected[:, i, None], past, size, progress) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
+        # The last token of the answer predicts nothing that is scored, so it is left out.
         hidden = _all(reader, ids[:, read:-1], past, size, progress)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
@@ -175,14 +185,15 @@ def _finish(
     outputs = expected.clone()
     missed = (predicted != expected).any(1)
     if bool(missed.any()):
-        # Up to the first miss of all rows greedy decoding says what is right. What it says there is known; from there
-        # on it goes its own way.
+        # Before the first position where any row is wrong, greedy decoding gives the right tokens; at it, the predicted
+        # ones. Only the tokens after it have to be generated.
         first = int((predicted != expected).long()[missed].argmax(1).min())
         outputs[:, first] = predicted[:, first]
         start = torch.cat([ids[:, read : asked + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
             _, token = reader.score(_last(reader, start, spare, size)[:, 0], expected[:, i])
             outputs[:, i], start = token, token[:, None]
+        # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
     return [
         Answer(until(output.tolist(), stops), tuple(p.tolist()), tuple(score.tolist()))
@@ -199,6 +210,6 @@ def _last(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress
 
 
 def until(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens before the first one that ends a text."""
+    """Return the tokens before the first one that is among ``stops``."""
     at = next((i for i, token in enumerate(output) if token in stops), len(output))
     return tuple(output[:at])

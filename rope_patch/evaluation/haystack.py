@@ -1,4 +1,4 @@
-"""The text that needles are hidden in."""
+"""The haystack: the text that needles are hidden in."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from rope_patch.evaluation.text import builtin_text
 from rope_patch.options.evaluation import DEFAULT_HAYSTACK as DEFAULT_HAYSTACK
 
 NOISE = "The road goes on and on. The hill is far away. We walk all day. Then we rest a while, and walk on again. "
-"""What a haystack of noise repeats."""
+"""The sentences that the haystack ``"noise"`` repeats."""
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """A text to hide things in.
+    """A text that needles are hidden in.
 
     Attributes:
         text: the text.
-        name: what results call it.
-        endless: say the text again when it is too short: for noise. A book said twice would be another task.
-        python_version: whose files the built-in text is made of.
+        name: name of the text in results.
+        endless: whether the text is repeated if it is too short. Only noise is: a text with content said twice would be
+            another task.
+        python_version: version of CPython whose files the built-in text is made of; None for other texts.
     """
 
     text: str
@@ -39,8 +40,8 @@ class Haystack:
         """Return the haystack called ``"builtin"`` or ``"noise"``, or that of a file or folder (``Path``).
 
         Raises:
-            FileNotFoundError: no such file.
-            ValueError: an unknown name, or no text.
+            FileNotFoundError: the file or folder does not exist.
+            ValueError: the name is unknown, or there is no text.
         """
         match source:
             case Haystack():

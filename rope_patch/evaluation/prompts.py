@@ -1,4 +1,4 @@
-"""Retrieval prompts as text, of an exact length in tokens of the model at hand. Nothing here touches a model."""
+"""Makes retrieval prompts as text whose length in a tokenizer's tokens is exact. No model is needed for it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rope_patch.evaluation.tasks import TASKS, Draw, Question
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question with its answer, as text and in tokens of the model at hand.
+    """One question with its answer, as text and as tokens.
 
     Attributes:
-        text: what the model is given; the answer follows it.
-        target: the answer, as it continues the text. It begins with the last token that begins at or before its first
-            character: a space that is a token of its own stands at the end of the text.
-        ids: both, special tokens in front included [tokens of this tokenizer].
-        answer: how many of the last ids are the answer.
-        parts: the strings looked for in an answer: one, or one per needle.
-        ends: where each part ends within the answer [tokens].
-        depths: of the needle each part is from, 0 for the start and 1 for just before the question.
+        text: the text that the model is given; the answer follows it.
+        target: the answer as it continues the text. It begins with the token that holds the first character of the
+            value; a space that is a token of its own therefore stands at the end of ``text``.
+        ids: token ids of text and answer together, beginning with the special tokens.
+        answer: number of tokens of the answer, which are the last ones of ``ids``.
+        parts: strings that the answer must give: a single one, or one for each needle.
+        ends: end of each part within the answer [tokens].
+        depths: depth of the needle that each part is from: 0 is the start, and 1 is just before the question.
         hidden: depth and text of every needle, by rising depth.
-        question: what is asked; in a chat its outer spaces may be missing from the text.
+        question: text of the question; a chat template may have removed its outer spaces.
     """
 
     text: str
@@ -47,23 +47,23 @@ class Prompt:
 class PromptMaker:
     """Makes prompts for a tokenizer and a haystack.
 
-    Lengths are exact: the whole prompt is tokenised, and the haystack is cut, by words and then by characters at its
-    end, until the number of tokens is the one asked for. So the text means the same to any program that reads it. A
-    task with a text of its own gives as many whole pieces of it as fit; a little of the haystack before the question
-    makes up the rest.
+    Lengths are exact: the whole prompt is tokenised, and the haystack is cut at its end, first by words and then by
+    characters, until the prompt has the number of tokens that was asked for. Any program that tokenises the text gets
+    the same tokens. If a task brings a text of its own, as many whole pieces of it as fit are taken, and words of the
+    haystack before the question make up the exact length.
 
     Args:
-        tokenizer: of the model.
-        haystack: what the needles are hidden in.
-        prefix: special tokens in front of each prompt; by default the beginning-of-sequence token where there is one,
-            and none in a chat.
+        tokenizer: the tokenizer that the lengths are counted with.
+        haystack: the text that the needles are hidden in.
+        prefix: ids of the special tokens in front of each prompt; by default the beginning-of-sequence token if there
+            is one, and none in a chat.
         turns: what a chat template writes before and after the user's message, as
             :func:`~rope_patch.evaluation.chat.chat_turns` returns it: the text and the question are then that message,
             the answer begins in the assistant's turn, and the special tokens are those of the template. None for plain
             text.
 
     Raises:
-        ValueError: no text.
+        ValueError: the haystack has no text.
     """
 
     def __init__(
@@ -78,30 +78,32 @@ class PromptMaker:
         if prefix is None:
             prefix = prefix_ids(tokenizer) if turns is None else ()
         self.prefix = tuple(prefix)
+        # Each word keeps the space before it, so that words joined again are the text itself.
         self.words: list[str] = re.findall(r"\s*\S+", self.haystack.text)
-        if self.haystack.endless:  # so that words of one copy follow those of the one before
+        if self.haystack.endless:  # a copy of the text follows the one before it after a space
             self.words[0] = f" {self.words[0].lstrip()}"
+        # A text repeats most of its words, and each different one is tokenised once.
         different = list(dict.fromkeys(self.words))
         coded = tokenizer(different, add_special_tokens=False, verbose=False)["input_ids"]
         size = dict(zip(different, map(len, coded), strict=True))
-        # Tokens of the words up to each: an estimate, since neighbours may merge.
+        # Number of tokens before each word. It is an estimate, because a tokenizer may merge neighbouring words.
         self.upto: list[int] = [0, *itertools.accumulate(size[word] for word in self.words)]
 
     def prompts(
         self, task: str, length: int, depths: Sequence[float], *, seed: int = 0, sample: int = 0
     ) -> list[Prompt]:
-        """Return the prompts of one haystack: one for each depth, or a single one of a task that asks for all needles.
+        """Return the prompts of one haystack: one for each depth, or a single one for all needles of a joined task.
 
         Args:
             task: the name of a :class:`~rope_patch.evaluation.tasks.Task`.
-            length: of prompt and answer together [tokens].
-            depths: of the needles, each in [0, 1].
-            seed: of values, names and haystacks.
-            sample: number of the haystack.
+            length: length of prompt and answer together [tokens].
+            depths: depths of the needles, each in [0, 1].
+            seed: seed of the values, the names and the places in the haystack.
+            sample: number of the haystack; each has other values and another place.
 
         Raises:
-            ValueError: an unknown task, a depth outside [0, 1], a length with no room for the task, a haystack
-                that is too short, or a tokenizer that merges the answer with the question.
+            ValueError: the task is unknown, a depth is outside [0, 1], the length has no room for the task, the
+                haystack is too short, or the tokenizer merges the answer with the question.
         """
         kind = TASKS.find(task)
         for depth in depths:
@@ -109,6 +111,7 @@ class PromptMaker:
                 raise ValueError(f"depth must be in [0, 1], got {depth}")
         if not depths:
             raise ValueError("depths is empty")
+        # "single" is the mode that tasks had when there were several; without it all prompts would change.
         rng = random.Random(f"{seed}/{task}/single/{length}/{sample}")
         fit = _Fit(self, task, length, start=rng.random())
         draw = Draw(self.tokenizer, rng, length, self.haystack)
@@ -121,19 +124,20 @@ class PromptMaker:
         return [prompts[ranks[i]] for i in range(len(depths))]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with the special tokens in front."""
+        """Return the token ids of a text, beginning with the special tokens."""
         return [*self.prefix, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     def render(self, body: str, answer_prefix: str) -> str:
-        """Return the text of a prompt: what is asked, and how the answer begins."""
+        """Return the text of a prompt from its body and the beginning of its answer, in the chat template if any."""
         if self.turns is None:
             return body + answer_prefix
         before, after = self.turns
+        # Many chat templates strip the message; stripped here, the text is what the template would give.
         return before + body.strip() + after + answer_prefix.lstrip()
 
 
 class CachedPromptMaker(PromptMaker):
-    """Makes each prompt once: for an evaluation, which asks the same of every model. Arguments as in PromptMaker."""
+    """Makes each prompt once, for evaluations of several models; its arguments are those of PromptMaker."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,10 +154,10 @@ class CachedPromptMaker(PromptMaker):
 
 
 class _Fit:
-    """Fits prompts around one stretch of the haystack. What fitted the last prompt is where the next one starts.
+    """Fits the prompts of one haystack to the exact length, all around the same part of the haystack's text.
 
-    Where a question brings a text of its own, its pieces take the place of the haystack's words, and the words of the
-    haystack follow that text up to the exact length.
+    The number of words that fitted one prompt is the first guess for the next. If a question brings a text of its own,
+    its pieces take the place of the haystack's words, and words of the haystack follow it up to the exact length.
     """
 
     tries = 40
@@ -162,27 +166,28 @@ class _Fit:
         self.maker, self.task, self.length, self.start = maker, task, length, start
         self.first: int | None = None
         self.count = self.trim = 0
-        self.size = 0  # of a text of the question's own
+        self.size = 0  # number of pieces of the question's own text
         self.pieces: Sequence[str] = ()
 
     def share(self, questions: Sequence[Question]) -> None:
-        """Find how many pieces of a text of their own fit with each of the questions of a haystack."""
+        """Find how many pieces of their own text fit into every prompt of these questions."""
         if questions[0].context is None:
             return
+        # The longest question decides, so that all prompts of a haystack have the same pieces.
         sizes = [self._bare(question, 0) for question in questions]
         least, longest = max(sizes), questions[sizes.index(max(sizes))]
-        low, below, high, above = 0, least, 0, 0  # a size that fits, one that does not, and their tokens
+        low, below, high, above = 0, least, 0, 0  # a number of pieces that fits, one that does not, and their tokens
         size, ended = 1, None
         while least <= self.length and high - low != 1:
             try:
                 taken, error = self._bare(longest, size), None
-            except ValueError as too_many:  # there are not so many pieces, and perhaps no need for them
+            except ValueError as too_many:  # there are fewer pieces than this, which may suffice
                 taken, error = 2 * self.length, too_many
             if taken <= self.length:
                 low, below = size, taken
             else:
                 high, above, ended = size, taken, error
-            if high:  # the tokens are nearly linear in the size
+            if high:  # tokens are nearly linear in the number of pieces: interpolate
                 size = min(high - 1, max(low + 1, low + (high - low) * (self.length - below) // (above - below)))
             else:
                 size = max(low + 1, min(4 * low, low * (self.length - least) // max(1, below - least) + 1))
@@ -192,7 +197,7 @@ class _Fit:
 
     def __call__(self, question: Question) -> Prompt:
         bare = self._bare(question, self.size)
-        while bare > self.length and self.size:  # another question had room for them
+        while bare > self.length and self.size:  # the longest question had room for them
             self.size -= 1
             bare = self._bare(question, self.size)
         room = self.length - bare
@@ -207,21 +212,21 @@ class _Fit:
             fitted = self._exact(question, room)
             if fitted is not None:
                 return self._prompt(*fitted, question)
-            self.first, self.count, self.trim = self.first + 1, 0, 0  # later depths share the stretch that fits
+            self.first, self.count, self.trim = self.first + 1, 0, 0  # later depths begin at the same word
         raise ValueError(f"found no haystack of exactly {room} tokens with this tokenizer: try another length")
 
     def _bare(self, question: Question, size: int) -> int:
-        """Take so many pieces of the question's own text; return the tokens of its prompt without the haystack."""
+        """Take ``size`` pieces of the question's own text, and return the tokens of the prompt without haystack."""
         self.pieces = () if question.context is None else question.context(size)
         maker = self.maker
         return len(maker.encode(maker.render(self._body(question, []), question.answer_prefix) + question.target))
 
     def _place(self, room: int) -> int:
-        """The first word of a stretch of that many tokens."""
+        """Return the index of the haystack's word where the prompt begins: random, with ``room`` tokens after it."""
         upto = self.maker.upto
         if self.maker.haystack.endless:
             return int(self.start * (len(upto) - 1))
-        # Some words more, so that a stretch that does not fit exactly can begin a little later.
+        # Some words are kept in reserve, because a text that cannot be cut to the exact length begins a word later.
         last = bisect.bisect_right(upto, upto[-1] - room) - 1 - 2 * self.tries
         if upto[-1] < room or (room and last < 0 and upto[-1] < room + 2 * self.tries):
             raise ValueError(
@@ -230,7 +235,7 @@ class _Fit:
         return int(self.start * (max(last, 0) + 1))
 
     def _exact(self, question: Question, room: int) -> tuple[str, list[int]] | None:
-        """The text that has the exact length with its answer, and its ids; None when this stretch gives none."""
+        """Return a text that has the exact length with its answer, and its ids; None if no cut of these words fits."""
         maker = self.maker
         if self.count == 0 and room:
             self.count = self._words_for(self._first, room)
@@ -240,7 +245,7 @@ class _Fit:
             excess = len(ids) - self.length
             if excess == 0:
                 return text, ids
-            if self.trim:  # what fitted the prompt before, or seemed to
+            if self.trim:  # the cut that fitted the last prompt does not fit this one
                 self.trim = 0
             elif excess < 0:
                 more = self._words_for(self._first + self.count, -excess)
@@ -257,9 +262,9 @@ class _Fit:
         return None
 
     def _trim(self, question: Question, excess: int) -> int | None:
-        """How many characters less of the last word make so many tokens less; None if no number does.
+        """Return how many characters to cut from the last word to remove ``excess`` tokens; None if no number does.
 
-        Only the end of the text is tokenised for it: what comes long before the cut does not see it.
+        Only the end of the text is tokenised for it, because a cut does not change tokens that are far before it.
         """
         maker = self.maker
         whole = self._text(question, 0)
@@ -286,7 +291,7 @@ class _Fit:
             pieces += [*around[at:place], needle]
             at = place
         body = "".join([*pieces, *around[at:], question.closing, *rest, question.text])
-        # A needle is written alike at every depth, at the start too, where a text would begin without its space.
+        # A needle at the start keeps the space before it, so that it has the same tokens at every depth.
         return body if question.hidden and body.startswith(question.hidden[0][1]) else body.lstrip()
 
     @property
@@ -302,7 +307,7 @@ class _Fit:
         return list(itertools.islice(itertools.cycle(words), first, first + count))
 
     def _words_for(self, first: int, tokens: int) -> int:
-        """How many words from the given one on have so many tokens, about; 0 when the haystack ends."""
+        """Return about how many words from ``first`` on have this number of tokens; 0 at the end of the haystack."""
         upto = self.maker.upto
         size = len(upto) - 1
         if self.maker.haystack.endless:
@@ -311,7 +316,7 @@ class _Fit:
         return max(0, min(bisect.bisect_left(upto, upto[min(first, size)] + tokens), size) - first)
 
     def _words_within(self, tokens: int) -> int:
-        """How many words at the end have at most so many tokens, about."""
+        """Return about how many of the last words have at most this number of tokens together."""
         upto, size = self.maker.upto, len(self.maker.words)
         dropped = 0
         while dropped < self.count:
@@ -323,8 +328,10 @@ class _Fit:
         return dropped
 
     def _prompt(self, text: str, ids: list[int], question: Question) -> Prompt:
-        """Cut the text where the answer's value begins, or before the space that belongs to its first token."""
+        """Divide the text where the answer's value begins, or before its space if that belongs to the first token."""
         maker, target = self.maker, question.target
+        # The prompt must be tokenised alike with and without the answer: otherwise a model would be asked with other
+        # tokens than those it is scored on.
         for spaces in range(len(target) - len(target.lstrip()), -1, -1):
             shown, rest = text + target[:spaces], target[spaces:]
             asked = maker.encode(shown)
@@ -332,6 +339,8 @@ class _Fit:
                 break
         else:
             raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
+        # The end of the text is enough context to count the tokens of a part, and spares tokenising the whole prompt
+        # for each.
         ends, answer, context = [], "", shown[-200:]
         for part in question.parts[:-1]:
             answer += f", {part}" if answer else rest[: rest.index(part)] + part

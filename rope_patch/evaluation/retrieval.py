@@ -1,4 +1,4 @@
-"""Retrieval: does the model find what is hidden in a text, at every length and depth?"""
+"""Retrieval: whether a model finds what is hidden in a text, at every length and depth."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.finished import key, open_cache
 from rope_patch.runtime.text import did_you_mean
 
+# A part of the keys of the result cache: raise it when what is stored for a haystack changes.
 SCHEMA = 4
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One thing asked for.
+    """One string that was asked for, and how the model answered.
 
     Attributes:
-        expected: the string asked for.
-        output: what greedy decoding said, as text; of a joined question the whole answer.
-        correct: the output begins with ``expected``; of a joined question, or where the task says that it counts
-            anywhere, contains it.
-        first_choice: each of its tokens is the most probable one after the right ones before it, as one forward pass
-            over the right answer shows, without generation.
-        logprob: log-probability of its tokens [nats].
+        expected: string that was asked for.
+        output: text of greedy decoding; of a joined question the whole answer.
+        correct: whether the output begins with ``expected``. For a joined question, or a task that counts it anywhere,
+            whether the output contains it.
+        first_choice: whether each token of the right answer is the most probable one after the right tokens before it,
+            as a forward pass over the right answer shows without generation.
+        logprob: log-probability of the tokens of ``expected`` [nats].
     """
 
     expected: str
@@ -58,10 +59,10 @@ class RetrievalCell:
     """Scores at one length and depth.
 
     Attributes:
-        length: prompt and answer together [tokens].
-        depth: where the needle is, 0 for the start and 1 for just before the question; of a task whose needles have no
-            depths, which part of the answer it is, 0 for the first and 1 for the last.
-        samples: what was asked, one of each haystack.
+        length: length of prompt and answer together [tokens].
+        depth: depth of the needle: 0 is the start, and 1 is just before the question. If a task's needles have no
+            depths, it is the place of the part in the answer, from 0 for the first to 1 for the last.
+        samples: answers, one from each haystack.
     """
 
     length: int
@@ -70,7 +71,7 @@ class RetrievalCell:
 
     @property
     def correct(self) -> int:
-        """Exact matches of greedy decoding."""
+        """Number of exact matches of greedy decoding."""
         return sum(sample.correct for sample in self.samples)
 
 
@@ -79,15 +80,15 @@ class RetrievalResult:
     """Scores over lengths × depths.
 
     Attributes:
-        task: its name.
-        cells: one per length and depth.
-        seed: of keys and haystacks.
+        task: name of the task.
+        cells: scores at each length and depth.
+        seed: seed of the values and haystacks.
         haystack: name of the haystack.
-        haystack_sha256: of its text.
-        python_version: whose files the built-in haystack is made of; None for another text.
-        prefix: special tokens in front of each prompt; none in a chat, whose template has its own.
-        chat: the prompts go through the tokenizer's chat template.
-        chat_sha256: digest of what the template writes before and after a prompt; "" without one.
+        haystack_sha256: digest of the haystack's text.
+        python_version: version of CPython whose files the built-in haystack is made of; None for other texts.
+        prefix: ids of the special tokens in front of each prompt; none in a chat, whose template writes them.
+        chat: whether the prompts go through the tokenizer's chat template.
+        chat_sha256: digest of what the template writes before and after a prompt; "" without a template.
     """
 
     task: str
@@ -101,10 +102,10 @@ class RetrievalResult:
     chat_sha256: str = ""
 
     def samples(self, length: int) -> list[Sample]:
-        """Return what was asked at a length, by depth and sample.
+        """Return all samples of a length, ordered by depth and then by haystack.
 
         Raises:
-            ValueError: no such length.
+            ValueError: nothing was asked at this length.
         """
         samples = [sample for cell in self.cells if cell.length == length for sample in cell.samples]
         if not samples:
@@ -112,9 +113,9 @@ class RetrievalResult:
         return samples
 
     def examples(self, length: int) -> list[tuple[float, Sample]]:
-        """Return the first wrong answer at a length, where there is one, and the first right one, each with its depth.
+        """Return the first wrong answer and the first right one at a length, as far as there are, with their depths.
 
-        They are counted haystack by haystack, and within each by depth.
+        The answers are searched haystack by haystack, and within each by depth.
         """
         cells = [cell for cell in self.cells if cell.length == length]
         asked = [(cell.depth, cell.samples[i]) for i in range(len(cells[0].samples)) for cell in cells]
@@ -122,46 +123,46 @@ class RetrievalResult:
         return list(itertools.chain(*firsts))
 
     def accuracy(self, length: int) -> float:
-        """Return the exact match at a length, over all depths."""
+        """Return the share of exact matches at a length, over all depths."""
         samples = self.samples(length)
         return sum(sample.correct for sample in samples) / len(samples)
 
     def haystacks(self, length: int) -> list[tuple[Sample, ...]]:
-        """Return what was asked at a length of each haystack, by depth."""
-        self.samples(length)  # names the lengths where there is none such
+        """Return the samples of each haystack at a length, ordered by depth."""
+        self.samples(length)  # raises an error that names the lengths, if this is none of them
         return list(zip(*(cell.samples for cell in self.cells if cell.length == length), strict=True))
 
     def interval(self, length: int, confidence: float = 0.95) -> tuple[float, float]:
-        """Return Wilson's interval of :meth:`accuracy` over as many independent prompts as the haystacks are worth."""
+        """Return Wilson's interval of :meth:`accuracy`, over as many prompts as :func:`effective_prompts` counts."""
         haystacks = self.haystacks(length)
         right = [[float(sample.correct) for sample in haystack] for haystack in haystacks]
         count = effective_prompts(self.task, right, confidence)
         return wilson(int(sum(map(sum, right))), len(self.samples(length)), confidence, count=count)
 
     def first_choice(self, length: int) -> float:
-        """Return the share of answers at a length whose tokens are all first choice when the right answer is read."""
+        """Return the share of samples at a length that are first choice."""
         asked = self.samples(length)
         return sum(sample.first_choice for sample in asked) / len(asked)
 
     def logprob(self, length: int) -> float:
-        """Return the mean log-probability of what was asked for at a length [nats]."""
+        """Return the mean log-probability of the right answers at a length [nats]."""
         samples = self.samples(length)
         return math.fsum(sample.logprob for sample in samples) / len(samples)
 
 
 def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidence: float) -> float:
-    """Return how many independent prompts those of some haystacks are worth: the ones of a haystack may be alike.
+    """Return how many independent prompts these are worth: prompts of one haystack tend to be answered alike.
 
     Args:
-        task: its name; where one question asks for all needles of a haystack, they are worth one prompt.
-        haystacks: a value of each prompt, by haystack.
-        confidence: of the interval that the count is for.
+        task: name of the task; if one question asks for all needles of a haystack, they are worth one prompt.
+        haystacks: value of each prompt, grouped by haystack.
+        confidence: confidence of the interval that the count is for.
     """
     return float(len(haystacks)) if TASKS[task].joined else effective_count(haystacks, confidence)
 
 
 RETRIEVAL_FIELDS = ("lengths", "depths", "samples", "seed", "chat_template", "chunk", "batch_tokens")
-"""Fields of a spec that :func:`retrieval` takes by name."""
+"""Fields of an :class:`~rope_patch.EvalSpec` that :func:`retrieval` takes as keyword arguments."""
 
 
 def retrieval(
@@ -177,26 +178,30 @@ def retrieval(
 ) -> RetrievalResult:
     """Ask for what is hidden in a text, at every length and depth.
 
-    All prompts of one length and sample share a haystack, and what they share is read once: the text before the needle.
-    The answers are those of each prompt asked alone.
+    All prompts of one length and sample share a haystack, and the text that they share, which is the text before the
+    needle, is read once. The answers are the same as if each prompt were asked alone.
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        task: its name in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and ``"vt"``
-            (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts its needle's
-            part. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one word.
-        spec: what is asked: the :data:`RETRIEVAL_FIELDS` of a :class:`~rope_patch.EvalSpec`, and its ``haystack``.
-        cache: zero-argument factory of a cache to read through.
-        haystack: in place of the spec's: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a :class:`Haystack`,
-            or a :class:`PromptMaker` of this tokenizer, whose ``turns`` and ``prefix`` then count.
-        resume: file (or mapping) in which finished haystacks are kept. With a ``cache`` only if that has an
-            ``identity``, a text that tells it from others.
-        **asked: those fields of a spec by name, in place of a spec or of what it says.
+        task: name of the task in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and
+            ``"vt"`` (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts the
+            part of its needle. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one
+            word.
+        spec: what is measured: the fields :data:`RETRIEVAL_FIELDS` of a :class:`~rope_patch.EvalSpec`, and its
+            ``haystack``; its tasks are ignored.
+        cache: a factory without arguments, which returns the cache to read through.
+        haystack: haystack to use instead of the spec's: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a
+            :class:`Haystack`, or a :class:`PromptMaker` of this tokenizer, which then decides about the chat template
+            and the special tokens.
+        resume: file (or mapping) in which finished haystacks are stored. With a ``cache`` this requires that the
+            factory has an ``identity``, a text that tells it from others.
+        **asked: fields of a spec by name; they replace those of ``spec``.
 
     Raises:
-        ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
-        TypeError: a field that is not asked here.
+        ValueError: the task is unknown, lengths or depths are out of range, or a prompt does not fit; prompts are never
+            cut.
+        TypeError: a keyword argument is not among :data:`RETRIEVAL_FIELDS`.
 
     Example:
         ``retrieval(model, tokenizer, "niah", lengths=[4096, 16384], depths=[0, 0.5, 1], samples=4)``
@@ -207,13 +212,15 @@ def retrieval(
     reader = Reader(model)
     maker = _prompt_maker(tokenizer, spec.haystack if haystack is None else haystack, spec.chat_template)
     stops = _stops(model, tokenizer)
+    # Stop tokens cut the output, and another cache or chunk may change it, so they are part of every key.
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
+    # The fingerprint reads every weight of the model, so it is computed only where keys are stored.
     identity = settings | {"model": fingerprint(model) if resume is not None else ""}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, seed=spec.seed, sample=sample)
 
-    first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
+    first = {length: prompts_of(length, 0) for length in lengths}  # raises before any is read, if one does not fit
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
     ask = functools.partial(answer, reader, stops=stops, chunk=chunk, cache=cache)
@@ -241,7 +248,7 @@ def retrieval(
 
 
 def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> EvalSpec:
-    """Return a spec of one task, with fields by name in place of what it says."""
+    """Return a spec of one task, with some fields replaced by keyword arguments."""
     if unknown := asked.keys() - RETRIEVAL_FIELDS:
         name = min(unknown)
         raise TypeError(
@@ -254,7 +261,7 @@ def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> Eval
 def _prompt_maker(
     tokenizer: Any, haystack: str | Path | Haystack | PromptMaker | None, chat_template: str
 ) -> PromptMaker:
-    """Return what makes the prompts of a haystack."""
+    """Return the prompt maker of a haystack."""
     if haystack is None:
         raise ValueError("a haystack is needed: noise, builtin, a file or a folder")
     if isinstance(haystack, PromptMaker):
@@ -268,13 +275,13 @@ def _result(
     depths_of: Mapping[int, Sequence[float]],
     columns: Mapping[int, Sequence[Sequence[Sample]]],
 ) -> RetrievalResult:
-    """Return the answers to the one task of a spec by length and depth, and what the prompts were made of.
+    """Return the result of a spec's one task: answers by length and depth, and what the prompts were made of.
 
     Args:
-        spec: what was asked.
+        spec: what was measured.
         maker: the maker of the prompts.
-        depths_of: the depths of the answers in the prompts of each length.
-        columns: by length, the answers of each haystack in the order of the depths.
+        depths_of: depths of the parts of the answers, for each length.
+        columns: samples of each haystack, in the order of the depths, for each length.
     """
     (task,) = spec.tasks
     cells = tuple(
@@ -297,7 +304,7 @@ def _result(
 
 @dataclass(frozen=True, eq=False)
 class _Haystack:
-    """The prompts that share a haystack, and their length [tokens]."""
+    """Prompts that share a haystack, and their length [tokens]."""
 
     length: int
     prompts: Sequence[Prompt]
@@ -305,7 +312,7 @@ class _Haystack:
 
 @dataclass(frozen=True, eq=False)
 class _Questioner:
-    """Asks the prompts of haystacks."""
+    """Asks a model the prompts of haystacks, and grades its answers."""
 
     answer: Callable[..., list[list[Answer]]]
     tokenizer: Any
@@ -313,13 +320,14 @@ class _Questioner:
     identity: Mapping[str, Any]
 
     def key(self, haystack: _Haystack) -> str:
-        """Return the name of the samples of a haystack."""
+        """Return the key of a haystack's samples in the result cache."""
         asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in haystack.prompts]
         return key(what="retrieval", schema=SCHEMA, prompts=asked, **self.identity)
 
     def ask(self, several: Sequence[_Haystack], size: int) -> list[list[dict[str, Any]]]:
-        """Return the samples of each haystack, by depth; those whose answers differ in length are asked alone."""
+        """Return the samples of each haystack, ordered by depth."""
         haystacks = [haystack.prompts for haystack in several]
+        # A batch is generated for the same number of steps: if answers differ in length, each haystack is asked alone.
         shapes = {tuple(prompt.answer for prompt in prompts) for prompts in haystacks}
         groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
         graded = []
@@ -333,8 +341,9 @@ class _Questioner:
 
 
 def _stops(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Return the ids that end a text, by the model's generation config and by the tokenizer."""
+    """Return the ids of the tokens that end a text, according to the model's generation config and the tokenizer."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    # Chat models often end a turn with another token than the tokenizer's end of text: either of them ends an answer.
     several = [*(ids if isinstance(ids, list | tuple) else [ids]), tokenizer.eos_token_id]
     return sorted({int(i) for i in several if i is not None})
 
@@ -348,7 +357,7 @@ def _check(reader: Reader, prompt: Prompt) -> None:
 
 
 def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sample]:
-    """Return the score of each part of an answer."""
+    """Return a sample for each part of an answer."""
     written = tokenizer.decode(list(answer.output), skip_special_tokens=True)
     right = prompt.ids[len(prompt.ids) - prompt.answer :]
     samples, start = [], 0

@@ -1,4 +1,4 @@
-"""Retrieval tasks, one file each or one of a kind. To add one, write its file: all files here are imported."""
+"""Retrieval tasks. To add one, write a file with its class in this folder: all files here are imported."""
 
 import importlib
 import pkgutil

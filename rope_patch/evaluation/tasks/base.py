@@ -1,4 +1,4 @@
-"""A retrieval task: what is hidden in a text, what is asked about it, and when an answer is right."""
+"""What a retrieval task is: it hides something in a text, asks about it, and tells whether an answer is right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOUNS = """
     saddle silver spider sugar table temple thunder tiger tomato tower tunnel turtle valley velvet violin wagon
     walnut whale willow window winter wizard yellow zebra
 """
-"""What named needles are called."""
+"""Nouns that needles are named with."""
 
 ADJECTIVES = """
     ancient angry autumn bitter brave bright broad broken bronze busy calm careful cheap cheerful clean clear clever
@@ -32,10 +32,10 @@ ADJECTIVES = """
     small smooth soft solid sour steady steep strange strong sunny sweet swift tall tender thick thin tiny tired warm
     weak wet white wide wild wise wooden young
 """
-"""Of keys and words of two parts."""
+"""Adjectives of keys and words of two parts, such as ``quiet-river``."""
 
 TRAINING_NEEDLES = 4
-"""Of a training prompt that asks for all its needles at once, as many as RULER's (arXiv:2404.06654) have."""
+"""Number of needles in a training prompt that asks for all of them at once: as many as RULER has (arXiv:2404.06654)."""
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -45,19 +45,19 @@ TASKS: Registry[Task] = Registry("retrieval task", "rope_patch.tasks", ("source"
 
 @dataclass(frozen=True)
 class Question:
-    """One question, before it is fitted to a length.
+    """One question with its needles, before its prompt is fitted to a length.
 
     Attributes:
         hidden: depth and text of every needle in the prompt, by rising depth.
-        text: the question.
-        answer_prefix: how the answer begins; the prompt ends with it, in a chat within the assistant's turn.
-        parts: the strings looked for in the answer, in the order they are asked for.
+        text: text of the question.
+        answer_prefix: beginning of the answer, with which the prompt ends; in a chat it stands in the assistant's turn.
+        parts: strings that the answer must give, in the order in which they are asked for.
         depths: depth of the needle that each part is from.
-        context: a text of the question's own, in place of the haystack. It returns the pieces of the text, none of
-            which is ever cut, for any size: more pieces for a larger one, and for 0 the fewest that the question
-            needs; it raises ValueError where there are not so many. None for the words of the haystack.
-        opening: what stands before the context.
-        closing: what stands after it.
+        context: function that returns the text of the question's own, which replaces the haystack, as a number of
+            pieces that are never cut. For a larger ``size`` it returns more pieces, and for 0 the fewest that the
+            question needs; it raises ValueError if there are not enough. None if the haystack is the text.
+        opening: text before the context.
+        closing: text after the context.
     """
 
     hidden: tuple[tuple[float, str], ...]
@@ -77,13 +77,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Draw:
-    """Random values and names that have equally many tokens, so that prompts fit into one batch.
+    """Draws random values and names that have the same number of tokens, so that prompts fit into one batch.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: the tokenizer that counts the tokens.
         rng: the source of randomness.
-        length: of prompt and answer together [tokens].
-        haystack: that the prompt is made for.
+        length: length of prompt and answer together [tokens].
+        haystack: the haystack that the prompt is made from.
     """
 
     tokenizer: Any
@@ -92,60 +92,61 @@ class Draw:
     haystack: Haystack
 
     def numbers(self, count: int, digits: int) -> list[str]:
-        """Return different numbers of so many digits.
+        """Return ``count`` different numbers with this number of digits.
 
         Args:
             count: how many numbers.
-            digits: of each number.
+            digits: number of digits of each.
         """
+        # More than needed, because some repeat and some have another number of tokens.
         pool = ["".join(self.rng.choices("0123456789", k=digits)) for _ in range(64 + count)]
         return self.equally_long(list(dict.fromkeys(pool)), count)
 
     def names(self, count: int) -> list[str]:
-        """Return different English nouns."""
+        """Return ``count`` different English nouns."""
         return self.words(NOUNS.split(), count)
 
     def words(self, words: Sequence[str], count: int) -> list[str]:
-        """Return some of these words, in random order."""
+        """Return ``count`` of these words, in random order."""
         return self.equally_long(self.rng.sample(words, len(words)), count)
 
     def variables(self, count: int) -> list[str]:
-        """Return different variable names of three capital letters."""
+        """Return ``count`` different variable names of three capital letters."""
         return self.equally_long(
             list(dict.fromkeys("".join(self.rng.sample(LETTERS, 3)) for _ in range(64 + count))),
             count,
         )
 
     def uuids(self, count: int) -> list[str]:
-        """Return different UUIDs of version 4."""
+        """Return ``count`` different UUIDs of version 4."""
         return self.of_common_length(endless_uuids, count)
 
     def pairs_of_words(self, count: int) -> list[str]:
-        """Return different pairs of an adjective and a noun, such as ``quiet-river``."""
+        """Return ``count`` different pairs of an adjective and a noun, such as ``quiet-river``."""
         return self.of_common_length(endless_pairs, count)
 
     def of_common_length(self, endless: Callable[[random.Random], Iterator[str]], count: int) -> list[str]:
-        """Return items that have the number of tokens that is most common among those of one fixed seed.
+        """Return items that have the most common number of tokens, which is found with one fixed seed.
 
-        So the items of all haystacks have equally many.
+        Because of the fixed seed, the items of all haystacks have the same number of tokens.
 
         Args:
-            endless: yields different items.
-            count: how many of them.
+            endless: function that yields different items, from a source of randomness.
+            count: how many items are returned.
         """
         sizes = self._sizes(list(itertools.islice(endless(random.Random(0)), 128)))
         return self.equally_long(list(itertools.islice(endless(self.rng), 64 + 8 * count)), count, _most_common(sizes))
 
     def equally_long(self, pool: Sequence[str], count: int, size: int | None = None) -> list[str]:
-        """Return items of a pool, those with so many tokens first.
+        """Return items of a pool, first those with the given number of tokens.
 
         Args:
             pool: different items.
-            count: how many of them.
-            size: the most common one in the pool by default [tokens].
+            count: how many items are returned.
+            size: number of tokens of an item; by default the most common one in the pool [tokens].
 
         Raises:
-            ValueError: the pool holds fewer items.
+            ValueError: the pool holds fewer items than ``count``.
         """
         sizes = self._sizes(pool)
         common = _most_common(sizes) if size is None else size
@@ -155,18 +156,20 @@ class Draw:
         return [pool[i] for i in ranked[:count]]
 
     def _sizes(self, items: Sequence[str]) -> list[int]:
+        # With the space before them, as they stand in a text: many tokenizers make other tokens without it.
         encoded = self.tokenizer([f" {item}" for item in items], add_special_tokens=False)["input_ids"]
         return [len(ids) for ids in encoded]
 
 
 def _most_common(sizes: Sequence[int]) -> int:
+    # The smaller of equally common sizes, so that the choice does not depend on the order.
     return max(set(sizes), key=lambda size: (sizes.count(size), -size))
 
 
 def endless_uuids(rng: random.Random) -> Iterator[str]:
     """Yield UUIDs of version 4 that begin with a digit, all different.
 
-    Many tokenizers join a space with a letter, and not with a digit.
+    Many tokenizers merge a space with a letter but not with a digit, so the first character has to be of one kind.
     """
     while True:
         made = str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -183,16 +186,17 @@ def endless_pairs(rng: random.Random) -> Iterator[str]:
 
 
 class Task(ABC):
-    """A kind of retrieval question. A subclass with a name can be asked for by it everywhere.
+    """A retrieval task. A subclass is registered under its name, by which ``--tasks`` and Python functions find it.
 
     Attributes:
-        name: what users call it.
-        source: where the task is from, and how ours differs.
-        joined: one question asks for all needles at once.
-        placed: its needles stand at depths. Else what is asked for stands everywhere in the text, the depths change
-            nothing, and results list the parts of the answer by their order, from 0 for the first to 1 for the last.
-        anywhere: a part counts wherever it stands in the output, whatever its case, as lm-eval's scorer of RULER counts
-            it (``string_match_all``).
+        name: name of the task.
+        source: paper that the task is from, and how ours differs from it.
+        joined: whether one question asks for all needles at once.
+        placed: whether its needles stand at depths. If not, what is asked for is spread over the text, the depths
+            change nothing, and results list the parts of the answer by their order, from 0 for the first to 1 for the
+            last.
+        anywhere: whether a part counts wherever it stands in the output, in upper or lower case, as lm-eval's scorer of
+            RULER counts it (``string_match_all``).
     """
 
     name: ClassVar[str]
@@ -214,28 +218,29 @@ class Task(ABC):
 
     @abstractmethod
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
-        """Return the questions about one haystack: one for each depth, or a single one that asks for all needles.
+        """Return the questions about one haystack: one for each depth, or a single one if the task is joined.
 
         Args:
-            depths: of the needles, rising.
-            draw: values and names.
+            depths: depths of the needles, rising.
+            draw: source of values and names.
         """
 
     def correct(self, part: str, output: str) -> bool:
-        """Tell whether a generated answer gives a part that was asked for."""
+        """Return whether a generated answer gives a part that was asked for."""
         if self.anywhere:
             return part.lower() in output.lower()
+        # The answer's prefix ends just before the value, so a right answer to a single question begins with it.
         return part in output if self.joined else output.strip().startswith(part)
 
 
 class NeedleTask(Task):
-    """A number for each needle, and a question for each number.
+    """A task with a number in each needle and a question for each number.
 
     Attributes:
-        needle: the text that is hidden, with ``{name}`` and ``{value}``.
-        question: what is asked at the end, with ``{name}``.
-        answer_prefix: how the answer begins, up to the value, with ``{name}``; nothing by default.
-        digits: of the numbers.
+        needle: text of a needle, with ``{name}`` and ``{value}``.
+        question: text of the question, with ``{name}``.
+        answer_prefix: beginning of the answer, up to the value, with ``{name}``; empty by default.
+        digits: number of digits of each value.
     """
 
     needle: ClassVar[str]
@@ -257,16 +262,16 @@ class NeedleTask(Task):
         ]
 
     def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return so many values, and the names they belong to."""
+        """Return ``count`` values, and the names that they belong to."""
         return draw.numbers(count, self.digits), draw.names(count)
 
 
 class CrowdedTask(NeedleTask):
-    """Needles among others of their kind, which are the whole text.
+    """A task whose needles stand among others of their kind, which make up the whole text.
 
     Attributes:
-        opening: what stands before the needles.
-        closing: what stands after them; it may have ``{name}`` and ``{value}`` of one more.
+        opening: text before the needles.
+        closing: text after the needles; it may hold one more needle, as ``{name}`` and ``{value}``.
     """
 
     opening: ClassVar[str] = ""
@@ -275,12 +280,13 @@ class CrowdedTask(NeedleTask):
 
     @abstractmethod
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
-        """Yield name and value of more needles, as many as there are; some may be those asked for."""
+        """Yield names and values of other needles; some may be equal to those asked for."""
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth; the other needles are the same for all."""
         asked = super().questions(depths, draw)
         asked_for = "".join(text for question in asked for _, text in question.hidden)
+        # Another needle with the name or the value that is asked for would make the answer ambiguous.
         others = (
             (name, value) for name, value in self.others(draw) if name not in asked_for and value not in asked_for
         )
@@ -290,6 +296,7 @@ class CrowdedTask(NeedleTask):
             closing = closing.format(name=name, value=value)
 
         def context(size: int) -> list[str]:
+            # Pieces are drawn once and shared by the questions: a larger size adds to them and changes none.
             missing = itertools.islice(others, max(0, size - len(pieces)))
             pieces.extend(self.needle.format(name=name, value=value) for name, value in missing)
             if len(pieces) < size:
@@ -303,10 +310,10 @@ class CrowdedTask(NeedleTask):
 
 
 class UuidTask(CrowdedTask):
-    """A UUID for each UUID, among others."""
+    """A task with a UUID for each UUID, among others."""
 
     def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return values and the names they belong to."""
+        """Return UUIDs as values, and UUIDs as the names that they belong to."""
         return draw.uuids(count), draw.uuids(count)
 
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
@@ -315,7 +322,7 @@ class UuidTask(CrowdedTask):
 
 
 def in_order(count: int) -> tuple[float, ...]:
-    """Return what stands for the depths of so many parts that have none: their places in the answer.
+    """Return what results list as the depths of parts that have none: their places in the answer, from 0 to 1.
 
     >>> in_order(3)
     (0.0, 0.5, 1.0)

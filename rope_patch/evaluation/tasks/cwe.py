@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from rope_patch.evaluation.tasks.base import Draw, Question, Task, endless_pairs, in_order
 
 COMMON_WORDS = 10
-"""How many words are asked for."""
+"""Number of words that are asked for."""
 
 LONG_PROMPT = 4096
-"""From this length on a common word stands in the list 30 times and any other 3 times; below it 6 times and once."""
+"""Shortest prompt whose list has a common word 30 times and any other word 3 times; in shorter ones it is 6 times and
+once [tokens]."""
 
 
 class CommonWords(Task, name="cwe"):
@@ -25,7 +26,8 @@ class CommonWords(Task, name="cwe"):
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for the common words; the depths change nothing."""
         often, seldom = (30, 3) if draw.length >= LONG_PROMPT else (6, 1)
-        # Each entry has a random place of its own, so that more entries do not change the order of those there are.
+        # Each entry is drawn with a random number and sorted by it, so that adding entries keeps the order of the
+        # others.
         entries = [(draw.rng.random(), word) for word in draw.pairs_of_words(COMMON_WORDS) * often]
         common = tuple(dict.fromkeys(word for _, word in sorted(entries)))
         others = (

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from rope_patch.evaluation.tasks.base import Draw, Question, Task, in_order
 
 FREQUENT_WORDS = 3
-"""How many words are asked for."""
+"""Number of words that are asked for."""
 
 
 class FrequentWords(Task, name="fwe"):
-    """Words of six random letters in random order, the k-th most frequent as often as 1/k² says; the first is dots."""
+    """Words of six random letters in random order, the k-th as frequent as 1/k² says; the first word is dots."""
 
     source = (
         "Hsieh et al. (2024), RULER, arXiv:2404.06654, frequent words extraction, exponent 2, a vocabulary of one "
@@ -33,6 +33,7 @@ class FrequentWords(Task, name="fwe"):
             pieces = [
                 f" {word}" for word, count in zip(words, counts(size, len(words)), strict=True) for _ in range(count)
             ]
+            # A generator of its own for each call, so that the same size always gives the same text.
             random.Random(seed).shuffle(pieces)
             return pieces
 
@@ -51,13 +52,14 @@ class FrequentWords(Task, name="fwe"):
 
 
 def counts(size: int, words: int) -> list[int]:
-    """Return how often each word stands in a text of about so many, the most frequent word first.
+    """Return how often each word stands in a text of about ``size`` words, the most frequent word first.
 
     >>> counts(100, 6), counts(0, 6)
     ([60, 15, 6, 3, 2, 1], [0, 3, 2, 1, 0, 0])
     """
+    # The sum of 1/k² over all k is π²/6, so these are shares of the whole, as in lm-eval's fwe_utils.
     table = [int(size * 6 / (math.pi * rank) ** 2) for rank in range(1, words + 1)]
-    for i in range(FREQUENT_WORDS, 0, -1):  # those asked for differ from each other and from the one that follows
+    for i in range(FREQUENT_WORDS, 0, -1):  # no ties among the words asked for and the next one
         table[i] = max(table[i], table[i + 1] + 1)
     return table
 

@@ -6,7 +6,7 @@ from rope_patch.evaluation.tasks.base import Draw, Question, Task
 
 
 class MultiQuery(Task, name="multiquery"):
-    """A word with a number of seven digits at every depth."""
+    """Another word with a number of seven digits at every depth; one question asks for all numbers."""
 
     source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-query NIAH; ours asks for them in their order"
     joined = True

@@ -6,7 +6,7 @@ from rope_patch.evaluation.tasks.base import Draw, Question, Task
 
 
 class MultiValue(Task, name="multivalue"):
-    """One word, a number of seven digits at every depth."""
+    """One word that has a number of seven digits at every depth; one question asks for all numbers."""
 
     source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-value NIAH; ours asks for them in their order"
     joined = True

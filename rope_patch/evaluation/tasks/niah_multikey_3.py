@@ -1,4 +1,4 @@
-"""A UUID that belongs to a UUID, among as many others as the prompt has room for."""
+"""A UUID that belongs to another UUID, among as many other pairs as the prompt has room for."""
 
 from rope_patch.evaluation.tasks.base import UuidTask
 

@@ -1,4 +1,4 @@
-"""Which passage of a text has a given sentence in it?"""
+"""The number of the passage that some words are quoted from."""
 
 import itertools
 import random
@@ -9,11 +9,11 @@ from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.tasks.base import CrowdedTask, Draw, Question
 
 PASSAGE_WORDS, QUOTE_WORDS = 40, 10
-"""Length of a passage and of what is quoted from it [words]."""
+"""Length of a passage, and of the quotation from it [words]."""
 
 
 class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
-    """Numbered passages of the haystack in random order, and some words of one of them."""
+    """Numbered passages of the haystack in random order, and a quotation from one of them."""
 
     source = (
         "Bai et al. (2024), LongBench, arXiv:2308.14508, passage retrieval, and the place of Hsieh et al. (2024), "
@@ -29,16 +29,17 @@ class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth."""
+        # The whole haystack is searched, because any of its passages may be in the prompt.
         whole, asked = one_line(draw.haystack), super().questions(depths, draw)
         quotes = [quote_of(question.text, whole, draw.rng) for question in asked]
         texts = [f' Which passage has these words in it: "{quote}"?' for quote in quotes]
         return [replace(question, text=text) for question, text in zip(asked, texts, strict=True)]
 
     def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return numbers, and passages with words that no other part of the text has.
+        """Return numbers, and passages with some words that no other part of the text has.
 
         Raises:
-            ValueError: a haystack that repeats itself, or one with too few such passages.
+            ValueError: the haystack repeats itself, or has too few such passages.
         """
         if draw.haystack.endless:
             raise ValueError(
@@ -62,7 +63,7 @@ class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
 
 
 def one_line(haystack: Haystack) -> str:
-    """Return the text of a haystack with a space between its words."""
+    """Return the text of a haystack with a single space between its words."""
     return " ".join(haystack.text.split())
 
 
@@ -74,14 +75,15 @@ def shuffled(draw: Draw) -> list[str]:
 
 
 def quote_of(passage: str, whole: str, rng: random.Random) -> str:
-    """Return words of a passage that the whole text has once; "" where there are none.
+    """Return words of a passage that stand in the whole text only once; "" if none are found.
 
     Args:
-        passage: of the text.
-        whole: text, in one line.
-        rng: source of the place.
+        passage: passage that is quoted.
+        whole: whole text, in one line.
+        rng: source of randomness for the place of the quotation.
     """
     words = passage.split()
+    # Four places are tried: each takes a search of the whole text.
     for start in rng.sample(range(PASSAGE_WORDS - QUOTE_WORDS + 1), 4):
         quote = " ".join(words[start : start + QUOTE_WORDS])
         if whole.count(quote) == 1:

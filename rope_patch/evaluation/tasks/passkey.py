@@ -13,5 +13,5 @@ class Passkey(NeedleTask, name="passkey"):
     digits = 5
 
     def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return numbers; there is one in each prompt, so that it needs no name."""
+        """Return numbers and empty names: there is one number in each prompt, so it needs no name."""
         return draw.numbers(count, self.digits), [""] * count

@@ -25,7 +25,7 @@ OBJECTS = """
 """
 
 PEOPLE_IN_STORY = 4
-"""Fewest people of a story: with fewer questions the others are distractors."""
+"""Smallest number of people in a story: if there are fewer questions, the other people are distractors."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Thread:
     """What one person does.
 
     Attributes:
-        facts: with their depths, which do not fall.
-        question: about it.
-        answer_prefix: how the answer begins.
-        answer: the place asked for.
+        facts: sentences about the person with their depths, which never fall.
+        question: question about the person.
+        answer_prefix: beginning of the answer.
+        answer: place that is asked for.
     """
 
     facts: tuple[tuple[float, str], ...]
@@ -46,12 +46,12 @@ class Thread:
 
 
 class StoryTask(Task):
-    """A question about one person of a story; the last fact that the answer rests on stands at the depth asked for.
+    """A question about one person of a story; the last fact that the answer needs stands at the given depth.
 
     The facts of all people stand in every prompt, so that a haystack is read once for all its questions.
 
     Attributes:
-        places: how many of them a person goes to.
+        places: number of places that a person goes to.
     """
 
     source = (
@@ -66,11 +66,11 @@ class StoryTask(Task):
         """Return what a person does.
 
         Args:
-            depth: of the last fact that the answer rests on.
-            person: their name.
-            thing: that they carry, if anything.
-            places: that they go to, all different.
-            draw: random values.
+            depth: depth of the last fact that the answer needs.
+            person: name of the person.
+            thing: object that the person carries, if the task has one.
+            places: places that the person goes to, all different.
+            draw: source of random values.
         """
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
@@ -78,6 +78,7 @@ class StoryTask(Task):
         count = max(len(depths), PEOPLE_IN_STORY)
         extra = [draw.rng.random() for _ in range(count - len(depths))]
         people, things = draw.words(PEOPLE.split(), count), draw.words(OBJECTS.split(), count)
+        # The people of a story share a few places, so that a place alone does not give the answer away.
         places = draw.words(PLACES.split(), max(6, self.places))
         threads = [
             self.thread(depth, person, thing, draw.rng.sample(places, self.places), draw)
@@ -91,29 +92,29 @@ class StoryTask(Task):
 
 
 def earlier(depth: float, count: int, draw: Draw) -> list[float]:
-    """Return so many random depths up to one, rising."""
+    """Return ``count`` random depths below ``depth``, rising."""
     return sorted(draw.rng.uniform(0, depth) for _ in range(count))
 
 
 class OneFact(StoryTask, name="qa1"):
-    """Each person goes to two places; asked for is the last."""
+    """Each person goes to two places; the question is where the person is last."""
 
     places = 2
 
     def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
-        """Return two facts, the second of which tells."""
+        """Return two facts, of which the second gives the answer."""
         (before,) = earlier(depth, 1, draw)
         facts = ((before, f" {person} went to the {places[0]}."), (depth, f" {person} went to the {places[1]}."))
         return Thread(facts, f" Where is {person}?", f" {person} is in the", places[1])
 
 
 class TwoFacts(StoryTask, name="qa2"):
-    """Each person takes an object to another place; half of them leave it there and go on."""
+    """Each person takes an object to another place, where half of them leave it; the question is where it is."""
 
     places = 3
 
     def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
-        """Return three or five facts; the last of those that tell is that the person goes there, or leaves it there."""
+        """Return three or five facts; the last one needed says that the person goes there or leaves it there."""
         leaves = draw.rng.random() < 0.5
         before = earlier(depth, 3 if leaves else 2, draw)
         texts = [
@@ -129,12 +130,12 @@ class TwoFacts(StoryTask, name="qa2"):
 
 
 class ThreeFacts(StoryTask, name="qa3"):
-    """Each person takes an object and goes to two places with it; half of them go to a third."""
+    """Each person carries an object to two or three places; the question is where it was before the second."""
 
     places = 4
 
     def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
-        """Return four or five facts; the last of those that tell is that the person goes to the third place."""
+        """Return four or five facts; the last one needed says that the person goes to the third place."""
         facts = [
             *zip(
                 earlier(depth, 3, draw),

@@ -1,4 +1,4 @@
-"""Variables that take their value from one another, along a chain through the text."""
+"""Variables that take their value from one another, in a chain through the text."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from rope_patch.evaluation.tasks.base import Draw, Question, Task
 
 
 class VariableTracking(Task, name="vt"):
-    """A number, and a chain of variables that have it: a link at every depth."""
+    """A chain of variables that all have the value of a number, with one assignment at every depth."""
 
     source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, variable tracking, one chain"
     joined = True
