@@ -1,4 +1,4 @@
-"""One model, several methods: perplexity by position and retrieval, on the same texts and prompts for all."""
+"""Compares several methods on one model: perplexity by position and retrieval, on the same texts and prompts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.finished import finite, open_cache
 from rope_patch.tables import RotaryTable
 
+# The version of the layout of comparison.json: raise it when a field changes.
 SCHEMA = 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method's scores.
+    """The scores of one method.
 
     Attributes:
-        method: as a method string.
-        scores: perplexity and retrieval.
-        tables: the rotary tables it used, by layer type.
-        trained: whether the weights were trained under the method first.
+        method: the method as a method string.
+        scores: its perplexity and retrieval.
+        tables: the rotary tables that it used, one for each layer type.
+        trained: whether the model was trained under the method before it was measured.
     """
 
     method: str
@@ -51,12 +52,12 @@ class Row:
 
     @property
     def label(self) -> str:
-        """What the row is called in a comparison, where a method may have a trained row and an untrained one."""
+        """Name of the row; a comparison may hold a trained and an untrained row of one method."""
         return labelled(self.method, self.trained)
 
 
 def labelled(method: str, trained: bool) -> str:
-    """Return what the row of a method is called.
+    """Return the name of a method's row.
 
     >>> labelled("yarn:factor=2", trained=True)
     'yarn:factor=2 after training'
@@ -66,15 +67,16 @@ def labelled(method: str, trained: bool) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One metric of every method.
+    """One metric of all methods.
 
     Attributes:
-        metric: its name, a key of :data:`~rope_patch.evaluation.metrics.METRICS`.
-        span: what it is measured over.
-        values: of each row.
-        best: the row with the best value; the first of equals.
-        winner: the method whose lead over every other one excludes zero; None when there is none.
-        differences: of every other method from the best, by the label of its row, in the unit of the metric.
+        metric: name of the metric, a key of :data:`~rope_patch.evaluation.metrics.METRICS`.
+        span: positions or prompts that the metric is measured over.
+        values: value of each row.
+        best: index of the row with the best value; the first one if several are equal.
+        winner: label of the row whose differences from all other rows are significant; None if there is none.
+        differences: difference of every other row from the best one, by the label of the row and in the unit of the
+            metric.
     """
 
     metric: str
@@ -86,7 +88,7 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Head of the column in a printed table."""
+        """Heading of the column in a printed table."""
         return column_heading(METRICS[self.metric], self.span)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,16 +103,17 @@ class Comparison:
     """The scores of every method, and what they were measured on.
 
     Attributes:
-        rows: one per method, in the order given.
+        rows: rows of the methods, in the order in which these were given.
         spec: what was measured.
-        trained_length: of the model, as :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
+        trained_length: trained context length of the model, as :func:`~rope_patch.patching.verify.trained_length`
+            returns it [tokens].
         text: SHA-256 of the held-out text.
-        text_name: what it is.
-        python_version: whose files the built-in texts are made of; None for texts of the user's.
-        confidence: that none of a column's intervals misses its difference (Bonferroni over all pairs of methods).
-        model: class and name of the checkpoint.
-        environment: versions, device, data type.
-        schema: version of this layout.
+        text_name: name of the held-out text.
+        python_version: version of CPython whose files the built-in texts are made of; None for the user's texts.
+        confidence: confidence that all intervals of a column hold together (Bonferroni over all pairs of methods).
+        model: class of the model, and name of its checkpoint.
+        environment: versions of the packages, device and data type.
+        schema: version of the JSON layout.
     """
 
     rows: tuple[Row, ...]
@@ -126,11 +129,11 @@ class Comparison:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Prompt lengths, rising [tokens]."""
+        """Prompt lengths in rising order [tokens]."""
         return self.spec.lengths
 
     def best(self) -> Row:
-        """Return the row with the most exact matches at the longest length; perplexity there decides between equals."""
+        """Return the row with most exact matches at the longest length; of equals, the one with lower perplexity."""
         longest = self.spec.longest
 
         def rank(row: Row) -> tuple[float, float]:
@@ -142,7 +145,8 @@ class Comparison:
 
     @property
     def warnings(self) -> list[str]:
-        """What to know before reading the scores, as sentences."""
+        """Sentences that the reader should know before reading the scores."""
+        # The model had a patch of its own, so "default" is not the unpatched model.
         if "patch before" in self.environment:
             return []
         unpatched = [row.scores for row in self.rows if row.method == "default"]
@@ -157,26 +161,26 @@ class Comparison:
         ]
 
     def columns(self) -> list[Column]:
-        """Return the table, metric by metric, with the differences that are significant."""
+        """Return the columns of the table, metric by metric, with paired differences."""
         return [self._column(metric, span) for metric in METRICS.values() for span in spans_of(metric, self.spec)]
 
     def effective_lengths(self) -> EffectiveLengths | None:
-        """Return up to which length each method does as well as the unpatched model at its trained length.
+        """Return the length up to which each method does about as well as the unpatched model at its trained length.
 
-        None where the unpatched model (``"default"``) was not measured, or not within its trained length.
+        None if the unpatched model (``"default"``) was not measured, or not within its trained length.
         """
         if "patch before" in self.environment:
             return None
         return effective_lengths({row.label: row.scores for row in self.rows}, self.trained_length, self.confidence)
 
     def difference(self, method: str, other: str, metric: str, span: Span) -> PairedDifference:
-        """Return how one method differs from another in one metric, at this comparison's plain confidence.
+        """Return how one method differs from another in one metric, without the correction for several methods.
 
         Args:
-            method: the label of its row.
-            other: that of the one it is compared with.
-            metric: key of :data:`~rope_patch.evaluation.metrics.METRICS`.
-            span: positions of the text between two edges of buckets, or prompts of a task.
+            method: label of the method's row.
+            other: label of the row that it is compared with.
+            metric: name of the metric, a key of :data:`~rope_patch.evaluation.metrics.METRICS`.
+            span: positions of the text between two edges of buckets, or the prompts of a task.
         """
         rows = {row.label: row.scores for row in self.rows}
         return METRICS.find(metric).difference(rows[method], rows[other], span, self.confidence)
@@ -184,7 +188,8 @@ class Comparison:
     def _column(self, metric: Metric, span: Span) -> Column:
         values = [metric.value(row.scores, span) for row in self.rows]
         best = (min if metric.lower_is_better else max)(range(len(values)), key=values.__getitem__)
-        # Each so wide that those of all pairs hold together: the best was chosen by what was measured.
+        # The best row was chosen by its measured value, so each interval is wide enough for those of all pairs to hold
+        # together (Bonferroni).
         each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
         differences = {
             row.label: metric.difference(row.scores, self.rows[best].scores, span, each)
@@ -219,6 +224,7 @@ class Comparison:
         head |= {"warnings": self.warnings, "columns": [column.to_dict() for column in self.columns()]}
         effective = self.effective_lengths()
         head["effective_lengths"] = None if effective is None else asdict(effective)
+        # NaN and infinity are not JSON: allow_nan=False raises where one was not replaced.
         return json.dumps({**head, "rows": rows}, indent=1, allow_nan=False)
 
 
@@ -232,25 +238,25 @@ def compare(
     freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
 ) -> Comparison:
-    """Measure each method on a model, zero-shot or after training; the model is as it was at the end.
+    """Measure several methods on a model, which is returned to its state before the call.
 
     All methods read the same windows and prompts, so their differences are paired.
 
     Args:
-        model: a causal language model; an adapter on it is measured under every method. One that is patched already
-            is measured as it is under ``"default"``, and every other method replaces its patch.
-        tokenizer: its tokenizer.
-        methods: what to compare; ``"default"`` is the model as it is. A factor that is left out is taken from the
+        model: a causal language model; an adapter on it is measured under every method. If the model is patched
+            already, ``"default"`` measures it with its patch, and every other method replaces the patch.
+        tokenizer: the tokenizer of the model.
+        methods: methods to compare; ``"default"`` is the model as it is. If a factor is left out, it follows from the
             longest length.
-        spec: what is measured, or a suite of it with texts in memory. The key tokens of LongPPL are chosen by the
-            unpatched model, unless the suite's are chosen already.
-        layer_types: which tables are patched; as :func:`rope_patch.apply` chooses by default.
-        freeze_at: length at which a dynamic table is frozen before anything else [tokens].
-        resume: file (or mapping) in which finished windows and haystacks are kept: after Ctrl-C or a crash the same
-            call goes on where it was.
+        spec: what is measured, or a suite made from it, which may have texts in memory. The key tokens of LongPPL are
+            chosen by the unpatched model, unless the suite has chosen them already.
+        layer_types: layer types whose tables are patched; by default those that :func:`rope_patch.apply` chooses.
+        freeze_at: length at which a dynamic table is frozen before anything is measured [tokens].
+        resume: file (or mapping) in which finished windows and haystacks are stored: after Ctrl-C or a crash the same
+            call continues where it stopped.
 
     Raises:
-        ValueError: a bad method or task, too little text: before anything is measured.
+        ValueError: a method or task is wrong, or there is too little text; it is raised before anything is measured.
 
     Example:
         ``compare(model, tokenizer, ["default", "yarn"], EvalSpec(lengths=[4096, 16384]))``
@@ -261,13 +267,15 @@ def compare(
     suite = as_suite(spec, tokenizer)
     resolved = [for_target(model, method, suite.spec.longest, **shared) for method in methods]
     names = [str(method) for method in resolved]
+    # Rows and differences are found by the method string.
     if len(set(names)) < len(names):
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
     record = locate(model).record
-    for method in resolved:  # a method that does not fit this model fails before the first is measured
+    for method in resolved:  # raises for a bad method before any is measured
         with under(model, method, record is not None, shared):
             pass
     result_cache = open_cache(resume)
+    # Chosen before the first method, so that all methods are measured on the same tokens.
     if suite.spec.longppl and suite.key_tokens is None:
         with named("LongPPL"):
             suite.choose_key_tokens(model, resume=result_cache, **shared)
@@ -288,7 +296,7 @@ def compare(
 
 
 def environment(model: nn.Module) -> dict[str, str]:
-    """Return versions, device and data type of a measurement, and what the weights of a GGUF file were in it."""
+    """Return versions, device and data type of a measurement, and for a GGUF file the types of its weights."""
     parameter = next(model.parameters())
     return {
         "rope_patch": __version__,
@@ -303,7 +311,8 @@ def environment(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]) -> Iterator[tuple[RotaryTable, ...]]:
-    """Measure under a method; gives the tables in use."""
+    """Patch the model within a ``with`` block, and yield the tables in use."""
+    # The default of a patched model is the patch that it came with, so nothing is replaced.
     if again and isinstance(method, Default):
         yield inspect_model(model).tables
         return
@@ -313,7 +322,7 @@ def under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]
 
 @contextlib.contextmanager
 def named(method: str) -> Iterator[None]:
-    """Say which method a measurement failed under."""
+    """Name the method in front of any ValueError that is raised within a ``with`` block."""
     try:
         yield
     except ValueError as error:

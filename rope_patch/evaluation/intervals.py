@@ -1,4 +1,4 @@
-"""Confidence intervals: of a share, of a paired difference of shares, of a paired difference of means."""
+"""Confidence intervals of a share, of a paired difference of shares, and of a paired difference of means."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INTERVAL_OVER_WINDOWS = (
     "difference may be another."
 )
 INTERVAL_OVER_PROMPTS = "An interval over prompts speaks of prompts of this task in haystacks like these."
-"""What population an interval speaks of: every report says so."""
+"""The population that an interval is about, which every report states."""
 
 
 def widening(before: int, after: int) -> float:
-    """Return how many times as wide Student's 95 % interval of a mean is with fewer values of the same spread.
+    """Return by what factor Student's 95 % interval of a mean widens with fewer values of the same spread.
 
     Example:
         >>> round(widening(16, 4), 1), widening(4, 4)
@@ -32,10 +32,10 @@ def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float |
     *Source*: Wilson (1927).
 
     Args:
-        correct: answers that are right.
-        asked: all answers.
-        confidence: of the interval.
-        count: how many independent answers these are worth (:func:`effective_count`); their number by default.
+        correct: number of right answers.
+        asked: number of all answers.
+        confidence: confidence of the interval, in (0, 1).
+        count: number of independent answers that these are worth (:func:`effective_count`); by default ``asked``.
 
     Example:
         >>> [round(x, 3) for x in wilson(25, 25)]
@@ -48,19 +48,20 @@ def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float |
 def paired_shares(
     ours: Sequence[bool], theirs: Sequence[bool], confidence: float = 0.95, *, count: float | None = None
 ) -> tuple[float, float]:
-    """Return an interval of ``share(ours) - share(theirs)`` when both answered the same questions.
+    """Return an interval of ``share(ours) - share(theirs)``, where both answered the same questions.
 
-    It stays honest where the two never differ, or always do. *Source*: Newcombe (1998), Statistics in Medicine 17,
+    It has a width even if the two never differ, or always do. *Source*: Newcombe (1998), Statistics in Medicine 17,
     2635-2650, method 10 (Wilson limits joined, with the continuity-corrected correlation of the pairs).
 
     Args:
-        ours: answers that are right.
-        theirs: the same questions, answered by another.
-        confidence: of the interval.
-        count: how many independent questions these are worth (:func:`effective_count`); their number by default.
+        ours: whether each of our answers is right.
+        theirs: whether each of their answers to the same questions is right.
+        confidence: confidence of the interval, in (0, 1).
+        count: number of independent questions that these are worth (:func:`effective_count`); by default the number of
+            questions.
 
     Raises:
-        ValueError: of different lengths, or empty.
+        ValueError: the two have different lengths, or are empty.
 
     Example:
         >>> [round(x, 2) for x in paired_shares([True] * 20, [True] * 20)]
@@ -75,6 +76,7 @@ def paired_shares(
     )
     p, q = (both + first) / n, (both + second) / n
     (low_p, high_p), (low_q, high_q) = _wilson(p, n, confidence), _wilson(q, n, confidence)
+    # The phi coefficient of the two-by-two table of pairs, whose numerator is corrected for continuity as in the paper.
     margins = (both + first) * (second + neither) * (both + second) * (first + neither)
     numerator = both * neither - first * second
     if numerator > 0:
@@ -82,6 +84,7 @@ def paired_shares(
     correlation = numerator / math.sqrt(margins) if margins else 0.0
 
     def reach(a: float, b: float) -> float:
+        # Rounding can make the sum slightly negative.
         return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
 
     difference = p - q
@@ -92,27 +95,29 @@ def paired_shares(
 
 
 def _wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
-    """Wilson's interval where the number of questions need not be whole."""
+    """Return Wilson's interval; the number of questions need not be an integer."""
     z = float(stats.norm.ppf((1 + confidence) / 2))
     middle, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
 def effective_count(groups: Sequence[Sequence[float]], confidence: float = 0.95) -> float:
-    """Return the number of independent answers with which an interval of a share covers what it says over groups.
+    """Return how many independent answers groups of answers are worth in an interval of a share.
 
-    The answers of a group, such as those of one haystack, may be alike, and how alike they are is estimated from few
-    groups. So the estimate of :func:`independent_count` is lowered by the square of the normal quantile over Student's,
-    with one degree of freedom less than groups. *Source*: Korn and Graubard (1998), Survey Methodology 24, 193-201.
+    The answers of a group, such as those of one haystack, may be alike, and how much alike they are is estimated from
+    few groups. So the estimate of :func:`independent_count` is multiplied by the squared ratio of the normal quantile
+    to Student's, whose degrees of freedom are the number of groups minus one. *Source*: Korn and Graubard (1998),
+    Survey Methodology 24, 193-201.
 
-    Where no value differs from another nothing tells how alike a group is: groups then count once, and such that
-    Wilson's interval of none of them is the exact one of Clopper and Pearson (1934). A bootstrap or Student's interval
-    over groups would have no width there, and a permutation of signs has no 95 % interval below six groups.
-    Simulations of all of these are in ``benchmarks/results/interval_coverage.json``.
+    If all values are equal, they do not tell how much alike a group is. Each group then counts as one answer, and their
+    number is adjusted so that Wilson's interval for no right answer equals the exact one of Clopper and Pearson (1934).
+    A bootstrap or Student's interval over groups would have no width in this case, and a permutation of signs has no 95
+    % interval below six groups. Simulations of all of these are in ``benchmarks/results/interval_coverage.json``.
 
     Args:
-        groups: of equal size; differences of paired answers where the interval is of a difference.
-        confidence: of the interval that the count is for.
+        groups: values of each group, all of the same size; for an interval of a difference, the differences of paired
+            answers.
+        confidence: confidence of the interval that the count is for.
 
     Example:
         >>> groups = [[1, 1, 1], [0, 0, 1], [1, 1, 1], [1, 0, 1]]
@@ -122,25 +127,28 @@ def effective_count(groups: Sequence[Sequence[float]], confidence: float = 0.95)
         2.5
     """
     total = len(groups)
+    # Groups of one value have nothing in common, so no correction is needed.
     if len(groups[0]) == 1:
         return float(total)
     z = float(stats.norm.ppf((1 + confidence) / 2))
     if total == 1 or len({value for group in groups for value in group}) == 1:
+        # Clopper and Pearson's upper limit for no right answer in `total`; Wilson's is z²/(count + z²), solved here for
+        # the count.
         exact = 1 - ((1 - confidence) / 2) ** (1 / total)
         return float(z * z * (1 - exact) / exact)
     return independent_count(groups) * (z / float(stats.t.ppf((1 + confidence) / 2, total - 1))) ** 2
 
 
 def independent_count(groups: Sequence[Sequence[float]]) -> float:
-    """Return how many independent values groups of values that hang together are worth (their design effect).
+    """Return how many independent values groups of correlated values are worth (by their design effect).
 
-    Between the number of groups (all of a group alike) and the number of values (no more alike than others).
-    *Source*: Kish (1965), Survey Sampling, section 5.4, with the intraclass correlation from a one-way analysis of
-    variance. An estimate, and a rough one below ten groups, which :func:`effective_count` allows for; values that are
-    all equal count as unrelated.
+    The result lies between the number of groups (all values of a group are alike) and the number of values (those of a
+    group are no more alike than others). *Source*: Kish (1965), Survey Sampling, section 5.4, with the intraclass
+    correlation from a one-way analysis of variance. It is an estimate, and a rough one below ten groups, which
+    :func:`effective_count` allows for. Values that are all equal count as independent.
 
     Args:
-        groups: of equal size.
+        groups: values of each group, all of the same size.
 
     Example:
         >>> independent_count([[1, 1, 1], [0, 0, 0], [1, 1, 1]])
@@ -155,19 +163,20 @@ def independent_count(groups: Sequence[Sequence[float]]) -> float:
     within = math.fsum((x - m) ** 2 for m, group in zip(means, groups, strict=True) for x in group)
     within /= total - len(groups)
     spread = between + (size - 1) * within
+    # The estimate can be negative by chance, which would make the values worth more than their number.
     correlation = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
     return total / (1 + (size - 1) * correlation)
 
 
 def ratio_of_sums(sums: Sequence[float], sizes: Sequence[int], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Return the mean over units of unequal size, and its interval; infinite for a single unit, nan for none.
+    """Return the mean over units of unequal size, and its interval. The interval of a single unit is infinite.
 
     *Source*: Cochran, Sampling Techniques (1977), section 2.11 (linearised ratio), with Student's quantile.
 
     Args:
-        sums: of each unit.
-        sizes: of each unit, such as its number of tokens.
-        confidence: of the interval.
+        sums: sum of the values of each unit.
+        sizes: size of each unit, such as its number of tokens.
+        confidence: confidence of the interval, in (0, 1).
 
     Example:
         >>> [round(x, 2) for x in ratio_of_sums([2.0, 1.0, 4.0], [2, 1, 4])]
@@ -185,12 +194,13 @@ def ratio_of_sums(sums: Sequence[float], sizes: Sequence[int], confidence: float
 
 
 def paired_means(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return Student's interval of ``mean(ours - theirs)`` over the same documents; infinite for a single one.
+    """Return Student's interval of ``mean(ours - theirs)`` over the same documents; it is infinite for a single one.
 
-    Differences as skewed as exponential ones are held in 87 % of draws with 4 windows, in 94 % with 50.
+    If differences are as skewed as an exponential distribution, the interval contains the true mean in 87 % of draws
+    with 4 windows, and in 94 % with 50.
 
     Raises:
-        ValueError: of different lengths, or empty.
+        ValueError: the two have different lengths, or are empty.
     """
     if len(ours) != len(theirs) or not ours:
         raise ValueError(f"pairs are needed, got {len(ours)} and {len(theirs)} values")

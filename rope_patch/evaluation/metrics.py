@@ -1,6 +1,6 @@
-"""What is measured of a model, and how two results differ.
+"""Metrics: what is measured of a model, and how two results differ.
 
-Tables, reports and verdicts go through :data:`METRICS`, so that a metric that is defined appears in all of them.
+Tables, reports and verdicts loop over :data:`METRICS`, so a new metric appears in all of them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from rope_patch.registry import Registry
 VerdictKind = Literal["safe", "unsafe", "undecided"]
 
 SAFE_LOST_SHARE = 0.02
-"""Share of prompts that a change may lose, as measured, and still be called safe."""
+"""Largest measured loss, as a share of the prompts, with which a change is still called safe."""
 
 METRICS: Registry[Metric] = Registry("metric", "rope_patch.metrics", ("unit", "lower_is_better", "values"))
-"""Every metric by name, in the order of their columns. A subclass of :class:`Metric` enters itself."""
+"""All metrics by name, in the order of their columns. A subclass of :class:`Metric` is registered when it is
+defined."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one value of a metric is measured over: positions of the text, or the prompts of a task and length.
+    """What a metric's value is measured over: a range of positions in the text, or the prompts of one task and length.
 
     Attributes:
-        stop: one past the last position, or the length of the prompts [tokens].
+        stop: position after the last one, or the length of the prompts [tokens].
         start: first position [tokens]; None for prompts.
-        task: of the prompts; None for text.
+        task: task of the prompts; None for text.
     """
 
     stop: int
@@ -44,17 +45,17 @@ class Span:
     task: str | None = None
 
     def __str__(self) -> str:
-        """Return the positions or the length [tokens]."""
+        """Return the range of positions, or the length of the prompts [tokens]."""
         return str(self.stop) if self.start is None else f"{self.start}-{self.stop}"
 
 
 class PairedDifference(NamedTuple):
-    """A difference between two results of the same windows or prompts, with its interval.
+    """The difference between two results on the same windows or prompts, with its interval.
 
     Attributes:
-        estimate: the one minus the other.
+        estimate: first result minus the second.
         low: lower end of the interval.
-        high: upper end.
+        high: upper end of the interval.
     """
 
     estimate: float
@@ -68,17 +69,18 @@ class PairedDifference(NamedTuple):
 
 
 class Metric(ABC):
-    """One number that is measured of a model: the mean of a value of each window or prompt, unless ``value`` differs.
+    """A number that is measured of a model: the mean over windows or prompts, unless ``value`` is overridden.
 
     Attributes:
-        name: key of :data:`METRICS`, and of results as JSON.
-        unit: of its differences.
-        lower_is_better: its direction.
-        of_text: it is measured on windows of text, by position; otherwise on the prompts of every task, by length.
-        is_perplexity: its values are perplexities, and its differences those of the loss [nats/token].
-        title: what reports call it; its name by default.
-        heading: what columns of a table are called; its name by default.
-        difference_name: what differences are called in JSON; its name by default.
+        name: key of the metric in :data:`METRICS` and in JSON.
+        unit: unit of its differences.
+        lower_is_better: whether a lower value is better.
+        of_text: whether it is measured on windows of text, by position; otherwise it is measured on the prompts of
+            every task, by length.
+        is_perplexity: whether its values are perplexities; its differences are then those of the loss [nats/token].
+        title: name of the metric in reports; by default ``name``.
+        heading: name of the metric in headings of tables; by default ``name``.
+        difference_name: name of its differences in JSON; by default ``name``.
     """
 
     name: ClassVar[str]
@@ -91,13 +93,14 @@ class Metric(ABC):
     difference_name: ClassVar[str]
 
     def __init_subclass__(cls, name: str) -> None:
-        """Enter the metric under its name.
+        """Register the metric under its name.
 
         Raises:
             ValueError: another metric has this name.
         """
         cls.name = name
         for attribute in ("title", "heading", "difference_name"):
+            # Looked up in the class alone: a subclass of a metric must not inherit the names of its parent.
             if attribute not in vars(cls):
                 setattr(cls, attribute, name)
         METRICS.add(name, cls())
@@ -108,10 +111,10 @@ class Metric(ABC):
 
     @abstractmethod
     def values(self, result: EvalResult, span: Span) -> Sequence[float]:
-        """Return the value of each window or prompt; two results of one spec have the same ones."""
+        """Return the value of each window or prompt; those of two results of one spec are paired by their order."""
 
     def value(self, result: EvalResult, span: Span) -> float:
-        """Return the value that is shown."""
+        """Return the value that tables show."""
         values = self.values(result, span)
         return math.fsum(values) / len(values)
 
@@ -126,18 +129,19 @@ class Metric(ABC):
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
         """Return whether a change is harmless.
 
-        By default one that is significantly for the worse is unsafe, and one that is not for the worse at all is safe.
+        By default a change is unsafe if it is significantly for the worse, and safe if its estimate is not for the
+        worse.
 
         Args:
-            change: the difference from what the model did before.
-            tolerance: the rise of perplexity that is accepted, relative.
+            change: difference from the model before the change.
+            tolerance: relative rise of perplexity that is accepted.
         """
         worse = change if self.lower_is_better else PairedDifference(-change.estimate, -change.high, -change.low)
         return "unsafe" if worse.low > 0 else "safe" if worse.estimate <= 0 else "undecided"
 
 
 class Perplexity(Metric, name="perplexity"):
-    """Perplexity of text by position; its differences are those of the loss."""
+    """Perplexity of text by position. Its differences are those of the loss."""
 
     unit, lower_is_better = "nats/token", True
     of_text = is_perplexity = True
@@ -154,13 +158,13 @@ class Perplexity(Metric, name="perplexity"):
         return _text_of(result).between(span.start or 0, span.stop)
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
-        """Return safe where the whole interval lies below the tolerance, unsafe where it lies above."""
+        """Return safe if the whole interval is below the tolerance, and unsafe if it is above."""
         limit = math.log1p(tolerance)
         return "unsafe" if change.low > limit else "safe" if change.high <= limit else "undecided"
 
 
 class LongPerplexity(Perplexity, name="longppl"):
-    """Perplexity over key tokens alone, those that need a long context; differences are those of their loss."""
+    """Perplexity over the key tokens, which need a long context. Its differences are those of their loss."""
 
     unit = "nats/key token"
     title, heading, difference_name = "LongPPL", "LongPPL", "key_nll"
@@ -170,11 +174,11 @@ class LongPerplexity(Perplexity, name="longppl"):
         return spec.longppl
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
-        """Return the mean loss over the key tokens of each window that has some [nats/token]."""
+        """Return the mean loss over the key tokens of each window that has any [nats/token]."""
         return [nll / tokens for nll, tokens in _key_sums(result, span)]
 
     def value(self, result: EvalResult, span: Span) -> float:
-        """Return the perplexity over all key tokens; nan where there are none."""
+        """Return the perplexity over all key tokens; nan if there are none."""
         sums = _key_sums(result, span)
         tokens = sum(count for _, count in sums)
         return 1 + relative(math.fsum(nll for nll, _ in sums) / tokens) if tokens else math.nan
@@ -182,42 +186,44 @@ class LongPerplexity(Perplexity, name="longppl"):
     def difference(
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
     ) -> PairedDifference:
-        """Return the difference of the mean loss, with the interval of a ratio: windows differ in their key tokens."""
+        """Return the difference of the mean loss; its interval is that of a ratio, as windows differ in key tokens."""
         a, b = _key_sums(ours, span), _key_sums(theirs, span)
         differences = [mine - other for (mine, _), (other, _) in zip(a, b, strict=True)]
         return PairedDifference(*ratio_of_sums(differences, [tokens for _, tokens in a], confidence))
 
 
 class Retrieval(Metric, name="retrieval"):
-    """Share of the prompts that are answered exactly."""
+    """Share of the prompts that are answered by an exact match."""
 
     unit, lower_is_better = "share of prompts", False
-    title, heading = "Retrieval", ""  # the task stands behind it
+    title, heading = "Retrieval", ""  # the name of the task follows
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
-        """Return 1 for each prompt that is answered, else 0."""
+        """Return 1 for each prompt that is answered and 0 for each other one."""
         return [float(sample.correct) for sample in result.retrieval[span.task or ""].samples(span.stop)]
 
     def difference(
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
     ) -> PairedDifference:
-        """Return Newcombe's interval over as many independent prompts as the haystacks are worth."""
+        """Return the difference with Newcombe's interval, over the count of :func:`effective_prompts`."""
         task, length = span.task or "", span.stop
         a, b = ([sample.correct for sample in one.retrieval[task].samples(length)] for one in (ours, theirs))
         pairs = zip(ours.retrieval[task].haystacks(length), theirs.retrieval[task].haystacks(length), strict=True)
         changes = [
             [float(x.correct) - float(y.correct) for x, y in zip(mine, others, strict=True)] for mine, others in pairs
         ]
+        # How much alike the prompts of a haystack are is estimated from their differences, because the interval is
+        # about these.
         count = effective_prompts(task, changes, confidence)
         return PairedDifference((sum(a) - sum(b)) / len(a), *paired_shares(a, b, confidence, count=count))
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
-        """Return unsafe where prompts were significantly lost, safe where at most :data:`SAFE_LOST_SHARE` were."""
+        """Return unsafe if prompts are significantly lost, and safe if at most the share :data:`SAFE_LOST_SHARE` is."""
         return "unsafe" if change.high < 0 else "safe" if change.estimate >= -SAFE_LOST_SHARE else "undecided"
 
 
 def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:
-    """Return what a metric is measured over, its columns: positions between the lengths, or every task and length."""
+    """Return the spans of a metric's columns: the positions between the lengths, or every task and length."""
     if not metric.is_measured(spec):
         return []
     if metric.of_text:
@@ -226,7 +232,7 @@ def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:
 
 
 def spans_at(spec: EvalSpec, length: int) -> Iterator[tuple[Metric, Span]]:
-    """Yield every metric with what tells how a model does at one length: all positions below it, or its prompts."""
+    """Yield every metric with its span at one length: all positions below it, or the prompts of that length."""
     for metric in METRICS.values():
         if metric.of_text and metric.is_measured(spec):
             yield metric, Span(length, 0)
@@ -238,22 +244,22 @@ def spans_at(spec: EvalSpec, length: int) -> Iterator[tuple[Metric, Span]]:
 
 
 def column_heading(metric: Metric, span: Span) -> str:
-    """Return the head of a column in a printed table, such as ``ppl 0-4096`` or ``passkey 4096``."""
+    """Return the heading of a column in a printed table, such as ``ppl 0-4096`` or ``passkey 4096``."""
     return " ".join(word for word in (metric.heading, span.task, str(span)) if word)
 
 
 def value_text(metric: Metric, value: float) -> str:
-    """Return a value for a table or a sentence; a dash where there is none."""
+    """Return a value as text for a table or a sentence; a dash for nan."""
     return perplexity_text(value) if metric.is_perplexity else number_text(value)
 
 
 def change_text(metric: Metric, value: float) -> str:
-    """Return a difference, or an end of its interval: of the loss as one of perplexity [%]."""
+    """Return a difference, or an end of its interval, as text; one of the loss as a change of perplexity [%]."""
     return percent(value) if metric.is_perplexity else number_text(value, sign=True)
 
 
 def change_sentence(metric: Metric, change: PairedDifference) -> str:
-    """Return a change with its interval."""
+    """Return a change with its interval as text."""
     estimate, low, high = (change_text(metric, value) for value in change)
     if math.isinf(change.high - change.low):
         return f"{estimate} (no interval from one {'window' if metric.of_text else 'prompt'})"
@@ -267,7 +273,7 @@ def _text_of(result: EvalResult) -> PerplexityResult:
 
 
 def _key_sums(result: EvalResult, span: Span) -> list[tuple[float, int]]:
-    """Loss and number of the key tokens of each window that has some."""
+    """Return the summed loss and the number of key tokens of each window that has any [nats]."""
     if result.key_tokens is None:
         raise ValueError("LongPPL was not measured: give longppl=True")
     score = _text_of(result)

@@ -1,4 +1,4 @@
-"""What reports show beside exact match: a few answers as they were given, and the share that is first choice."""
+"""What reports show besides exact match: a few answers as the model gave them, and the share that is first choice."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right an
 FIRST_CHOICE = (
     "An answer is first choice if each of its tokens is the most probable one after the right ones before it."
 )
-"""What the two shares of retrieval are, as reports say it; the first goes on as a sentence needs."""
+"""How reports explain the two shares of retrieval. The first has no full stop, because a sentence may continue it."""
 
-_NAMED_SHARES = 3  # shares that a note names before it counts the others
+_NAMED_SHARES = 3  # shares that a note names; it only counts the others
 
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """One answer as it was given.
+    """One answer as the model gave it.
 
     Attributes:
-        task: retrieval task.
-        length: of the prompt [tokens].
-        depth: of the needle, from 0 to 1; of a task without depths, which part of the answer it is.
-        expected: the string asked for.
-        output: what greedy decoding gave.
-        correct: whether it counts as an exact match.
+        task: name of the retrieval task.
+        length: length of the prompt [tokens].
+        depth: depth of the needle, from 0 to 1; if the task has no depths, the place of the part in the answer.
+        expected: string that was asked for.
+        output: text of greedy decoding.
+        correct: whether the answer counts as an exact match.
     """
 
     task: str
@@ -41,7 +41,7 @@ class ShownAnswer:
 
     @property
     def place(self) -> str:
-        """The depth in percent; "" where the task has no depths."""
+        """The depth in percent; "" if the task has no depths."""
         return f"{100 * self.depth:.3g} %" if TASKS[self.task].placed else ""
 
     @property
@@ -51,11 +51,11 @@ class ShownAnswer:
 
     @property
     def verdict(self) -> str:
-        """Whether the answer is right, in a word."""
+        """The word ``right`` or ``wrong``."""
         return "right" if self.correct else "wrong"
 
     def __str__(self) -> str:
-        """One line.
+        """Return the answer in one line.
 
         >>> print(ShownAnswer("passkey", 512, 0.25, "48213", " 48218", False))
         passkey, 512 tokens, depth 25 %: asked for 48213, answered " 48218" (wrong)
@@ -70,11 +70,11 @@ class ShownAnswer:
 def few_answers(
     scores: Sequence[tuple[str, EvalResult]], lengths: Sequence[int] | None = None
 ) -> list[tuple[str, ShownAnswer]]:
-    """Return answers of each task and length: of each name a wrong one, where there is one, and then a right one.
+    """Return a wrong answer and then a right one for each task, length and result, as far as there are.
 
     Args:
-        scores: of one spec, each with the name it is shown under.
-        lengths: by default the shortest and the longest [tokens].
+        scores: results of one spec, each with the name that it is shown under.
+        lengths: lengths of the prompts; by default the shortest and the longest [tokens].
     """
     spec = scores[0][1].spec
     lengths = list(dict.fromkeys((spec.lengths[0], spec.lengths[-1]))) if lengths is None else lengths
@@ -88,7 +88,7 @@ def few_answers(
 
 
 def one_of_each(shown: Iterable[tuple[str, ShownAnswer]]) -> list[tuple[str, ShownAnswer]]:
-    """Return the first wrong answer and the first right one, as far as there are."""
+    """Return the first wrong answer and the first right one, if they exist."""
     firsts: dict[bool, tuple[str, ShownAnswer]] = {}
     for name, answer in shown:
         firsts.setdefault(answer.correct, (name, answer))
@@ -96,31 +96,32 @@ def one_of_each(shown: Iterable[tuple[str, ShownAnswer]]) -> list[tuple[str, Sho
 
 
 def shortest_of_each(scores: Sequence[tuple[str, EvalResult]]) -> list[tuple[str, ShownAnswer]]:
-    """Return a wrong answer and a right one, those to the shortest prompts that have them."""
+    """Return the wrong answer and the right one that were given to the shortest prompts."""
     return one_of_each(sorted(few_answers(scores, scores[0][1].spec.lengths), key=lambda one: one[1].length))
 
 
 def answers_text(shown: Iterable[tuple[str, ShownAnswer]]) -> str:
-    """Return lines for a terminal that say what counts as answered, and show answers."""
+    """Return lines for a terminal that say when a prompt counts as answered, and show some answers."""
     return "\n".join([f"{EXACT_MATCH}, as in:", *(f"  {name}, {answer}" for name, answer in shown)])
 
 
 def first_choice(scores: EvalResult) -> dict[str, float]:
-    """Return the share of answers that are first choice, by length as text; of several tasks the mean."""
+    """Return the share of answers that are first choice for each length; with several tasks, their mean."""
     results = scores.retrieval.values()
     return {str(n): statistics.fmean(result.first_choice(n) for result in results) for n in scores.spec.lengths}
 
 
 def first_choice_note(scores: Sequence[tuple[str, EvalResult]]) -> str:
-    """Return where the share that is first choice differs from exact match, as a sentence; "" where it does nowhere.
+    """Return a sentence on where the first-choice share differs from exact match; "" if it never does.
 
     Args:
-        scores: of one spec, each with the name it is shown under.
+        scores: results of one spec, each with the name that it is shown under.
     """
     apart = []
     for name, result in scores:
         for task, found in result.retrieval.items():
             for length in result.spec.lengths:
+                # Compared as they are printed: a smaller difference would not show in the report.
                 first, exact = f"{found.first_choice(length):.2f}", f"{found.accuracy(length):.2f}"
                 if first != exact:
                     apart.append(f"{first} instead of {exact} for {name} in {task} prompts of {length} tokens")

@@ -1,4 +1,4 @@
-"""One evaluation: windows and prompts made once, then read by any number of models."""
+"""An evaluation whose windows and prompts are made once and then read by any number of models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.finished import open_cache
 
 ANSWERED_SHARE = 0.75
-"""Share of prompts within its trained length that an unpatched model must answer for scores beyond it to say much."""
+"""Share of the prompts within its trained length that an unpatched model must answer; otherwise the task is too hard
+for it, and scores at longer prompts say little."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class EvalResult:
 
     Attributes:
         spec: what was measured.
-        perplexity: by position; None where no window of text was asked for.
-        retrieval: by length and depth, of each task.
-        short_window: under a patch with two tables, the length of the windows whose perplexity is stated for positions
-            up to it: those are read under the short table; 0 where there is one table [tokens].
-        key_tokens: what LongPPL is measured on; None where it is not measured.
+        perplexity: perplexity by position; None if no window of text was asked for.
+        retrieval: retrieval by length and depth, for each task.
+        short_window: under a patch with two tables, the length of the windows that give the perplexity at positions up
+            to it, since those are read under the short table; 0 if there is one table [tokens].
+        key_tokens: the tokens that LongPPL is measured on; None if it is not measured.
     """
 
     spec: EvalSpec
@@ -57,10 +58,10 @@ class EvalResult:
     key_tokens: KeyTokens | None = None
 
     def warnings(self, trained_length: int) -> list[str]:
-        """Return what to know of an unpatched model that does not answer within its trained length, a sentence a task.
+        """Return a sentence for each task that the unpatched model mostly fails within its trained length.
 
         Args:
-            trained_length: of the model [tokens].
+            trained_length: trained context length of the model [tokens].
         """
         sentences = []
         for task, result in self.retrieval.items():
@@ -90,14 +91,14 @@ ADD_DEFAULT = "add default to the methods (--methods), which measures it"
 
 
 def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy: str = ADD_DEFAULT) -> list[str]:
-    """Return what to know where no method answers within the trained length, and the unpatched model was not measured.
+    """Return a warning if no method answers within the trained length and the unpatched model was not measured.
 
-    One sentence at most. Where any of the methods answers, the task is not too hard for the model.
+    The list has one sentence at most. If any of the methods answers, the task is not too hard for the model.
 
     Args:
-        scores: of all methods, of one spec, without the unpatched model.
-        trained_length: of the model [tokens].
-        remedy: how the unpatched model is measured.
+        scores: results of all methods, all of one spec, without the unpatched model.
+        trained_length: trained context length of the model [tokens].
+        remedy: what the reader can do to measure the unpatched model.
     """
     failures = []
     for task in scores[0].retrieval:
@@ -116,7 +117,7 @@ def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy:
 
 
 def _advice(result: RetrievalResult, chat_template: str) -> str:
-    """What could make a task easier for the model, as options of the command line and fields of the spec."""
+    """Return what could make a task easier for the model, as options of the command line and fields of the spec."""
     easier = ["the task passkey"] if result.task != "passkey" else []
     easier += ["the haystack noise"] if result.haystack != "noise" else ["a haystack like its training data"]
     if result.chat or chat_template == "off":
@@ -125,27 +126,27 @@ def _advice(result: RetrievalResult, chat_template: str) -> str:
 
 
 class EvalSuite:
-    """The windows of text and the prompts of a spec, in the tokens of one tokenizer.
+    """The windows of text and the prompts of a spec, in one tokenizer's tokens.
 
     Args:
         spec: what is measured.
-        tokenizer: of the models to be measured.
-        text: a text in memory, in place of the spec's, as :func:`~rope_patch.evaluation.documents.documents` reads it.
-        haystack: a haystack in memory, in place of the spec's.
+        tokenizer: the tokenizer of the models that will be measured.
+        text: a text in memory that replaces the spec's, as :func:`~rope_patch.evaluation.documents.documents` takes it.
+        haystack: a haystack in memory that replaces the spec's.
 
     Attributes:
-        spec: as given.
-        tokenizer: as given.
-        windows: of the text, each as long as the longest length, the special tokens in front.
-        prompts: makes the prompts, each once.
-        text_name: what the text is.
-        text_sha256: digest of the text; "" where none is read.
-        key_tokens: what LongPPL is measured on; None until it is chosen.
-        python_version: whose files the built-in texts are made of; None for texts of the user's own.
+        spec: the spec as given.
+        tokenizer: the tokenizer as given.
+        windows: windows of the text, each as long as the longest length and beginning with the special tokens.
+        prompts: prompt maker, which makes each prompt once.
+        text_name: name of the text in results.
+        text_sha256: digest of the text; "" if none is read.
+        key_tokens: the tokens that LongPPL is measured on; None until they are chosen.
+        python_version: version of CPython whose files the built-in texts are made of; None for the user's texts.
 
     Raises:
-        ValueError: too little text, or a prompt that does not fit: before any model has read anything.
-        FileNotFoundError: a file of the spec that does not exist.
+        ValueError: there is too little text, or a prompt does not fit; it is raised before any model reads anything.
+        FileNotFoundError: a file of the spec does not exist.
 
     Example:
         ``scores = EvalSuite(EvalSpec(lengths=[4096, 16384]), tokenizer).run(model)``
@@ -169,6 +170,7 @@ class EvalSuite:
             haystack or _haystack(spec.haystack, source, self.text_name),
             turns=chat_turns(tokenizer, spec.chat_template),
         )
+        # The prompts of the first haystack are made now, so that what does not fit raises before a model is read.
         for task in spec.tasks:
             for length in spec.lengths:
                 self.prompts.prompts(task, length, spec.depths, seed=spec.seed)
@@ -178,20 +180,21 @@ class EvalSuite:
 
     @property
     def tokens(self) -> int:
-        """Tokens that one run reads, for a progress bar."""
+        """Number of tokens that one run reads, to which a progress bar counts."""
         return tokens_to_read(self.spec, len(self.windows))
 
     def smaller(self, windows: int, samples: int) -> EvalSuite:
-        """Return a suite that measures a part of this one, with the same windows and prompts.
+        """Return a suite that measures a part of this one, on the same windows and prompts.
 
-        A smaller suite's windows are among those of any larger one, and spread over the text like them.
+        The windows of a smaller suite are among those of any larger one, so their results are reused, and they are
+        spread over the text too.
 
         Args:
-            windows: of text, at most as many as this suite has.
-            samples: haystacks for each task and length.
+            windows: number of windows of text, at most as many as this suite has.
+            samples: number of haystacks for each task and length.
 
         Raises:
-            ValueError: more windows or samples than there are, or no sample.
+            ValueError: there are fewer windows or samples than asked for, or no sample is asked for.
         """
         if not (0 <= windows <= len(self.windows) and 1 <= samples <= self.spec.samples):
             raise ValueError(
@@ -200,16 +203,18 @@ class EvalSuite:
             )
         part = copy.copy(self)
         part.spec = replace(self.spec, windows=windows, samples=samples)
+        # Sorted by their number with its bits reversed, so that any first few windows are spread over the text.
         bits = max(1, len(self.windows) - 1).bit_length()
         order = sorted(range(len(self.windows)), key=lambda i: f"{i:0{bits}b}"[::-1])
         part.windows = [self.windows[i] for i in sorted(order[:windows])]
         return part
 
     def tokens_to_choose(self, context: int) -> int:
-        """Return how many tokens :meth:`choose_key_tokens` reads; 0 where LongPPL is not measured.
+        """Return how many tokens :meth:`choose_key_tokens` reads; 0 if LongPPL is not measured.
 
         Args:
-            context: of the evaluator, as :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
+            context: context length of the evaluator, as :func:`~rope_patch.patching.verify.trained_length` returns it
+                [tokens].
         """
         return tokens_of_spec(self.spec, context, len(self.windows))
 
@@ -221,20 +226,21 @@ class EvalSuite:
         resume: str | Path | MutableMapping[str, Any] | None = None,
         **patch: Any,
     ) -> KeyTokens:
-        """Choose the tokens that LongPPL is measured on, once for all models that are run afterwards.
+        """Choose the tokens that LongPPL is measured on, for all models that are run afterwards.
 
-        The evaluator is the model without its patch and without its adapter. :meth:`run` calls this with the first
-        model that it is given; call it yourself where the models differ in their weights, or to choose with another
-        model of the same tokenizer.
+        The evaluator is the model without its patch and without its adapter. :meth:`run` calls this method with its
+        first model; call it yourself if the models differ in their weights, or to choose with another model of the same
+        tokenizer.
 
         Args:
             model: the evaluator, patched or not.
-            context: that it was trained at, which it is never read beyond; by default as its config states it [tokens].
-            resume: as for :meth:`run`.
+            context: context length that the evaluator was trained at [tokens]; it never reads more at once. By default
+                its config states it.
+            resume: file (or mapping) of finished windows, as for :meth:`run`.
             **patch: ``layer_types`` and ``freeze_at``, as :func:`rope_patch.apply` takes them.
 
         Raises:
-            ValueError: ids that the model does not know, or logits that are not finite.
+            ValueError: the model does not know some ids, or logits are not finite.
         """
         context = trained_length(model) if context is None else context
         with as_trained(model, **patch), progress.stage("LongPPL, key tokens"):
@@ -257,25 +263,27 @@ class EvalSuite:
         window_batch: int | None = None,
         resume: str | Path | MutableMapping[str, Any] | None = None,
     ) -> EvalResult:
-        """Return the scores of a model; it is left in the mode it was in.
+        """Return the scores of a model, which stays in training or eval mode as it was.
 
         Args:
             model: a causal language model of transformers.
-            cache: zero-argument factory of a cache to read through, such as a quantized one.
-            window_batch: windows of text read side by side; by default as many as the spec's ``batch_tokens`` hold. One
-                at a time, a cache that rounds gives the same digits whatever the other windows are.
-            resume: file (or mapping) in which finished windows and prompts are kept, each under a key that is made of
-                its content: the same call goes on where it was. With a ``cache`` only if that has an ``identity``.
+            cache: a factory without arguments, which returns the cache to read through, such as a quantized one.
+            window_batch: number of windows of text in a forward pass; by default as many as the spec's ``batch_tokens``
+                hold. With 1, a cache that rounds gives the same digits whatever the other windows are.
+            resume: file (or mapping) in which finished windows and prompts are stored, each under a key made of its
+                content, so that the same call continues where it stopped. With a ``cache`` this requires that the
+                factory has an ``identity``.
 
         Returns:
             The scores.
 
         Raises:
-            ValueError: logits that are not finite, or token ids that the model does not know.
-            TypeError: no model, such as the name of one.
+            ValueError: logits are not finite, or the model does not know some token ids.
+            TypeError: the argument is not a model, for example the name of one.
         """
         spec = self.spec
         result_cache = open_cache(resume)
+        # The progress bar counts the tokens of the run itself, and choosing key tokens reads others.
         if spec.longppl and self.key_tokens is None:
             with progress.unreported():
                 self.choose_key_tokens(model, resume=result_cache)
@@ -287,8 +295,9 @@ class EvalSuite:
             options = {"batch": window_batch, "cache": cache, "resume": result_cache}
             score = self._text(model, spec.longest, **options)
             beginning = spec.edge_at(switch_of(model) or 0)
-            if 0 < beginning < spec.longest:  # otherwise all windows are read under one table
+            if 0 < beginning < spec.longest:  # otherwise one table reads all positions
                 with progress.unreported():
+                    # Text as short as a beginning is read under the short table, which the whole windows never show.
                     first = self._text(model, beginning, **options)
                 score = with_beginnings(score, first)
                 short_window = beginning
@@ -298,7 +307,7 @@ class EvalSuite:
         return EvalResult(spec, score, answers, short_window, self.key_tokens)
 
     def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult:
-        """Score the beginnings of all windows, of a length that is an edge of the spec's buckets [tokens]."""
+        """Score the first ``length`` tokens of all windows; the length is an edge of the spec's buckets."""
         spec = self.spec
         return perplexity(
             model,
@@ -311,19 +320,19 @@ class EvalSuite:
 
 
 def evaluator_name(model: nn.Module) -> str:
-    """Return what results call a model that chooses key tokens: its class, and the name of its checkpoint."""
+    """Return the name of an evaluator in results: its class, and the name of its checkpoint."""
     return f"{type(model).__name__} {name_of(model)}".strip()
 
 
 def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:
-    """Return the suite of a spec; one that is made already stays as it is.
+    """Return the suite of a spec; a suite is returned as it is.
 
     Raises:
-        TypeError: neither a spec nor a suite.
-        ValueError: what is given as a tokenizer is none.
+        TypeError: the argument is neither a spec nor a suite.
+        ValueError: the tokenizer is not one.
     """
     if isinstance(spec, EvalSuite):
-        if tokenizer is not None:  # it has its own
+        if tokenizer is not None:  # the suite has its own
             check_tokenizer(tokenizer)
         return spec
     if not isinstance(spec, EvalSpec):
