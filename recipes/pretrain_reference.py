@@ -3,10 +3,10 @@
     python recipes/pretrain_reference.py llama -o out/llama          # about 15 minutes on one CPU core
     python recipes/pretrain_reference.py gemma3 -o out/gemma3 --device cuda
 
-Text alone does not teach a model of this size to retrieve in so few tokens; this curriculum does. Stages: text; then
-short windows of repeated random strings and passkeys until copying appears, which is sudden; then longer windows with
-more text. Only `builtin_text("train")` is read (and `--text`), never the held-out or haystack splits. At the end the
-model is measured on those, and the folder gets the weights in bfloat16, the tokenizer and a model card.
+With so few training tokens, text alone does not teach a model of this size to retrieve; this curriculum does. Stages:
+text; then short windows of repeated random strings and passkeys until copying appears, which is sudden; then longer
+windows with more text. Only `builtin_text("train")` is read (and `--text`), never the held-out or haystack splits. At
+the end the model is measured on those, and the folder gets the weights in bfloat16, the tokenizer and a model card.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from rope_patch.evaluation.text import builtin_text
 VOCABULARY = 1024
 LENGTH = 256
 BOS, EOS, PAD = 0, 1, 2
+# The answer is a few tokens of a passkey row, so each of them counts more in the loss than a token of text.
 ANSWER_WEIGHT = 5.0
 PASSKEY = TASKS["passkey"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the curriculum: window length, tokens to see, and shares of text, repeats and passkeys."""
+    """A stage of the curriculum: row length, training tokens, and shares of text and repeats; the rest are passkeys."""
 
     name: str
     length: int
@@ -129,14 +130,14 @@ def train_tokenizer(documents: tuple[str, ...]) -> PreTrainedTokenizerFast:
 
 
 class Sampler:
-    """Rows of token ids with a weight per token: how much its prediction counts in the loss."""
+    """Draws rows of token ids, each with a weight that says how much its prediction counts in the loss."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stream: list[int], rng: random.Random) -> None:
         self.tokenizer, self.stream, self.rng = tokenizer, stream, rng
         self.digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
 
     def row(self, stage: Stage) -> tuple[list[int], list[float]]:
-        """Return a row of the stage's mixture: (length,) ids and weights."""
+        """Return one row of the stage's mixture: ids (length,) and weights (length,)."""
         kind = self.rng.random()
         if kind < stage.text:
             first = self.rng.randrange(len(self.stream) - stage.length)
@@ -146,7 +147,7 @@ class Sampler:
         return self.passkey(stage.length, self.rng.random())
 
     def passkey(self, length: int, depth: float) -> tuple[list[int], list[float]]:
-        """Return a passkey prompt with its answer: cut anywhere between tokens, with no regard for words."""
+        """Return a passkey prompt with its answer; the text is cut between any two tokens, even within a word."""
         key = "".join(self.rng.choice("0123456789") for _ in range(PASSKEY.digits))
         needle, question, ending = (
             self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -161,25 +162,28 @@ class Sampler:
         return ids, [1.0] * (length - answer) + [ANSWER_WEIGHT] * answer
 
     def repeated(self, length: int, size: int) -> tuple[list[int], list[float]]:
-        """Return a random string said again and again; what counts is every copy after the first."""
+        """Return a random string that is repeated to the end of the row; the first copy does not count in the loss."""
+        # Half of the strings are digits, because a passkey is copied digit by digit.
         letters = self.digits if self.rng.random() < 0.5 else range(PAD + 1, VOCABULARY)
         string = [self.rng.choice(letters) for _ in range(size)]
         ids = [BOS, *(string * (length // size + 1))][:length]
+        # Nothing predicts a random string the first time.
         return ids, [0.0 if i < 1 + size else 1.0 for i in range(length)]
 
     def batch(self, stage: Stage, rows: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and weights: (rows, length) each."""
+        """Return ids (rows, length) and weights (rows, length)."""
         ids, weights = zip(*(self.row(stage) for _ in range(rows)), strict=True)
         return torch.tensor(ids, device=device), torch.tensor(weights, device=device)
 
 
 def steps(stage: Stage, tokens_per_step: int) -> int:
-    """Return the optimizer steps of a stage."""
+    """Return the number of optimizer steps of a stage."""
     return max(1, stage.tokens // tokens_per_step)
 
 
 def train(model: PreTrainedModel, sampler: Sampler, options: argparse.Namespace) -> list[dict[str, float | str]]:
-    """Run the curriculum; returns what was logged."""
+    """Train through the curriculum, and return the log."""
+    # Only matrices decay: the vectors are scales of norms, which have no reason to be near zero.
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -196,12 +200,14 @@ def train(model: PreTrainedModel, sampler: Sampler, options: argparse.Namespace)
         copying = 0.0
         bar = tqdm(range(total), desc=f"{stage.name:8s}", mininterval=2)
         for step in bar:
+            # The learning rate rises linearly over the first 50 steps of the run, not of each stage.
             warm = min(1.0, (seen / options.tokens_per_step + 1) / 50)
             rate = options.lr * warm * (max(0.02, 1 - step / total) if stage.decay else 1.0)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             ids, weights = sampler.batch(stage, rows, options.device)
             with torch.autocast(options.device, torch.bfloat16):
+                # Training never reads a KV cache.
                 logits = model(ids, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
@@ -220,6 +226,7 @@ def train(model: PreTrainedModel, sampler: Sampler, options: argparse.Namespace)
                 log.append(
                     {"stage": stage.name, "tokens": seen, "loss": round(mean.item(), 4), "copying": round(copying, 4)}
                 )
+                # Copying appears suddenly, so the stage ends when it is there; its tokens are only a limit.
                 if stage.until_copying and copying > 0.95:
                     break
     return log
@@ -227,7 +234,7 @@ def train(model: PreTrainedModel, sampler: Sampler, options: argparse.Namespace)
 
 @torch.no_grad()
 def copy_accuracy(model: PreTrainedModel, sampler: Sampler, length: int, rows: int, device: str) -> float:
-    """Return how often the second half of a row that says a random string twice is predicted right."""
+    """Return the share of right predictions in the second copy of a random string that stands in a row twice."""
     size = (length - 1) // 2
     ids = torch.tensor([sampler.repeated(length, size)[0] for _ in range(rows)], device=device)
     training = model.training
@@ -236,13 +243,13 @@ def copy_accuracy(model: PreTrainedModel, sampler: Sampler, length: int, rows: i
         predicted = model(ids, use_cache=False).logits[:, :-1].argmax(-1)
     model.train(training)
     right = predicted == ids[:, 1:]
-    return float(right[:, size + 1 :].float().mean())  # from the second token of the second copy on
+    return float(right[:, size + 1 :].float().mean())  # a model cannot know where the second copy begins
 
 
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Measure the finished model on the splits it never saw."""
+    """Measure the finished model on the splits that it was not trained on."""
     model.eval()
     stream = tokenizer(builtin_text("heldout").text, add_special_tokens=False, verbose=False)["input_ids"]
     rows = torch.tensor([[BOS, *stream[i : i + 1023]] for i in range(0, len(stream) - 1023, 1023)][:40])
@@ -253,6 +260,7 @@ def measure(
         lengths=(256, 512, 1024),
         depths=[i / 9 for i in range(10)],
         samples=options.prompts // 10,
+        # Another seed than that of training, so that the passkeys are new.
         seed=options.seed + 1000,
     )
     fresh = Sampler(tokenizer, stream, random.Random(options.seed + 1000))
