@@ -60,7 +60,7 @@ CHECKS = {
 WEIGHT = ["not built", "no rotary table", "refused", "works", "in part", "crashes"]
 PAGE_HEAD = """# Model families
 
-Which of the {total} causal language model types of transformers can be patched. `rope-patch inspect MODEL` looks at a
+Which of the {total} causal language model types of transformers can be patched. `rope-patch doctor MODEL` looks at a
 checkpoint itself, whose options may differ from its type's default config.
 
 ```bash

@@ -32,6 +32,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,7 +172,7 @@ def _command(*words: object, entry: str = "rope-patch") -> str:
     )
     run = [sys.executable, "-c", program, f"{tree}{os.sep}", target, entry, *map(str, words)]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 3):  # 3 of audit: a program computes something else
+    if done.returncode:
         raise RuntimeError(f"{entry} {words[0]} ended with status {done.returncode}: {done.stderr[-500:]}")
     return done.stdout
 
@@ -510,14 +511,24 @@ def audit(scratch: Path) -> Numbers:
 
 
 def _read_by_programs(folder: Path) -> Numbers:
+    from rope_patch import frequencies
+
+    # The folder was called exporting until November 2026.
+    folder_name = "engines" if find_spec("rope_patch.engines") else "exporting"
+    audits = importlib.import_module(f"rope_patch.{folder_name}.audit")
     agrees = {"reference": 1, "agrees": 1, "differs": 0}  # a program that refuses, or is not verified, has None
-    return {
-        f"{row['program']} {row['layer_type']}": {
-            "agrees": agrees.get(row["verdict"]),
-            **_pick(row, "largest_relative_difference attention_scaling pairs unrotated context"),
+    results: Numbers = {}
+    for row in audits.audit(folder).rows:
+        built = row.built
+        results[f"{row.program} {row.layer_type}"] = {
+            "agrees": agrees.get(row.verdict),
+            "largest_relative_difference": row.difference,
+            "attention_scaling": None if built is None else built.attention_scaling,
+            "pairs": None if built is None else len(built.inv_freq),
+            "unrotated": None if built is None else int(frequencies.unrotated(built.inv_freq).sum()),
+            "context": None if built is None else built.context,
         }
-        for row in _printed("audit", folder)["rows"]
-    }
+    return results
 
 
 def export(scratch: Path) -> Numbers:

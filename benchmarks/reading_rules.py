@@ -1,4 +1,4 @@
-"""Compare what ``rope-patch audit`` says that a program computes with what the program's own code computes.
+"""Compare what ``rope-patch doctor`` says that a program computes with what the program's own code computes.
 
     PYTHONPATH=VLLM_AND_ITS_PACKAGES python benchmarks/reading_rules.py vllm
     PYTHONPATH=SGLANG_AND_ITS_PACKAGES_AND_TRANSFORMERS_5.19 python benchmarks/reading_rules.py sglang

@@ -23,9 +23,9 @@ HEAD = """\
 
 ```bash
 rope-patch methods
-rope-patch inspect smollm2-yarn
+rope-patch doctor smollm2-yarn
 rope-patch apply smollm2-yarn p_rope p=0.5 --replace -o smollm2-p-rope
-rope-patch verify smollm2-p-rope
+rope-patch doctor smollm2-p-rope --for vllm
 rope-patch restore smollm2-p-rope -o smollm2-again
 rope-patch plan Llama-3.1-8B --length 128k --gpu-memory 141
 rope-patch theory --method p_rope:p=0.75

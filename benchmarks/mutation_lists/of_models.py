@@ -94,7 +94,7 @@ PATCHING = (
     ),
     Mutation(
         "verify_allows_a_hundred_times_the_error",
-        "rope_patch/patching/verify.py",
+        "rope_patch/patching/measured.py",
         "(2e-6 + 2e-7 * angles)",
         "(2e-6 + 2e-5 * angles)",
     ),
@@ -152,7 +152,7 @@ CHECKPOINTS = (
     Mutation(
         "tokenizer_beside_the_weights_is_replaced",
         "rope_patch/checkpoints/tokenizer_files.py",
-        "if not source or any((beside / name).is_file() for name in _NAMES):",
+        "if not source or any((beside / name).is_file() for name in _TOKENIZER_FILES):",
         "if not source:",
     ),
     Mutation(

@@ -101,8 +101,8 @@ FITTING = (
     Mutation(
         "text_decides_what_counts_more_after_a_check",
         "rope_patch/fitting/running.py",
-        "odds = 1 / ODDS if now.finds_no_less(start) else ODDS",
-        "odds = ODDS if now.finds_no_less(start) else 1 / ODDS",
+        "odds = 1 / ODDS_FACTOR if now.finds_no_less(start) else ODDS_FACTOR",
+        "odds = ODDS_FACTOR if now.finds_no_less(start) else 1 / ODDS_FACTOR",
     ),
     Mutation(
         "fewer_answers_count_as_no_less_however_improbable",
@@ -140,7 +140,7 @@ TRAINING = (
     Mutation(
         "first_token_of_a_row_is_learned",
         "rope_patch/training/rows.py",
-        "IGNORED if at == 0 else label",
+        "IGNORED_LABEL if at == 0 else label",
         "label",
     ),
 )

@@ -93,7 +93,7 @@ def graph_of(model_type: str) -> Graph:
         file = "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a file"
         raise ValueError(
             f"llama.cpp's graph for {model_type} reads no rotary factors (seen at {CHECKED}), so a file cannot "
-            "hold this table. Options may: rope-patch audit MODEL --method METHOD --engine llama.cpp says which. A "
+            "hold this table. Options may: rope-patch doctor MODEL --method METHOD --for llama.cpp says which. A "
             f"plain table of another base needs no factors: {option if model_type == 'gemma3_text' else file}"
         )
     if model_type not in GRAPHS:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rope_patch.frequencies import unrotated
+from rope_patch.frequencies import turns
 from rope_patch.tables import RotaryTable
 
 HOLDS, DIFFERS, UNKNOWN = "holds", "differs", "unknown"
@@ -114,7 +114,7 @@ class Diagnosis:
             return f"NOT OK: {differing} of {made} checks differ"
         if unknown:
             return f"UNKNOWN: {unknown} of {made} checks could not be made, the others hold"
-        return f"OK: all {made} checks hold"
+        return f"OK: {made} of {made} checks hold"
 
     def __repr__(self) -> str:
         return f"<Diagnosis of {self.source}: {self.verdict}>"
@@ -122,13 +122,10 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [f"{self.source}: {'not patched' if self.method is None else f'patched with {self.method}'}"]
         for kind, table in self.tables.items():
-            where = "" if kind is None else f" ({kind})"
-            still = int(unrotated(table.inv_freq).sum())
-            lines.append(
-                f"  {self.layers.get(kind, 0)} layers{where}: {table.rope_type}, {table.pairs} pairs "
-                f"({still} unrotated), rope_theta {table.rope_theta:g}, attention factor {table.attention_scaling:g}, "
-                f"context {table.max_position_embeddings}"
-            )
+            context = table.max_position_embeddings
+            partial, layers = int((turns(table.inv_freq, context) < 1).sum()), self.layers.get(kind, "all")
+            lines.append(f"  {table}")
+            lines.append(f"    {layers} layers, context {context}; {partial} pairs make no full turn within it")
         lines.append(self.verdict)
         own = [check for check in self.checks if check.program is None or check.counts]
         order = {DIFFERS: 0, UNKNOWN: 1, HOLDS: 2}

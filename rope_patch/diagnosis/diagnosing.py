@@ -116,10 +116,14 @@ def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
 
 def _of_adapter(source: str) -> Diagnosis:
     """Check an adapter's folder: whether its record fits the base model that it names."""
+    try:
+        record = read_record(source)
+    except PatchError as error:
+        wrong = Check("adapter", DIFFERS, str(error))
+        return Diagnosis(source, None, {}, {}, (wrong,))
     base = adapter_base(source)
     model = skeleton(base, beside_adapter=True)
     try:
-        record = read_record(source)
         if record is not None:
             reapply(model, record)
     except PatchError as error:

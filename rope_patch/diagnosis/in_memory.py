@@ -17,10 +17,19 @@ from rope_patch import frequencies
 from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters, peft_model
 from rope_patch.diagnosis.causes import cause
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
+from rope_patch.methods.two_tables import TwoTables
 from rope_patch.patching.encode import repeat
 from rope_patch.patching.locate import Location, PatchError, described_table, device_of, holds_adapters_twice
 from rope_patch.patching.measured import Measured, measure
-from rope_patch.patching.record import TableRecord, build_rotary, config_with, key_of, quiet, settings_of
+from rope_patch.patching.record import (
+    TableRecord,
+    about_two_tables,
+    build_rotary,
+    config_with,
+    key_of,
+    quiet,
+    settings_of,
+)
 from rope_patch.patching.rotary import original_tables
 from rope_patch.patching.verify import edits_since
 from rope_patch.tables import RotaryTable
@@ -129,7 +138,8 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
             fix="apply the patch to the original model again",
         )
     else:
-        yield Check("patch record", HOLDS, f"{record.to_method()} gives the recorded tables")
+        sentences = [f"{record.to_method()} gives the recorded tables", *about_two_tables(record)]
+        yield Check("patch record", HOLDS, "; ".join(sentences))
 
 
 def config_describes_table(subject: Subject) -> Iterator[Check]:
@@ -205,6 +215,26 @@ def module_uses_table(subject: Subject) -> Iterator[Check]:
         return
     for kind, table in subject.meant.items():
         yield from _in_use(subject, kind, table)
+    if (record := location.record) is None or not isinstance(method := record.to_method(), TwoTables):
+        return
+    device, reach = device_of(location.model), method.switch_at
+    for measured in measure(location.module, location.layout, record.short_tables, device, reach=reach):
+        name = f"table in use, up to {reach} tokens"
+        if measured.problem is None:
+            yield Check(name, HOLDS, f"angles are those of {method.short}")
+            continue
+        yield Check(
+            name,
+            DIFFERS,
+            measured.problem,
+            f"the table of {method.short}",
+            "short texts are read under another table than the record states",
+            "load the patched folder with rope_patch.load",
+            measured.angle_error,
+            measured.position,
+            # Plain transformers knows the long table alone; the patch promises no more of it.
+            counts=location.patched is not None,
+        )
 
 
 def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:

@@ -25,7 +25,7 @@ def programs_agree(source: str | Path) -> Iterator[Check]:
             # One line for a program that reads all layer types alike.
             yield check if len(kinds) == 1 or kind is None else replace(check, name=f"{check.name} [{kind}]")
     for note in audited.notes:
-        yield Check("note", HOLDS, note, counts=False)
+        yield Check("table", HOLDS, note, counts=False)
 
 
 def _check(row: AuditRow) -> Check:
@@ -38,7 +38,9 @@ def _check(row: AuditRow) -> Check:
     if row.verdict == UNVERIFIED:
         return replace(check, state=UNKNOWN, found=reasons)
     if row.verdict != OTHER_TABLE or row.built is None:
-        return replace(check, state=DIFFERS, found=f"it refuses this checkpoint: {reasons}", fix=fix)
+        refused = replace(check, state=DIFFERS, found=f"it refuses this checkpoint: {reasons}", fix=fix)
+        # What transformers itself cannot run concerns this process.
+        return replace(refused, counts=row.program == OURS)
     built = row.built
     apart = "" if row.difference is None else f", frequencies off by up to {row.difference:.2%}"
     found = f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{apart}"

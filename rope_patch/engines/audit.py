@@ -1,4 +1,4 @@
-"""``rope-patch audit``: what each program will compute from a folder or GGUF file, and where they disagree."""
+"""``rope-patch doctor``: what each program will compute from a folder or GGUF file, and where they disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rope-patch audit --method``: run an unchanged checkpoint under a method, by the options of another program.
+"""``rope-patch doctor --method``: run an unchanged checkpoint under a method, by the options of another program.
 
 Each program lets its user state a part of a config. What is written here is what transformers, or the program's rule
 in ``rules``, builds the very tables of the method from; anything else is refused with the reason. What each does with
@@ -156,7 +156,7 @@ def flags(
         raise ValueError(
             f"{source} is a {whole.get('model_type')} checkpoint, whose rotary table is stated in its text_config: "
             f"keys that {program} sets on the whole config would change nothing. rope-patch apply {source} METHOD "
-            "-o FOLDER writes a patched folder, and rope-patch audit FOLDER says what is known of programs that read it"
+            "-o FOLDER writes a patched folder, and rope-patch doctor FOLDER says which programs read it"
         )
     before = locate(model).config.to_dict()  # now, since the patch changes the config
     patch = apply(model, method, target_length=target_length, layer_types=layer_types)

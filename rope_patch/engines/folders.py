@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rope_patch import __version__
 from rope_patch.checkpoints.folder_patch import copied, skeleton
+from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
 from rope_patch.engines.lora import copy_adapter
 from rope_patch.engines.program_contexts import other_contexts
@@ -99,6 +100,8 @@ def export_folder(
     }
     with copied(source, out, overwrite=overwrite, dtype=dtype) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if (record := locate(model).record) is not None:
+            raise_length(folder, record)
         # A record that does not describe the tables which this config gives would be refused at loading.
         if "rope_patch" in text_part(config) and not _verifies(folder):
             del text_part(config)["rope_patch"]

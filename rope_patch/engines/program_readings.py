@@ -74,7 +74,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "through its own converter, convert_hf_to_gguf.py"),
 }
-"""The programs whose reading is known, by the name that ``rope-patch audit --engine`` takes."""
+"""The programs whose reading is known, by the name that ``rope-patch doctor --for`` takes."""
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def programs_of(outcome: Extended) -> str:
     if not outcome.programs:
         return "transformers 4, vLLM, SGLang and llama.cpp compute the same table from its config."
     sentences = "".join(f"\n- {sentence.replace(str(outcome.output), 'THIS FOLDER')}" for sentence in outcome.programs)
-    return f"Other programs (`rope-patch audit` shows all):\n{sentences}"
+    return f"Other programs (`rope-patch doctor` shows all):\n{sentences}"
 
 
 def base_card(source: str) -> tuple[dict[str, Any], str]:

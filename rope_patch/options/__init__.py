@@ -5,7 +5,7 @@ Nothing here imports torch.
 """
 
 from rope_patch.options.analyze import AnalyzeOptions
-from rope_patch.options.checkpoints import ApplyOptions, AuditOptions, InspectOptions, RestoreOptions, VerifyOptions
+from rope_patch.options.checkpoints import ApplyOptions, DoctorOptions, RestoreOptions
 from rope_patch.options.compare import CompareOptions
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.export import ExportOptions
@@ -23,10 +23,9 @@ COMMANDS: dict[str, type[OptionSet]] = {
     kind.command: kind
     for kind in (
         ExtendOptions,
+        DoctorOptions,
         MethodsOptions,
-        InspectOptions,
         ApplyOptions,
-        VerifyOptions,
         RestoreOptions,
         TasksOptions,
         CompareOptions,
@@ -37,7 +36,6 @@ COMMANDS: dict[str, type[OptionSet]] = {
         KvCheckOptions,
         FitOptions,
         ExportOptions,
-        AuditOptions,
         DemoOptions,
         RecipesOptions,
     )

@@ -16,20 +16,6 @@ _NEW_CHECKPOINT = (
 
 
 @dataclass(frozen=True)
-class InspectOptions(OptionSet, command="inspect"):
-    """Show the rotary tables of a checkpoint or adapter: type, wavelengths, scaling, and the patch that made them.
-
-    Only the config is read, or the header of a GGUF file, not the weights.
-
-    Example: ``rope-patch inspect ./llama``
-    """
-
-    model: str = shared.model()
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()
-
-
-@dataclass(frozen=True)
 class ApplyOptions(OptionSet, command="apply"):
     """Write a copy of a checkpoint with patched rotary tables, which transformers loads without this package.
 
@@ -76,21 +62,6 @@ class ApplyOptions(OptionSet, command="apply"):
 
 
 @dataclass(frozen=True)
-class VerifyOptions(OptionSet, command="verify"):
-    """Check that a patched checkpoint or adapter still has the rotary tables that were recorded when it was patched.
-
-    The command fails if the patch was lost or changed, or if a file of weights is damaged. Of a GGUF file its keys and
-    factors are compared with the record.
-
-    Example: ``rope-patch verify ./llama-abf``
-    """
-
-    model: str = shared.model()
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()
-
-
-@dataclass(frozen=True)
 class RestoreOptions(OptionSet, command="restore"):
     """Write a copy of a patched checkpoint with the rotary tables that it had before the patch.
 
@@ -108,38 +79,35 @@ class RestoreOptions(OptionSet, command="restore"):
 
 
 @dataclass(frozen=True)
-class AuditOptions(OptionSet, command="audit"):
-    """Show which rotary table each program will compute from a checkpoint, where they disagree, why, and what to run.
+class DoctorOptions(OptionSet, command="doctor"):
+    """Check any checkpoint: is the rotary table that is used the one that is meant? Also in other programs.
 
-    Programs read the same config.json in different ways: some ignore a factor, a share, or everything but the base,
-    without a word. For each layer type this prints the table, the factor on cos and sin and the context that
-    transformers 5, transformers 4, vLLM, SGLang and llama.cpp compute. Only the config is read, or the header of a
-    GGUF file, not the weights. For llama.cpp a folder is read as its own converter writes it. The reference is
-    transformers 5, and for a GGUF file llama.cpp: transformers' own reader leaves out most of its table.
+    The table that transformers computes is compared with the config and with the patch record, if there is one; the
+    stated contexts, the weights files and leftovers of other saves are checked. Below stands what transformers 4, vLLM,
+    SGLang, llama.cpp and MLX compute from the same files; where one differs, why, and what to run. Only the config and
+    the headers of files are read, not the weights. Models in memory: ``rope_patch.doctor(model)``.
 
-    The exit status is 0 if all programs agree and 3 if one computes something else. Programs that refuse the
-    checkpoint, or whose code was not compared on such models ("unverified"), do not affect the exit status, and neither
-    does transformers' reader of a GGUF file.
+    The exit status is 0 if all checks hold, 1 if something differs, and 3 if a check could not be made. Other programs
+    count only if they are named with ``--for``.
 
-    With ``--method`` the checkpoint is one that has no patch. The options that are printed are checked to give the very
-    table of the method; where a program's options cannot say it, the reason and the command that works instead are
-    printed, and the exit status is 3.
+    With ``--method``, the options are printed by which each program runs this unchanged checkpoint under a method. The
+    exit status is 3 if a program's options cannot express it.
 
-    Examples: ``rope-patch audit ./llama-yarn --engine vllm``, ``rope-patch audit ./llama --method yarn:factor=4``
+    Examples: ``rope-patch doctor ./llama``, ``rope-patch doctor ./llama-yarn --for vllm``,
+    ``rope-patch doctor ./llama --method yarn:factor=4 --for sglang``
     """
 
-    model: str = shared.checkpoint()
-    engines: tuple[str, ...] = word(
-        "A program to compare with transformers 5: transformers-4, vllm, sglang or llama.cpp. "
-        "Repeat it for more. By default all of them.",
+    model: str = shared.model()
+    for_programs: tuple[str, ...] = word(
+        "A program that will run this checkpoint: transformers-4, vllm, sglang, llama.cpp or mlx. What it computes "
+        "then counts for the exit status. Repeat it for more.",
         (),
-        metavar="ENGINE",
-        name="engine",
+        metavar="PROGRAM",
+        name="for",
         repeated=True,
     )
     method: str | None = word(
-        "Print the options by which vLLM, SGLang and llama.cpp run this unchanged checkpoint under a method, for "
-        "example yarn:factor=4.",
+        "Print the options by which programs run this unchanged checkpoint under a method, such as yarn:factor=4.",
         None,
         metavar="METHOD",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.commands import fail, run
+from support.commands import fail, invoke, run
 from support.forks import forked
 from support.tiny import YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM
@@ -37,24 +38,37 @@ def test_methods():
     assert {"method": "pi", "factor": None, "replace_scaling": False} in [entry["defaults"] for entry in listed]
 
 
-def test_inspect(checkpoint, tmp_path):
-    printed = run("inspect", checkpoint)
-    assert "LlamaForCausalLM: not patched" in printed
+def test_doctor_says_what_holds(checkpoint, tmp_path):
+    printed = run("doctor", checkpoint).splitlines()
+    assert printed[0] == f"{checkpoint}: not patched"
     # turns 64 * 10000 ** (-i / 8) / 2 pi: 10.2, 3.2, 1.02, 0.3 …
-    assert "5 of 8 pairs make no full turn within 64 tokens" in printed
-    assert "note:" not in printed
+    assert printed[2] == "    2 layers, context 64; 5 pairs make no full turn within it"
+    assert printed[3].startswith("OK: ")
     tiny_model(rope_parameters=YARN).bfloat16().save_pretrained(tmp_path / "scaled")
-    printed = run("inspect", tmp_path / "scaled")
-    assert "note: model.rotary_emb multiplies cos and sin of every pair by 1.13863, unrotated pairs included" in printed
-    assert "multiplies cos and sin" in run("inspect", tmp_path / "scaled", "--json")
-    assert "multiplies cos and sin" in run("audit", tmp_path / "scaled", "--engine", "llama.cpp")
+    assert "attention_scaling 1.13863" in run("doctor", tmp_path / "scaled")
     tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
-    tables = json.loads(run("inspect", tmp_path / "mixed", "--json"))["tables"]
-    assert [t["layer_type"] for t in tables] == ["full_attention", "sliding_attention"]
-    assert tables[1]["wavelength"][0] == pytest.approx(6.283185)
+    found = json.loads(run("doctor", tmp_path / "mixed", "--json"))
+    assert [table["layer_type"] for table in found["tables"]] == ["full_attention", "sliding_attention"]
+    assert found["tables"][1]["inv_freq"][0] == 1 and found["ok"] is True
+    assert [check["state"] for check in found["checks"] if check["counts"]] == ["holds"] * 9
 
 
-def test_apply_verify_restore(checkpoint, tmp_path):
+def test_doctor_says_what_differs_by_its_exit_status(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    differs = invoke("doctor", tmp_path / "cut")
+    assert differs.exit_code == 1
+    assert differs.stdout.splitlines()[3].startswith("NOT OK: 1 of ") and "differs  weights files: " in differs.stdout
+    patched = tmp_path / "p"
+    run("apply", checkpoint, "p_rope:p=0.5", "-o", patched)
+    assert "What other programs compute (this counts only with --for PROGRAM):" in run("doctor", patched)
+    assert run("doctor", patched, "--for", "vllm")
+    counted = invoke("doctor", patched, "--for", "vllm", "--for", "llama.cpp")
+    assert counted.exit_code == 1 and "differs  llama.cpp" in counted.stdout.partition("What other programs")[0]
+
+
+def test_apply_doctor_restore(checkpoint, tmp_path):
     out = tmp_path / "deep" / "out"
     printed = run("apply", checkpoint, "abf", "rope_theta=500000", "-o", out, "--target-length", "256")
     assert "patch abf:rope_theta=500000" in printed
@@ -64,8 +78,8 @@ def test_apply_verify_restore(checkpoint, tmp_path):
     rope_patch.apply(reference, "abf", rope_theta=500000)
     assert torch.equal(logits(plain), logits(reference))
     assert plain.config.max_position_embeddings == 256
-    assert "patched with abf:rope_theta=500000, as recorded" in run("verify", out)
-    assert json.loads(run("verify", out, "--json"))["verified"] is True
+    assert run("doctor", out).startswith(f"{out}: patched with abf:rope_theta=500000\n")
+    assert json.loads(run("doctor", out, "--json"))["method"] == "abf:rope_theta=500000"
     run("restore", out, "-o", tmp_path / "again")
     again, first = ((folder / "config.json").read_text() for folder in (tmp_path / "again", checkpoint))
     assert json.loads(again) == json.loads(first)
@@ -77,7 +91,7 @@ def test_apply_with_two_tables(checkpoint, tmp_path):
     out = tmp_path / "two"
     printed = run("apply", checkpoint, "yarn:factor=4@64@p_rope:p=0.5", "--target-length", "256", "-o", out)
     assert "sequences of up to 64 tokens" in printed and "loads both tables" in printed
-    assert "as recorded" in run("verify", out)
+    assert "sequences of up to 64 tokens are read under a table of their own" in run("doctor", out)
     assert rope_patch.inspect(out).method == "yarn:factor=4@64@p_rope:p=0.5"
 
 
@@ -87,15 +101,14 @@ def test_apply_on_mixed_models(tmp_path):
     assert rope_patch.load(tmp_path / "out").config.rope_parameters["sliding_attention"]["rope_type"] == "linear"
 
 
-def test_verify_an_adapter(checkpoint, tmp_path):
+def test_doctor_of_an_adapter(checkpoint, tmp_path):
     model = rope_patch.load(checkpoint, "yarn:factor=4")
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     rope_patch.save(tuned, tmp_path / "adapter")
-    assert "patched with yarn:factor=4" in run("verify", tmp_path / "adapter")
-    assert "patched, yarn:factor=4" in run("inspect", tmp_path / "adapter")
+    printed = run("doctor", tmp_path / "adapter")
+    assert "patched with yarn:factor=4" in printed and "adapter: trained under yarn:factor=4" in printed
     (tmp_path / "adapter" / "rope_patch.json").unlink()
-    assert "carries no rope_patch.json" in fail("verify", tmp_path / "adapter")
-    assert "carries no rope_patch.json: these are the tables of its base" in run("inspect", tmp_path / "adapter")
+    assert "no record says under which tables it was trained" in run("doctor", tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -109,10 +122,10 @@ def test_verify_an_adapter(checkpoint, tmp_path):
         (("apply", "{base}", "p_rope", "-o", "{full}"), "is not empty: give a new folder"),
         (("apply", "{base}", "p_rope", "-o", "/proc/nowhere/out"), "'/proc/nowhere': no such file or directory"),
         (("apply", "{base}", "p_rope", "-o", "{base}/config.json"), "is a file: give a folder to save into"),
-        (("inspect", "./nothing"), "no folder ./nothing"),
-        (("inspect", "{full}"), "has no config.json"),
-        (("inspect", "meta-llama/Llama-9"), "cannot load meta-llama/Llama-9 from the hub"),
-        (("verify", "{base}"), "carries no patch record"),
+        (("doctor", "./nothing"), "no folder ./nothing"),
+        (("doctor", "{full}"), "has no config.json"),
+        (("doctor", "meta-llama/Llama-9"), "cannot load meta-llama/Llama-9 from the hub"),
+        (("doctor", "{base}", "--for", "tgi"), "unknown program 'tgi'. Known: "),
         (("restore", "{base}", "-o", "{out}"), "carries no patch record"),
         (("recipes", "copy", "{full}"), "is not empty"),
         (("demo", "--shape", "mamba"), "shape must be one of llama, gemma3, got 'mamba'"),

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from support.commands import fail
+from support.commands import fail, invoke
 from support.tiny import tiny_model
 
 import rope_patch
@@ -20,7 +20,7 @@ DOMAINS = str(rope_patch.data_path("assets") / "domains")  # shorter than the bu
 MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report")
 MEASURE += ("--text", DOMAINS, "--haystack", DOMAINS, "-o", "out")
 COMMANDS = {
-    "inspect": ("inspect", "DIR"),
+    "doctor": ("doctor", "DIR"),
     "apply": ("apply", "DIR", "yarn:factor=4", "--target-length", "256", "-o", "out"),
     "plan": ("plan", "DIR", "--length", "1k"),
     "export": ("export", "DIR", "--to", "vllm", "--method", "p_rope:p=0.5", "-o", "out"),
@@ -85,10 +85,10 @@ def edit(path, **changes):
 @pytest.mark.parametrize(
     ("damage", "command"),
     [
-        *((damage, "apply" if i % 2 else "inspect") for i, damage in enumerate(CONFIGS)),
-        *(("yarn without a factor", c) for c in COMMANDS if c not in ("apply", "inspect")),
-        *(("an unknown type", c) for c in COMMANDS if c not in ("apply", "inspect")),
-        *(("a context of zero", c) for c in COMMANDS if c not in ("apply", "inspect", "plan")),  # plan reads no table
+        *((damage, "apply" if i % 2 else "doctor") for i, damage in enumerate(CONFIGS)),
+        *(("yarn without a factor", c) for c in COMMANDS if c not in ("apply", "doctor")),
+        *(("an unknown type", c) for c in COMMANDS if c not in ("apply", "doctor")),
+        *(("a context of zero", c) for c in COMMANDS if c not in ("apply", "doctor", "plan")),  # plan reads no table
     ],
 )
 def test_a_config_that_describes_no_model(checkpoints, tmp_path, damage, command):
@@ -108,7 +108,7 @@ FILES = ["config.json", "adapter_config.json", "rope_patch.json"]
     ("name", "command", "text"),
     [
         *((name, "export", text) for name in FILES for text in BROKEN),
-        *((name, command, text) for name in FILES for command in ("inspect", "apply", "plan") for text in ("", "[]")),
+        *((name, command, text) for name in FILES for command in ("doctor", "apply", "plan") for text in ("", "[]")),
     ],
 )
 def test_a_file_that_is_no_json_object(checkpoints, tmp_path, name, command, text):
@@ -118,6 +118,10 @@ def test_a_file_that_is_no_json_object(checkpoints, tmp_path, name, command, tex
     words = [word.replace("DIR", "model") for word in COMMANDS[command]]
     if source == "adapter" and command == "export":
         words = words[:4] + words[6:]  # an adapter has a method of its own
+    if (command, name) == ("doctor", "rope_patch.json"):
+        said = " ".join(invoke("doctor", tmp_path / "model").stdout.split())
+        assert f"{name} " in said and "copy or download it again" in said
+        return
     line = refused(tmp_path, *words)
     if source == "base" or command == "export":  # the others name the adapter, which they do not take
         assert f"{name} " in line
@@ -151,9 +155,10 @@ def test_a_record_that_is_malformed(checkpoints, tmp_path, key, value, every):
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     edit(tmp_path / "patched" / "config.json", rope_patch=config["rope_patch"] | {key: value})
     edit(tmp_path / "adapter" / "rope_patch.json", **{key: value})
-    commands = [("verify", "patched"), ("export", "adapter", "--to", "vllm", "--lora", "-o", "out")]
+    assert key in invoke("doctor", tmp_path / "patched").stdout
+    commands = [("export", "adapter", "--to", "vllm", "--lora", "-o", "out")]
     if every:  # of each key one
-        commands += [("inspect", "patched"), ("restore", "patched", "-o", "out")]
+        commands += [("restore", "patched", "-o", "out")]
     for words in commands:
         line = refused(tmp_path, *words)
         assert "record" in line
@@ -165,9 +170,9 @@ def test_a_record_whose_base_is_no_table(checkpoints, tmp_path):
     record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
     record["base_config"]["rope_parameters"]["rope_type"] = "nonsense"
     edit(tmp_path / "patched" / "config.json", rope_patch=record)
-    for words in (("verify", "patched"), ("restore", "patched", "-o", "out")):
-        line = refused(tmp_path, *words)
-        assert "record was altered: transformers cannot build the table of its base_config" in line
+    altered = "record was altered: transformers cannot build the table of its base_config"
+    assert altered in refused(tmp_path, "restore", "patched", "-o", "out")
+    assert altered in " ".join(invoke("doctor", tmp_path / "patched").stdout.split())
 
 
 @pytest.mark.parametrize("key", ["method", "layer_types", "tables", "base_tables", "base_config"])
@@ -176,7 +181,7 @@ def test_a_record_that_lacks_a_key(checkpoints, tmp_path, key):
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     del config["rope_patch"][key]
     edit(tmp_path / "patched" / "config.json", **config)
-    assert f"the rope_patch record lacks '{key}'" in refused(tmp_path, "verify", "patched")
+    assert f"the rope_patch record lacks '{key}'" in invoke("doctor", tmp_path / "patched").stdout
 
 
 GGUF_KEYS = {
@@ -201,7 +206,7 @@ def test_a_gguf_file_with_a_key_that_is_no_number(tmp_path, key, value):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    line = refused(tmp_path, "inspect", "model.gguf")
+    line = refused(tmp_path, "doctor", "model.gguf")
     assert "model.gguf" in line
     assert key in line or "how many features rotate" in line
 

@@ -36,20 +36,20 @@ def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
     fields = gguf.GGUFReader(out)
     assert fields.get_field("llama.rope.scaling.attn_factor") is not None
     assert fields.get_field("llama.context_length").contents() == 1024, "what llama-server lets a prompt have"
-    assert run("verify", out)
+    assert run("doctor", out)
     stated = run("apply", file, "yarn", "--target-length", "1k", "-o", tmp_path / "1k.gguf")
     assert "-c 1024 runs it" in stated and "context 256 tokens before, 1024 after" in stated
     based = run("apply", file, "abf", "factor=4", "-o", tmp_path / "abf.gguf")
     assert "the file states 256 tokens, and llama.cpp reads no more: --target-length states more" in based
 
 
-def test_a_patched_file_is_inspected_and_verified(file, tmp_path):
+def test_doctor_compares_a_patched_file_with_its_record(file, tmp_path):
     out = tmp_path / "out.gguf"
     record = json.loads(run("apply", file, "p_rope", "p=0.75", "-o", out, "--json"))["record"]
-    seen = json.loads(run("inspect", out, "--json"))
-    assert seen["checked"] == ["the table is equal to the recorded table within 1e-6"]
-    assert seen["tables"][0]["hash"] == record["tables"]["all"]["hash"] and seen["record"] == record
-    assert run("verify", out).startswith(f"{out}: patched with p_rope:p=0.75, as recorded")
+    found = json.loads(run("doctor", out, "--json"))
+    assert found["tables"][0]["hash"] == record["tables"]["all"]["hash"] and found["method"] == "p_rope:p=0.75"
+    printed = run("doctor", out)
+    assert printed.startswith(f"{out}: patched with p_rope:p=0.75\n") and "holds    patch record: " in printed
     assert "use the file that it was made from" in fail("restore", out, "-o", tmp_path / "back")
 
 
@@ -73,7 +73,7 @@ def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path):
     assert (tmp_path / "taken.gguf").read_text() == "precious"
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "analyze", "compare", "kv-check", "fit", "plan"])
+@pytest.mark.parametrize("command", ["doctor", "analyze", "compare", "kv-check", "fit", "plan"])
 def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
     required = {
         "compare": ["--methods", "default", "--lengths", "64"],
@@ -81,7 +81,7 @@ def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
         "plan": ["--length", "64"],
         "fit": ["--length", "1k"],
     }
-    written = [] if command in ("inspect", "verify", "plan") else ["-o", tmp_path / "out"]
+    written = [] if command in ("doctor", "plan") else ["-o", tmp_path / "out"]
     line = fail(command, tmp_path / "m.gguf", *required.get(command, []), *written)
     assert line.splitlines()[-1] == f"error: no file {tmp_path / 'm.gguf'}" and not list(tmp_path.iterdir())
 

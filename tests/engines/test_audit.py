@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import fail, invoke
+from support.commands import invoke
 from support.gguf_files import write_toy
 from support.patches import patched_model
 from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
@@ -274,7 +274,7 @@ def test_a_share_on_which_attention_fails_is_said(tmp_path):
         AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
     first = audit(folder).rows[0]
     assert (first.program, first.verdict, len(first.built.inv_freq)) == ("transformers-5", "refuses", 4)
-    assert audited(folder).exit_code == 3
+    assert invoke("doctor", folder).exit_code == 1
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
     AutoModelForCausalLM.from_config(PhiConfig(**SIZE)).save_pretrained(tmp_path / "phi")  # it turns a share
     AutoConfig.for_model("glm4_moe", **SIZE, **experts).save_pretrained(tmp_path / "experts")  # cannot run on meta
@@ -344,28 +344,13 @@ def test_a_gguf_file_is_read_from_its_header(tmp_path):
     assert [row.verdict for row in audit(plain, ["llama.cpp"]).rows] == ["reference", "agrees"]
 
 
-def audited(*words):
-    return invoke("audit", *words)
-
-
-def test_the_exit_status_says_whether_they_agree(tmp_path):
+def test_the_exit_status_of_doctor_counts_the_programs_that_are_named(tmp_path):
     folder = patched(tmp_path / "p", "p_rope:p=0.5", "qwen2")
-    assert audited(folder, "--engine", "vllm").exit_code == 0
-    differs = audited(folder, "--engine", "vllm", "--engine", "sglang")
-    assert differs.exit_code == 3 and f"export {folder} --to sglang" in differs.stdout
-
-
-def test_json_holds_every_row(tmp_path):
-    found = json.loads(audited(patched(tmp_path / "p", "p_rope:p=0.5"), "--json").stdout)
-    assert [row["program"] for row in found["rows"]] == ["transformers-5", *PROGRAMS]
-    first = found["rows"][0]
-    assert (first["pairs"], first["unrotated"], first["context"], first["layers"]) == (8, 4, 64, [0, 1])
-    assert found["agrees"] is False
-
-
-def test_wrong_arguments_say_what_to_do(tmp_path):
-    assert "vllm" in fail("audit", BUNDLED, "--engine", "tgi")
-    assert "nowhere" in fail("audit", tmp_path / "nowhere")
+    assert invoke("doctor", folder, "--for", "vllm").exit_code == 0
+    differs = invoke("doctor", folder, "--for", "vllm", "--for", "sglang")
+    assert differs.exit_code == 1 and f"export {folder} --to sglang" in " ".join(differs.stdout.split())
+    checks = json.loads(invoke("doctor", folder, "--json").stdout)["checks"]
+    assert {check["program"] for check in checks} == {None, *PROGRAMS}
 
 
 @pytest.mark.skipif(not SHOWN.is_file(), reason="not in the source distribution")

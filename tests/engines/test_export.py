@@ -152,7 +152,7 @@ def test_an_adapter_is_merged(adapter, tmp_path):
     report = export(folder, tmp_path / "out", to="vllm")
     assert report["tables"][0]["rope_type"] == "longrope"
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected, atol=1e-4)
-    assert "patched with p_rope" in run("verify", tmp_path / "out")
+    assert "patched with p_rope" in run("doctor", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
 
 
@@ -169,7 +169,7 @@ def test_an_unpatched_model_in_memory_takes_a_method_and_its_tokenizer_along(tmp
     model = AutoModelForCausalLM.from_pretrained(BUNDLED)
     rope_patch.export(model, tmp_path / "out", to="sglang", method="pi", target_length=1024)
     assert config_of(tmp_path / "out")["max_position_embeddings"] == 1024
-    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 1024
     assert rope_patch.inspect(model).record is None
 
 
@@ -183,7 +183,7 @@ def test_an_adapter_beside_its_patched_base(adapter, base, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "out" / "adapter"
     )
     assert torch.equal(logits(served), expected)
-    assert "p_rope" in run("verify", tmp_path / "out" / "adapter")
+    assert "p_rope" in run("doctor", tmp_path / "out" / "adapter")
 
 
 @pytest.mark.parametrize(

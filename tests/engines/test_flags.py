@@ -120,18 +120,18 @@ def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
 
 
 def test_the_command_prints_lines_to_copy(base):
-    printed = run("audit", base, "--method", "yarn:factor=4", "--engine", "vllm", "--target-length", "256")
+    printed = run("doctor", base, "--method", "yarn:factor=4", "--for", "vllm", "--target-length", "256")
     assert printed.splitlines()[2].strip() == "--max-model-len 256"
-    (found,) = json.loads(run("audit", base, "--method", "abf", "--engine", "vllm", "--json"))
+    (found,) = json.loads(run("doctor", base, "--method", "abf", "--for", "vllm", "--json"))
     assert found["settings"]["rope_parameters"]["rope_theta"] == 500000.0
 
 
 def test_wrong_arguments_say_what_to_do(base, tmp_path):
-    words = ("audit", base, "--method", "abf", "--engine")
+    words = ("doctor", base, "--method", "abf", "--for")
     assert "sglang" in fail(*words, "tgi")
     rope_patch.checkpoints.folder_patch.patch_folder(base, "abf", tmp_path / "patched")
-    assert "patched already" in fail("audit", tmp_path / "patched", "--method", "abf")
-    assert "--method" in fail("audit", base, "--target-length", "256")
+    assert "patched already" in fail("doctor", tmp_path / "patched", "--method", "abf")
+    assert "--method" in fail("doctor", base, "--target-length", "256")
 
 
 @pytest.mark.parametrize("method", ["abf", "pi:factor=4", "yarn:factor=4"])

@@ -1,0 +1,59 @@
+"""``rope-patch doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rope_patch.cli.parsing import parse
+from rope_patch.cli.printing import print_json
+from rope_patch.options.checkpoints import DoctorOptions
+
+INEXPRESSIBLE = 3
+"""Exit status where a program's options cannot express the table of a method."""
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Run ``rope-patch doctor`` with the words behind it; return its exit status."""
+    options = parse(DoctorOptions, words)
+    if options.method is not None:
+        return _print_flags(options, options.method)
+    from rope_patch.diagnosis.diagnosing import doctor as diagnose
+
+    diagnosis = diagnose(options.model, for_programs=options.for_programs)
+    if options.as_json:
+        print_json(diagnosis.to_dict())
+    else:
+        print(diagnosis)
+    return diagnosis.status
+
+
+def _print_flags(options: DoctorOptions, method: str) -> int:
+    """Print the options by which each program runs an unchanged checkpoint under a method, or why there are none."""
+    from rope_patch.engines.flags import WRITERS, flags
+    from rope_patch.engines.verified_versions import UNVERIFIED
+
+    patch: dict[str, Any] = {
+        "target_length": options.patching.target_length,
+        "layer_types": options.patching.layer_types,
+    }
+    written, refused = {}, {}
+    for program in options.for_programs or WRITERS:
+        try:
+            written[program] = flags(options.model, method, program, **patch)
+        except ValueError as error:
+            refused[program] = str(error)
+    if not written:
+        raise ValueError("; ".join(f"{program}: {why}" for program, why in refused.items()))
+    if options.as_json:
+        without = [{"program": program, "refused": why} for program, why in refused.items()]
+        print_json([one.to_dict() for one in written.values()] + without)
+    else:
+        for program, one in written.items():
+            shown = one.shown_by if UNVERIFIED in one.shown_by else f"checked against {one.shown_by}"
+            print(f"{program}:")
+            for line in (*one.lines, f"# {shown}", *(f"# {note}" for note in one.notes)):
+                print(f"  {line}")
+        for program, why in refused.items():
+            print(f"{program}: {why}")
+    return INEXPRESSIBLE if refused else 0
