@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +21,14 @@ from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.errors import blamed_on, read_json
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import add_older_keys
-from rope_patch.patching.record import PatchRecord, same_tables
-from rope_patch.patching.verify import verify_model
+from rope_patch.patching.record import PatchRecord, hashes, same_tables
+from rope_patch.patching.verify import shortened, verify_model
 from rope_patch.runtime.folders import check_source, is_gguf, write_atomically
 
 RECORD_FILE = "rope_patch.json"
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
+CARD_FILE = "README.md"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 WEIGHTS_KEY = "adapter_weights"
 """In ``rope_patch.json``: the hash of the adapter that the record is of."""
@@ -53,9 +55,30 @@ def put_record(record: PatchRecord, folder: Path) -> None:
     """
     for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
         write_record(record, path)
+        _note_in_card(record, path)
     if (folder / CONFIG_FILE).is_file():
         add_older_keys(folder)
     raise_length(folder, record)
+
+
+_NOTE = "> **Rotary patch:**"
+"""How the line begins that a model card gets."""
+
+
+def _note_in_card(record: PatchRecord, folder: Path) -> None:
+    """Say in the model card that PEFT writes beside an adapter under which patch it was trained, and how it loads."""
+    card = folder / CARD_FILE
+    if not (folder / ADAPTER_FILE).is_file() or not card.is_file():
+        return
+    text = card.read_text(encoding="utf-8")
+    header = re.match(r"---\n.*?\n---\n", text, re.DOTALL)
+    start = header.end() if header else 0
+    body = "\n".join(line for line in text[start:].splitlines() if not line.startswith(_NOTE)).strip("\n")
+    note = (
+        f"{_NOTE} this adapter was trained under `{shortened(str(record.to_method()))}`. Load it with "
+        '`rope_patch.load("FOLDER")`: PEFT alone puts it on the wrong rotary table.'
+    )
+    write_atomically(card, f"{text[:start]}\n{note}\n\n{body}\n")
 
 
 def _adapter_weights(source: str | Path, **hub: Any) -> Path | None:
@@ -120,6 +143,37 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
         cached = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
         return None if cached is None else Path(cached)
     return None
+
+
+def check_tables(adapter: str | Path, record: PatchRecord | None, own: PatchRecord | None) -> None:
+    """Raise unless an adapter was trained under the tables of the model that it is put on.
+
+    Args:
+        adapter: the folder or hub id of the adapter.
+        record: the adapter's record; None where it carries none.
+        own: the record of the model; None of one that is not patched.
+
+    Raises:
+        PatchError: one of them has no record, or their tables differ.
+    """
+    if record is None:
+        if own is not None:
+            raise PatchError(
+                f"the adapter {adapter} carries no patch record, but the model is patched with {own.to_method()}. If "
+                "it was trained without a patch, restore the model first; if under this one, write the record with "
+                "rope_patch.checkpoints.write_record"
+            )
+    elif own is None:
+        raise PatchError(
+            f"the adapter {adapter} was trained under {record.to_method()}, and the model is not patched: "
+            f"apply that first, or let rope_patch.load({str(adapter)!r}) do both"
+        )
+    elif not same_tables(own.tables, record.tables):
+        theirs, ours = (f"{r.to_method()} ({hashes(r.tables)})" for r in (record, own))
+        raise PatchError(
+            f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
+            "and apply the adapter's"
+        )
 
 
 def is_adapter(source: str | Path, **hub: Any) -> bool:

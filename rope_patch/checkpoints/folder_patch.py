@@ -27,6 +27,8 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of its own folder fits no copy
+MOST_LAYERS = 10_000
+"""A config that states more layers is refused: far more than any model has, and building them takes minutes."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
@@ -55,6 +57,9 @@ def skeleton(source: str | Path, *, beside_adapter: bool = False, checked: bool 
     config = load_config(source)
     if checked:
         check_older_keys(config_json(source), source)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"{source}: num_hidden_layers must be at most {MOST_LAYERS}, its config says {layers}")
     with torch.device("meta"), building(source):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     if is_gguf(source):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.adapters import (
     ADAPTER_FILE,
+    CARD_FILE,
     CONFIG_FILE,
     HUB_OPTIONS,
     TABLES_ATTRIBUTE,
@@ -22,6 +24,7 @@ from rope_patch.checkpoints.adapters import (
     adapter_base,
     adapter_config,
     check_adapters,
+    check_tables,
     is_adapter,
     peft_model,
     put_record,
@@ -33,13 +36,13 @@ from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
 from rope_patch.checkpoints.source_files import check_older_keys, config_json, reaching_hub
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
-from rope_patch.checkpoints.weight_files import wrong_in_load, wrong_tensors
+from rope_patch.checkpoints.weight_files import refuse_repacked_weights, wrong_in_load, wrong_tensors
 from rope_patch.errors import blamed_on
 from rope_patch.methods import MethodLike, as_method
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
-from rope_patch.patching.record import PatchRecord, hashes, same_tables
+from rope_patch.patching.record import PatchRecord
 from rope_patch.patching.verify import verify_model
 from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf
 from rope_patch.runtime.parallel import processes
@@ -79,7 +82,8 @@ def save(
             trained under other tables; or a model with an adapter's layers in it, without the PeftModel around it.
         ValueError: ``push_to_hub``, which would upload before the folder is whole, or ``distributed_checkpoint``; or
             a lack of tensors that the config's model has, or other shapes (a part of a ``state_dict``, pruned layers,
-            weights quantized in place, layers compiled one by one). ``out`` is then as it was.
+            weights quantized in place, layers compiled one by one); or 4-bit weights that bitsandbytes has repacked
+            for the CPU. ``out`` is then as it was.
         OSError: the folder cannot be written, or the disk is full; ``out`` is then as it was.
     """
     for name, instead in (
@@ -95,12 +99,16 @@ def save(
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
     check_adapters(model, record, trusted, save_options.get("selected_adapters"))
+    if peft_model(model) is None:  # else the adapter alone is written
+        refuse_repacked_weights(model)
     forget_quantization(locate(model).model)
     if processes()[0] > 0 or not save_options.get("is_main_process", True):
         with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
             inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
         return Path(out)
     with folder_in_one_move(out) as folder:
+        if (card := Path(out) / CARD_FILE).is_file() and peft_model(model) is not None:
+            shutil.copyfile(card, folder / CARD_FILE)  # PEFT adds to a card that is there, or else writes its template
         inner.save_pretrained(folder, **save_options)
         if tokenizer is None:
             copy_tokenizer(locate(model).model, folder, beside=Path(out))
@@ -308,25 +316,8 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     check_source(adapter, [ADAPTER_FILE])
     hub = {key: value for key, value in peft_options.items() if key in HUB_OPTIONS}
     record, own = read_record(adapter, **hub), locate(model).record
-    if record is None:
-        if own is not None:
-            raise PatchError(
-                f"the adapter {adapter} carries no patch record, but the model is patched with {own.to_method()}. If "
-                "it was trained without a patch, restore the model first; if under this one, write the record with "
-                "rope_patch.checkpoints.write_record"
-            )
-    else:
-        if own is None:
-            raise PatchError(
-                f"the adapter {adapter} was trained under {record.to_method()}, and the model is not patched: "
-                f"apply that first, or let rope_patch.load({str(adapter)!r}) do both"
-            )
-        if not same_tables(own.tables, record.tables):
-            theirs, ours = (f"{r.to_method()} ({hashes(r.tables)})" for r in (record, own))
-            raise PatchError(
-                f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
-                "and apply the adapter's"
-            )
+    check_tables(adapter, record, own)
+    if record is not None:
         verify_model(model)
     loaded: Any = model
     if holder is None:

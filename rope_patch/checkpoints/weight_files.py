@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
@@ -38,6 +38,22 @@ def check_weights(folder: Path) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         with _opened(path):
             pass
+
+
+def refuse_repacked_weights(model: nn.Module) -> None:
+    """Raise where bitsandbytes has repacked 4-bit weights for a CPU, as it does at the first forward pass in eval mode.
+
+    Its way back to what it saves is wrong (0.50.2): the scales stay rounded to bfloat16, and without double
+    quantization transposed. Neither the folder nor the model in memory would be the same afterwards.
+
+    Raises:
+        ValueError: such a model.
+    """
+    if any(getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", False) for p in model.parameters()):
+        raise ValueError(
+            f"bitsandbytes repacked the 4-bit weights of this {type(model).__name__} for the CPU in a forward pass "
+            "and would write them corrupted: load and patch it again, and save it before any forward pass in eval mode"
+        )
 
 
 def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:

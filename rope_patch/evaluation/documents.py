@@ -86,8 +86,8 @@ def _documents(source: Source, pattern: str) -> Iterator[Document]:
                 raise ValueError(f"a str is the text itself, and {source!r} names a file: give Path({source!r})")
             yield Document("text", source)
         case Path():
-            if not source.exists():
-                raise FileNotFoundError(f"no file or folder {str(source)!r}")
+            if not os.path.exists(source):  # unlike Path.exists it also answers for a text too long to be a name
+                raise FileNotFoundError(f"no file or folder {str(source)!r:.200}")
             paths = _files(source, pattern) if source.is_dir() else [source]
             if not paths:
                 raise ValueError(f"folder {str(source)!r} holds no file like {pattern!r}: give pattern=")

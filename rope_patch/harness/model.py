@@ -14,7 +14,7 @@ from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
+from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_tables, is_adapter, read_record
 from rope_patch.harness.answering_model import AnsweringLM
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
@@ -85,6 +85,8 @@ class RopePatchLM(AnsweringLM):
 
     Raises:
         ValueError: an unknown argument, a bad method, an encoder-decoder, or an option that would cut prompts.
+        PatchError: an adapter of ``peft=`` that was trained under other tables than the model is patched with, or that
+            carries no record and meets a patched model.
     """
 
     def __init__(
@@ -118,15 +120,18 @@ class RopePatchLM(AnsweringLM):
         record = read_record(self.peft) if self.peft else None
         if requested is not None and record is not None:
             raise ValueError(f"the adapter {self.peft} was trained under {record.to_method()}: leave method= out")
+        own = locate(self.model).record if getattr(self.model.config.get_text_config(), "rope_patch", None) else None
         if requested is not None:
             if isinstance(options.get("layer_types"), str):
                 options["layer_types"] = options["layer_types"].split("/")
             apply(self.model, requested, **options)
-        elif record is not None:
-            reapply(self.model, record)
-        elif getattr(self.model.config.get_text_config(), "rope_patch", None):
+        elif own is not None and (record is None or adapter_config(self.peft).base_model_name_or_path != pretrained):
             verify_model(self.model)  # checks what the original loader built, before it is replaced
-            reapply(self.model, locate(self.model).record)  # type: ignore[arg-type]
+            reapply(self.model, own)
+        elif record is not None:  # the patch of an adapter may have replaced that of its base
+            reapply(self.model, record)
+        if self.peft and (requested or record or own):
+            check_tables(self.peft, record, locate(self.model).record)
         # Else the tokenizer warns of texts beyond the length before the patch; prompts that do not fit are refused.
         self.tokenizer.model_max_length = max(self.tokenizer.model_max_length, self.max_length)
         self.reader = Reader(self.model)

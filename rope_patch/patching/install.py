@@ -95,7 +95,7 @@ def apply(
 
     The module that holds them is swapped for a :class:`PatchedRotary`, which no cast or re-initialisation can change,
     and ``config.rope_parameters`` is rewritten so that ``save_pretrained`` gives a folder plain transformers loads with
-    equal logits. On any error the model is as it was.
+    equal logits. On any error the model is as it was. A KV cache that was filled before belongs to the other table.
 
     Args:
         model: a causal language model of transformers, bare or under PEFT, quantization or ``torch.compile``.

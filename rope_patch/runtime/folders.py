@@ -8,6 +8,7 @@ same output deletes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import shutil
@@ -129,7 +130,13 @@ def claimed(out: str | Path) -> Iterator[Path]:
             for path in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{HIDDEN_MARK}.tmp")):
                 if path != lock:
                     remove(path)
-        yield temporary
+        try:
+            yield temporary
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            # What copies a file names its source, which is not what has no room left.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from error
 
 
 @contextlib.contextmanager

@@ -261,3 +261,52 @@ def test_the_revision_that_an_adapter_names_is_its_bases(tmp_path, monkeypatch):
     rope_patch.load(tmp_path / "adapter")
     rope_patch.load(tmp_path / "adapter", revision="v2")
     assert asked == ["v1", "v2"]
+
+
+# --- the model card that PEFT writes ----------------------------------------------------------------------------------
+
+
+def notes_in(folder):
+    lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if "rope_patch.load" in line]
+
+
+def test_the_model_card_says_once_how_the_adapter_is_loaded(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn:factor=4")
+    tuned = lora(model)
+    tuned.save_pretrained(tmp_path / "plain")
+    plain = (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
+    rope_patch.save(tuned, tmp_path / "saved")
+    text = (tmp_path / "saved" / "README.md").read_text(encoding="utf-8")
+    (note,) = notes_in(tmp_path / "saved")
+    assert "yarn:factor=4" in note
+    header, body = plain.rsplit("---\n", 1)
+    assert text == f"{header}---\n\n{note}\n\n{body.strip()}\n"  # the rest is as PEFT writes it
+    callback = rope_patch.RopePatchCallback()
+    for _ in range(2):
+        callback.put_beside(tuned, tmp_path / "saved")
+        assert (tmp_path / "saved" / "README.md").read_text(encoding="utf-8") == text
+
+
+def test_the_model_card_that_a_folder_has_keeps_its_text_and_gets_the_patch_of_today(tmp_path):
+    model = tiny_model()
+    patch = rope_patch.apply(model, "yarn:factor=4")
+    tuned = lora(model)
+    rope_patch.save(tuned, tmp_path)
+    card = tmp_path / "README.md"
+    card.write_text(card.read_text(encoding="utf-8") + "\nTrained on my own poems.\n", encoding="utf-8")
+    patch.restore()
+    rope_patch.apply(model, "pi:factor=2")
+    rope_patch.save(tuned, tmp_path)
+    assert "my own poems" in card.read_text(encoding="utf-8")
+    (note,) = notes_in(tmp_path)
+    assert "pi:factor=2" in note
+
+
+def test_the_card_of_a_whole_model_is_left_alone(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn:factor=4")
+    (tmp_path / "README.md").write_text("My model.", encoding="utf-8")
+    rope_patch.save(model, tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "My model."

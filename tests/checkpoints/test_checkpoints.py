@@ -266,10 +266,23 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(type(model), "save_pretrained", full)
-    with pytest.raises(OSError, match="device"):
+    with pytest.raises(OSError, match="device") as raised:
         rope_patch.save(model, tmp_path / "out")
+    assert raised.value.filename == str(tmp_path / "out")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_full_disk_is_not_blamed_on_the_file_that_is_copied(tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path / "base")
+
+    def full(source, place):  # as shutil raises it
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(place))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="device") as raised:
+        patch_folder(tmp_path / "base", "yarn:factor=4", tmp_path / "out")
+    assert raised.value.filename == str(tmp_path / "out")
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.tiny import ARCHITECTURES, tiny_model
+from support.tiny import ARCHITECTURES, logits, tiny_model
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     LlamaForSequenceClassification,
     LlamaModel,
     MixtralConfig,
@@ -166,3 +167,23 @@ def test_a_later_save_leaves_no_weights_of_a_variant(tmp_path):
     rope_patch.save(patched(hidden_size=32), tmp_path)
     assert not list(tmp_path.glob("*fp16*"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.hidden_size == 32
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
+def test_weights_that_bitsandbytes_repacked_are_not_saved(double, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny_model().save_pretrained(tmp_path / "base")
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=nf4, device_map="cpu").eval()
+    rope_patch.apply(model, "yarn:factor=4")
+    rope_patch.save(model, tmp_path / "before")
+    expected = logits(model)
+    assert torch.equal(logits(rope_patch.load(tmp_path / "before", device_map="cpu").eval()), expected)
+    if not getattr(model.model.layers[0].mlp.up_proj.weight.quant_state, "packing_format_for_cpu", False):
+        pytest.skip("this CPU has no AVX512-BF16, for which bitsandbytes repacks")
+    with pytest.raises(ValueError, match="repacked"):
+        rope_patch.save(model, tmp_path / "after")
+    assert not (tmp_path / "after").exists()
+    assert torch.equal(logits(model), expected)  # not repacked back, either
+    rope_patch.save(get_peft_model(model, LoraConfig(r=2)), tmp_path / "adapter")  # which holds no such weights

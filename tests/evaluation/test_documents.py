@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import datasets
 import pytest
@@ -26,6 +27,12 @@ def test_a_string_is_a_text_and_a_path_is_a_file(tmp_path, monkeypatch):
     assert read(tmp_path / "a.txt") == [("a.txt", "ünder")]
     with pytest.raises(ValueError, match="Path"):
         read("a.txt")
+
+
+def test_a_text_in_the_place_of_its_file_is_not_printed_whole():
+    with pytest.raises(FileNotFoundError, match="no file or folder 'a long text") as raised:
+        read(Path("a long text " * 400))
+    assert len(str(raised.value)) < 300
 
 
 def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 import rope_patch
+from rope_patch import PatchError
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.text import builtin_text
@@ -293,6 +294,29 @@ def test_an_adapter_brings_its_patch(tmp_path, checkpoint):
             assert got[0] == pytest.approx(wanted[0], abs=1e-4)
     with pytest.raises(ValueError, match="leave method= out"):
         lm(model=checkpoint, peft=str(tmp_path / "adapter"), method="pi:factor=4")
+
+
+def test_an_adapter_is_not_put_on_tables_that_it_was_not_trained_under(tmp_path, checkpoint):
+    def adapter_under(method, name, *, on=checkpoint):
+        model = rope_patch.load(on, method, replace=method is not None)
+        tuned = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False))
+        tuned.save_pretrained(tmp_path / name) if method is None else rope_patch.save(tuned, tmp_path / name)
+        return str(tmp_path / name)
+
+    patched = str(tmp_path / "patched")
+    rope_patch.save(rope_patch.load(checkpoint, "yarn:factor=4"), patched)
+    plain, other = adapter_under(None, "plain"), adapter_under("pi:factor=4", "other")
+    with pytest.raises(PatchError, match="no patch record"):
+        lm(model=patched, peft=plain)
+    with pytest.raises(PatchError, match="no patch record"):
+        lm(model=checkpoint, peft=plain, method="yarn:factor=4")
+    with pytest.raises(PatchError, match="trained under pi"):
+        lm(model=patched, peft=other)
+    assert lm(model=checkpoint, peft=plain).get_model_info()["rope_patch"]["method"] is None
+    same = adapter_under("yarn:factor=4", "same")
+    assert lm(model=patched, peft=same).get_model_info()["rope_patch"]["method"] == "yarn:factor=4"
+    replaced = adapter_under("pi:factor=4", "replaced", on=patched)  # its own base had another patch
+    assert lm(model=patched, peft=replaced).get_model_info()["rope_patch"]["method"] == "pi:factor=4"
 
 
 # --- nothing is cut
