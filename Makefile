@@ -22,7 +22,7 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs demo smollm2 smollm2-checkpoint gemma3-checkpoint adapt gpu commands test test-full test-engines check release
+.PHONY: help docs demo smollm2 gemma3 smollm2-checkpoint gemma3-checkpoint adapt gpu commands test test-full test-engines check release
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +31,10 @@ demo: $(RUNTIME) ## extend a bundled model to 4 times its context, in two minute
 	$(BIN)/rope-patch demo
 
 smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: about 15 minutes of two cores
-	$(BIN)/python benchmarks/smollm2.py
+	$(BIN)/python benchmarks/tour.py smollm2
+
+gemma3: $(RUNTIME) ## the same for Gemma 3 270M (238 MB to download, under Gemma's terms): about an hour of two cores
+	$(BIN)/python benchmarks/tour.py gemma3
 
 smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a folder of transformers, in build/smollm2
 	$(BIN)/python benchmarks/public_checkpoint.py

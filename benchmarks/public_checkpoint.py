@@ -125,7 +125,8 @@ GEMMA3 = Release(
 CHECKPOINTS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
 """By the name of their folder in build."""
 
-FOLDER = Path("build/smollm2")
+BUILD = Path("build")
+"""The folder in which each checkpoint gets a folder of its own, by default."""
 
 
 class FetchError(Exception):
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("checkpoint", nargs="?", choices=CHECKPOINTS, default="smollm2", help="(%(default)s)")
     parser.add_argument("--folder", type=Path, help="for the GGUF file and the folder (build/CHECKPOINT)")
     args = parser.parse_args()
-    release, folder = CHECKPOINTS[args.checkpoint], args.folder or FOLDER.with_name(args.checkpoint)
+    release, folder = CHECKPOINTS[args.checkpoint], args.folder or BUILD / args.checkpoint
     try:
         print(fetch(folder, release=release), plain_folder(folder, release=release), sep="\n")
     except (FetchError, OSError, ValueError) as error:

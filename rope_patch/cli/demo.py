@@ -34,8 +34,7 @@ def demo(words: Sequence[str]) -> int:
     checkpoint = data_path("assets") / options.shape
     model = os.path.relpath(checkpoint) if checkpoint.is_relative_to(Path.cwd()) else str(checkpoint)
     methods = " ".join(("yarn", "nope") if options.quick else DEMO_METHODS)
-    # Without training those that reach the length lose more within the context than the 1 % that extend allows.
-    arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods, "--tolerance", "0.3"]
+    arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods]
     arguments += ["--threads", str(options.threads), "--force"]
     print(f"$ {shlex.join(['rope-patch', 'extend', *arguments])}", file=sys.stderr)
     return extend(arguments)

@@ -68,7 +68,7 @@ def extend(words: Sequence[str]) -> int:
     if options.as_json:
         print_json(
             {"output": None if outcome.output is None else str(output), "chosen": outcome.choice.label}
-            | {"reason": outcome.choice.reason, "advice": list(outcome.choice.advice)}
+            | {"reason": outcome.choice.reason, "cost": outcome.choice.cost, "advice": list(outcome.choice.advice)}
         )
     else:
         _print(outcome)
@@ -80,6 +80,8 @@ def _print(outcome: Extended) -> None:
     from rope_patch.cli.compare import print_scores, print_table
     from rope_patch.extending.choosing import RANKING
 
+    if outcome.choice.cost:
+        print(f"The price: {outcome.choice.cost}.\n")
     if len(outcome.comparisons) > 1:
         print_scores(outcome.comparisons[0])
         print("the last round, on more text and prompts:")

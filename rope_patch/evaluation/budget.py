@@ -113,7 +113,8 @@ def tokens_within(
         # none of its results.
         cache = ResultCache(finished)
         name = key(what="speed", model=fingerprint(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
-        if name not in cache:
+        # Where nothing else is finished there is nothing to find, and the machine may have been busy at that time.
+        if name not in cache or set(cache) == {name}:
             cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
         return float(cache[name])
 

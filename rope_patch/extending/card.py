@@ -29,6 +29,8 @@ CARD_TEMPLATE = """---
 {head}---
 # {base}, {length} tokens
 
+**The price**: {cost}.
+
 `{base}`, trained at {trained_length} tokens, with the rotary table of `{method}` for {length}.
 {training}
 ```python
@@ -108,6 +110,7 @@ def card(outcome: Extended) -> str:
         programs=programs_of(outcome),
         basis=RANKING,
         reason=choice.reason,
+        cost=choice.cost,
         others=", ".join(f"`{name}`" for name in others) or "nothing else",
         scores=scores(comparison, chosen.label),
         exact_match=EXACT_MATCH,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rope_patch.evaluation.compare import Comparison, Row, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
-from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span
+from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence
 from rope_patch.evaluation.numbers import percent, perplexity_text, relative
 
 REACHED_SHARE = 0.5
@@ -20,11 +20,11 @@ FLAT_RATIO = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
 the end is at most this many times the unpatched model's at the end of that context."""
 
-RANKING = "Methods are ranked by exact match at the target length first, and by perplexity second"
+RANKING = (
+    "Methods are ranked by exact match at the target length first, and by perplexity there second; among those that "
+    "these do not tell apart, the one that costs least within the trained context is chosen"
+)
 """The order of the choice, as a sentence for reports."""
-
-FORMULA_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-"""Types of rotary tables that other programs compute by a formula of their own, without a list of numbers."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class EvaluatedMethod:
             number.
         change: the change of the loss within the trained context against the unpatched model, paired over windows
             [nats/token].
-        native: whether every loader computes its table by a formula of its own.
         failures: the reasons why it cannot be chosen, a sentence each; empty where it can.
     """
 
@@ -48,7 +47,6 @@ class EvaluatedMethod:
     answered: float
     perplexity: float
     change: PairedDifference
-    native: bool
     failures: tuple[str, ...]
 
     @property
@@ -75,12 +73,15 @@ class Choice:
     Attributes:
         chosen: the method that is chosen; None where none can be.
         reason: the reason for the choice, or why there is none, in a sentence.
+        cost: what it costs on texts within the trained context, and what would lower that, in a sentence; empty where
+            none is chosen.
         evaluated: every method but the unpatched one, the best first.
         advice: the steps that would help where none is chosen, a sentence each.
     """
 
     chosen: EvaluatedMethod | None
     reason: str
+    cost: str
     evaluated: tuple[EvaluatedMethod, ...]
     advice: tuple[str, ...] = ()
 
@@ -152,8 +153,7 @@ class MethodEvaluator:
             )
         if not self.better_than_unpatched(row):
             failures.append(f"at {self.target} tokens it is not shown to be better than the unpatched model")
-        native = all(table.rope_type in FORMULA_TYPES for table in row.tables)
-        return EvaluatedMethod(row.method, row.trained, answered, perplexity, change, native, tuple(failures))
+        return EvaluatedMethod(row.method, row.trained, answered, perplexity, change, tuple(failures))
 
     def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[EvaluatedMethod]:
         """Return methods with the best first, by what was measured and without regard to intervals.
@@ -234,21 +234,17 @@ class MethodEvaluator:
         evaluated = self.order(methods, conditions=conditions)
         fit = [one for one in evaluated if math.isfinite(one.perplexity) and not (conditions and one.failures)]
         if not fit:
-            return Choice(None, self._why_none(evaluated), tuple(evaluated), tuple(self._advice(evaluated)))
+            return Choice(None, self._why_none(evaluated), "", tuple(evaluated), tuple(self._advice(evaluated)))
         left, by = self.level(fit)
-        trained = [one for one in left if one.trained]
-        # Where measurements do not decide, a formula that other programs know is worth more than a list of numbers. A
-        # training was asked for, so an adapted model that is not worse is preferred.
-        chosen = next((one for one in left if one.native), left[0]) if not trained else trained[0]
+        chosen = min(left, key=lambda one: one.change.estimate)
         reason = f"{chosen.name}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
         reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
         if by:
             reason += f"; ahead of {_names(one for one in fit if one not in left)} in {by}"
         if len(left) > 1:
             reason += f"; not significantly different from {_names(one for one in left if one is not chosen)}"
-            if chosen.native and chosen is not left[0] and not trained:
-                reason += ", and chosen because other programs know its formula and need no list"
-        return Choice(chosen, reason, tuple(evaluated))
+            reason += ", and the least costly of them within the trained context"
+        return Choice(chosen, reason, self._cost(chosen), tuple(evaluated))
 
     def _sign(self, method: str, other: str, metric: str) -> int:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
@@ -265,6 +261,14 @@ class MethodEvaluator:
         # Tasks that do not differ significantly have no say; of those that do, all must agree.
         signs.discard(0)
         return signs.pop() if len(signs) == 1 else 0
+
+    def _cost(self, chosen: EvaluatedMethod) -> str:
+        change = change_sentence(METRICS["perplexity"], chosen.change)
+        sentence = f"within the trained {self.within} tokens {chosen.name} changes perplexity by {change}"
+        if not chosen.change.estimate > 0:
+            return sentence
+        training = "a longer training (--train-rows)" if chosen.trained else "training (--train)"
+        return f"{sentence}; {training} or a smaller --length than {self.target} lowers that"
 
     def _why_none(self, evaluated: Sequence[EvaluatedMethod]) -> str:
         best = evaluated[0]

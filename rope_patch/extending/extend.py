@@ -16,7 +16,7 @@ from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import Choice, MethodEvaluator, short
-from rope_patch.extending.other_programs import describe_model, slows_a_pair
+from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, cost_of, rounds_within
 from rope_patch.extending.writing import check, write
@@ -137,10 +137,7 @@ class Run:
         for name in methods:
             try:
                 method = for_target(self.model, as_method(name), self.options.length)
-                with patched(self.model, method, target_length=self.options.length) as patch:
-                    # A longer context needs slower pairs. A method that the user names is measured all the same.
-                    if tuple(methods) == CANDIDATES and not slows_a_pair(patch):
-                        raise ValueError("no pair of this checkpoint would turn slower")
+                with patched(self.model, method, target_length=self.options.length):
                     fitting.append(str(method))
             except ValueError as error:
                 if tuple(methods) != CANDIDATES:
@@ -163,10 +160,12 @@ class Run:
             suite = EvalSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
             suite = EvalSuite(replace(largest, windows=None), self.tokenizer)
+        if not suite.windows:
+            raise ValueError(f"the text has no room for a window of {length} tokens: give a longer one (text, --text)")
         if len(suite.windows) < SMALLEST_WINDOWS:
-            raise ValueError(
-                f"the text has room for {len(suite.windows)} windows of {length} tokens, and {SMALLEST_WINDOWS} "
-                "are needed: give a longer one (text, --text)"
+            progress.say(
+                f"the text has room for {len(suite.windows)} windows of {length} tokens only, which tell small "
+                "differences poorly; a longer one (--text) has more"
             )
         return suite
 

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from rope_patch.engines.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
 from rope_patch.engines.program_readings import PROGRAMS
 from rope_patch.options.extend import ExtendSettings
-from rope_patch.patching.install import Patch
 from rope_patch.patching.verify import inspect_model
 from rope_patch.planning import plan
 from rope_patch.runtime.folders import is_gguf
@@ -70,8 +69,3 @@ def _said(row: AuditRow) -> tuple[str, str]:
     }[row.verdict]
     reasons = f": {'; '.join(row.reasons)}" if row.reasons else ""
     return before, f"{what}{reasons}" + (f". Run: {row.fix}" if row.fix else "")
-
-
-def slows_a_pair(patch: Patch) -> bool:
-    """Tell whether a patch lowers a frequency; another base does not where the checkpoint's is as large already."""
-    return any(bool((after.inv_freq < patch.before[kind].inv_freq).any()) for kind, after in patch.after.items())

@@ -137,6 +137,7 @@ def record(outcome: Extended) -> dict[str, Any]:
         "length": outcome.options.length,
         "chosen": choice.label,
         "reason": choice.reason,
+        "cost": choice.cost,
         "evaluated": finite([one.to_dict() for one in choice.evaluated]),
         "training": None if training is None else {**asdict(training), "tokens": training.tokens},
         "plain_transformers": "equal logits",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # commands show their help without torch
 BAR_OPTIONS: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.02}
 """Options of tqdm for a bar of tokens. They are reported by layers, which take unequal times, so that the newest one
 has little weight in the rate that is shown."""
+SECONDS_IN_FILE = 60
+"""Time between two lines of a bar that is written to a file [s]."""
 
 
 # Context variables, so that threads, and a measurement within another one, have listeners and stages of their own.
@@ -122,7 +124,8 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
     """
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=label, disable=hidden, **BAR_OPTIONS) as shown:
+    often = 0.1 if sys.stderr.isatty() else SECONDS_IN_FILE
+    with tqdm(total=total, desc=label, disable=hidden, mininterval=often, maxinterval=often, **BAR_OPTIONS) as shown:
 
         def on_tokens(stage: str, tokens: int) -> None:
             shown.set_postfix_str(stage, refresh=False)

@@ -15,6 +15,7 @@ from rope_patch.evaluation.budget import (
 )
 from rope_patch.evaluation.spec import cost_of, tokens_computed, tokens_to_read, within
 from rope_patch.options.evaluation import EvalSpec
+from rope_patch.runtime.finished import ResultCache
 from rope_patch.runtime.text import parse_duration
 
 
@@ -54,11 +55,17 @@ def test_what_is_too_long_to_measure_is_extrapolated(monkeypatch, cost, length, 
 
 
 def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch, tmp_path):
-    speeds = iter([1000.0, 10.0])
+    speeds = iter([10.0, 1000.0, 20.0])
     monkeypatch.setattr(budget, "tokens_per_second", lambda *_, **__: next(speeds))
-    model = tiny_model()
-    planned = [tokens_within(model, 60, 64, tmp_path / "finished.jsonl", rows=1, chunk=None) for _ in range(2)]
-    assert planned == [FILLED_SHARE * 60 * 1000] * 2
+    model, path = tiny_model(), tmp_path / "finished.jsonl"
+
+    def planned():
+        return tokens_within(model, 60, 64, path, rows=1, chunk=None)
+
+    assert planned() == FILLED_SHARE * 60 * 10
+    assert planned() == FILLED_SHARE * 60 * 1000, "nothing was finished under the first plan"
+    ResultCache(path)["a window"] = 1.0
+    assert planned() == FILLED_SHARE * 60 * 1000
 
 
 def test_what_prompts_share_is_computed_once():

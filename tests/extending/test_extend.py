@@ -25,6 +25,7 @@ from rope_patch.extending.card import card
 from rope_patch.extending.choosing import RANKING
 from rope_patch.extending.extend import Run, extend
 from rope_patch.extending.other_programs import other_programs
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.writing import from_dict, to_dict
 from rope_patch.runtime.progress import listen
@@ -325,12 +326,14 @@ def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_pa
     assert outcome.comparison.to_json() == whole.comparison.to_json()
 
 
-def test_another_base_is_no_candidate_where_the_checkpoint_has_a_larger_one(tmp_path):
-    rotary = {"rope_type": "default", "rope_theta": 1e6}
-    model, said = tiny_model(vocab_size=1024, max_position_embeddings=256, rope_parameters=rotary), []
+def test_a_text_for_few_windows_is_used_as_it_is(tmp_path):
+    text, said = tmp_path / "text.txt", []
+    text.write_text("The longest river of Africa is the Nile. " * 80)
+    options = ExtendSettings("tiny", 512, methods=("yarn",), evaluation=EvalSpec((512,), text=str(text)))
     with listen(on_sentence=said.append):
-        methods = Run(model, TOKENIZER, ExtendSettings("tiny", 512), tmp_path / "out").methods
-    assert "yarn:factor=2" in methods and not any(method.startswith("abf") for method in methods)
-    assert said == ["abf is left out: no pair of this checkpoint would turn slower"]
-    named = ExtendSettings("tiny", 512, methods=("abf",))
-    assert Run(model, TOKENIZER, named, tmp_path / "out").methods == ["abf:rope_theta=500000"]
+        run = Run(tiny_model(vocab_size=1024, max_position_embeddings=256), TOKENIZER, options, tmp_path / "out")
+    assert 0 < len(run.suite.windows) < 4
+    assert said == [
+        f"the text has room for {len(run.suite.windows)} windows of 512 tokens only, which tell small differences "
+        "poorly; a longer one (--text) has more"
+    ]

