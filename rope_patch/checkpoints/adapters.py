@@ -298,6 +298,13 @@ def check_adapters(
         )
 
 
+def saved_folder(args: Any, state: Any) -> Path | None:
+    """Return the folder that a Trainer has just saved, also in a run of a hyperparameter search; None where none is."""
+    name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
+    folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
 class RopePatchCallback(TrainerCallback, ExportableState):
     """Write ``rope_patch.json`` into every checkpoint a Trainer saves, after checking that the patch is still there.
 
@@ -338,12 +345,10 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         """Put the record beside the checkpoint's weights."""
         if not state.is_world_process_zero:
             return
-        name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
-        folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))  # of a search
-        if not folders:
-            warnings.warn(f"found no {name} under {root} to write {RECORD_FILE} into", stacklevel=2)
+        if (folder := saved_folder(args, state)) is None:
+            warnings.warn(f"found no checkpoint under {args.output_dir} to write {RECORD_FILE} into", stacklevel=2)
             return
-        self.put_beside(model, max(folders, key=lambda folder: folder.stat().st_mtime))
+        self.put_beside(model, folder)
 
     def put_beside(self, model: Any, folder: Path) -> None:
         """Write the record of a model into a checkpoint's folder, after checking it."""
