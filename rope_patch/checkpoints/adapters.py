@@ -49,7 +49,7 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
         write_atomically(path, text)
 
 
-def put_record(record: PatchRecord, folder: Path) -> None:
+def write_patch_files(record: PatchRecord, folder: Path) -> None:
     """Write a record beside a checkpoint and every adapter in it, and bring the checkpoint's other files into line.
 
     The config gets the keys that transformers 4 reads, and the tokenizer the context that the patch states.
@@ -383,4 +383,4 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         """Write the record of a model into a checkpoint's folder, after checking it."""
         record = verify_model(model)
         check_adapters(model, record)
-        put_record(record, folder)
+        write_patch_files(record, folder)

@@ -27,10 +27,10 @@ from rope_patch.checkpoints.adapters import (
     check_tables,
     is_adapter,
     peft_model,
-    put_record,
     read_record,
     refuse_bare_adapter_layers,
     weight_sizes,
+    write_patch_files,
 )
 from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
 from rope_patch.checkpoints.source_files import check_older_keys, config_json, reaching_hub
@@ -119,7 +119,7 @@ def save(
         elif tokenizer is not False:
             tokenizer.save_pretrained(folder)
         bring_settings(Path(out), folder)
-        put_record(record, folder)
+        write_patch_files(record, folder)
         if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, locate(model).model)):
             raise ValueError(
                 f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "

@@ -39,7 +39,7 @@ def kv_check(words: Sequence[str]) -> None:
     if options.report:  # without matplotlib this raises before anything is measured
         importlib.import_module("rope_patch.reports.kv")
     names, compared, machine = (
-        engine.find_schemes(options.schemes),
+        engine.parse_schemes(options.schemes),
         list(map(as_method, options.methods)),
         options.machine,
     )

@@ -16,7 +16,7 @@ def print_check(checked: Any) -> None:
     """Print a table of verdicts for each length, and a summary."""
     from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
     from rope_patch.evaluation.shown_answers import answers_text, shortest_of_each
-    from rope_patch.kv_evaluation.captions import windows_of
+    from rope_patch.runtime.captions import windows_text
 
     for method in checked.methods:
         if checked.meant(method) != method:
@@ -26,7 +26,7 @@ def print_check(checked: Any) -> None:
     for sentence in checked.summary():
         print(f"- {sentence}")
     print(
-        f"{windows_of(checked.windows, max(checked.lengths))}; "
+        f"{windows_text(checked.windows, max(checked.lengths))}; "
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
     )
     print(

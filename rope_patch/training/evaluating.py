@@ -12,8 +12,8 @@ from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, cha
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import finite
 from rope_patch.runtime.parallel import processes
+from rope_patch.runtime.result_cache import finite
 
 SEED_OFFSET = 1_000_003
 """Added to the seed, so that a run is not evaluated on prompts that `compare` or a study uses with a small seed."""

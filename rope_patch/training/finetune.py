@@ -19,8 +19,8 @@ from rope_patch.runtime.folders import claimed
 from rope_patch.runtime.parallel import from_first
 from rope_patch.training.evaluating import measure, metrics, suite_of
 from rope_patch.training.models import load_model, prepare
+from rope_patch.training.pack_rows import make_rows
 from rope_patch.training.results import write_results
-from rope_patch.training.rows import make_rows
 from rope_patch.training.runs import RunFolder, inspect_folder
 from rope_patch.training.setup import arguments, check
 from rope_patch.training.trainer import LongTrainer

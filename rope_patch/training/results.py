@@ -20,7 +20,7 @@ from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.evaluating import changes, metrics
 from rope_patch.training.models import BUNDLED_MODELS
-from rope_patch.training.rows import rows_per_step
+from rope_patch.training.pack_rows import rows_per_step
 from rope_patch.training.runs import RESULTS_FILE
 from rope_patch.training.trainer import LongTrainer
 

@@ -9,7 +9,7 @@ from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.writing import to_yaml
 from rope_patch.planning import Plan, plan
 from rope_patch.training.models import resolve
-from rope_patch.training.rows import rows_per_step
+from rope_patch.training.pack_rows import rows_per_step
 
 
 def describe(options: RecipeOptions, gpu_memory: float) -> str:

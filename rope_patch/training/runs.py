@@ -12,7 +12,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.writing import to_dict
 from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
-from rope_patch.training.rows import rows_per_step
+from rope_patch.training.pack_rows import rows_per_step
 
 SETTINGS_FILE = "run.json"
 RESULTS_FILE = "results.json"

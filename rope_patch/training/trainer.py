@@ -16,7 +16,7 @@ from rope_patch.patching.locate import locate
 
 
 class LongTrainer(Trainer):
-    """Train on rows of :mod:`~rope_patch.training.rows`, read in the order given.
+    """Train on rows of :mod:`~rope_patch.training.pack_rows`, read in the order given.
 
     On a patched model every checkpoint has the patch's record.
 
