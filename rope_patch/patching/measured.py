@@ -102,9 +102,9 @@ def _measured(
     if bool((excess > 0).any()):
         pair = int(excess[0].amax(0).argmax())
         turns = math.atan2(float(sin[0, 1, pair]), float(cos[0, 1, pair]))
-        problem = (
-            f"[{key}] cos and sin are off by up to {float(off.max()):.3g}: pair {pair} turns {turns:.6g} rad/token, "
-            f"expected {table.inv_freq[pair]:.6g}"
-        )
+        what = f"pair {pair} turns {turns:.6g} rad/token, expected {table.inv_freq[pair]:.6g}"
+        if math.isclose(turns, table.inv_freq[pair], rel_tol=1e-6):
+            what = f"they are multiplied by {scaling:.6g}, expected {table.attention_scaling:.6g}"
+        problem = f"[{key}] cos and sin are off by up to {float(off.max()):.3g}: {what}"
     worst = int(turned.argmax())
     return Measured(key, table, problem, in_use, scaling, float(turned[worst]), int(positions[0, worst]))

@@ -114,6 +114,8 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
         return []
     expected = older_keys(str(text.get("model_type")), complete)
     stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}
+    if isinstance(stated.get("rope_scaling"), Mapping):
+        stated["rope_scaling"] = {**base, **stated["rope_scaling"]}
     if text.get("model_type") == "olmo3" and stated == one_base_keys(complete):
         return []
     return [
