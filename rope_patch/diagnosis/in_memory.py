@@ -360,7 +360,7 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
             "tokenizer",
             HOLDS if cut >= context else DIFFERS,
             f"it cuts texts at {int(cut)} tokens" if cut < 1e15 else "it cuts no texts",
-            *(wrong if cut < context else ()),
+            *(wrong if cut < context else ("", "", "")),
             # Many published tokenizers cut earlier than their model; but an extended context is meant to be used.
             counts=cut >= context or subject.location.record is not None or cut <= subject.original_context,
         )
