@@ -20,6 +20,7 @@ _HOME = {
     "patching.install": "Patch apply patched restore",
     "patching.locate": "PatchError",
     "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
+    "diagnosis.callback": "RopeDoctorCallback",
     "diagnosis.check": "Diagnosis",
     "diagnosis.diagnosing": "doctor",
     "evaluation.perplexity": "perplexity",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from rope_patch.checkpoints.save_load import load as load
     from rope_patch.checkpoints.save_load import load_adapter as load_adapter
     from rope_patch.checkpoints.save_load import save as save
+    from rope_patch.diagnosis.callback import RopeDoctorCallback as RopeDoctorCallback
     from rope_patch.diagnosis.check import Diagnosis as Diagnosis
     from rope_patch.diagnosis.diagnosing import doctor as doctor
     from rope_patch.engines.write_export import export as export

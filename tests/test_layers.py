@@ -289,7 +289,7 @@ def test_a_public_name_is_no_module() -> None:
         ("kv_cache.__init__", "from ..evaluation import text", "kv_cache stands above evaluation"),
         ("evaluation.compare", "from ..analysis.heads import Heads", "evaluation stands above analysis"),
         ("evaluation.compare", "from ..reports.comparison import write", "evaluation stands above reports"),
-        ("fitting.rows", "from ..training.data import pack", "fitting stands above training"),
+        ("fitting.draw_rows", "from ..training.data import pack", "fitting stands above training"),
         ("reports.comparison", "from ..cli.demo import run", "reports stands above cli"),
         ("frequencies", "import numpy", "frequencies is pure maths"),
         ("frequencies", "from transformers import AutoConfig", "frequencies is pure maths"),

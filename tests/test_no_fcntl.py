@@ -18,7 +18,7 @@ sys.modules["fcntl"] = None
 for name in ("fork", "register_at_fork", "pread", "pwrite", "symlink"):
     vars(os).pop(name, None)
 import rope_patch
-from rope_patch.runtime.finished import ResultCache
+from rope_patch.runtime.result_cache import ResultCache
 
 root = Path(sys.argv[1])
 torch.manual_seed(0)

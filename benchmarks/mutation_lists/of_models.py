@@ -140,8 +140,8 @@ CHECKPOINTS = (
     Mutation(
         "table_that_the_loader_built_is_not_verified",
         "rope_patch/checkpoints/save_load.py",
-        "        verify_model(model)  # what transformers' loader built, before ours takes its place\n",
-        "",
+        "        verify_model(model)\n        reapply(",
+        "        reapply(",
     ),
     Mutation(
         "offsets_of_tensors_are_not_aligned",

@@ -70,13 +70,13 @@ FITTING = (
     ),
     Mutation(
         "average_is_divided_by_all_steps",
-        "rope_patch/fitting/running.py",
+        "rope_patch/fitting/fit_run.py",
         "self._put(total / (steps - since) * 0.5**share)",
         "self._put(total / steps * 0.5**share)",
     ),
     Mutation(
         "weights_stay_frozen_after_a_fit",
-        "rope_patch/fitting/running.py",
+        "rope_patch/fitting/fit_run.py",
         "                    p.requires_grad_(required)",
         "                    pass",
     ),
@@ -88,7 +88,7 @@ FITTING = (
     ),
     Mutation(
         "weights_of_a_step_add_up_to_less",
-        "rope_patch/fitting/rows.py",
+        "rope_patch/fitting/draw_rows.py",
         "[1 / learned / (stop - first)] * learned",
         "[1 / learned / count] * learned",
     ),
@@ -100,7 +100,7 @@ FITTING = (
     ),
     Mutation(
         "text_decides_what_counts_more_after_a_check",
-        "rope_patch/fitting/running.py",
+        "rope_patch/fitting/fit_run.py",
         "odds = 1 / ODDS_FACTOR if now.finds_no_less(start) else ODDS_FACTOR",
         "odds = ODDS_FACTOR if now.finds_no_less(start) else 1 / ODDS_FACTOR",
     ),
@@ -122,24 +122,24 @@ TRAINING = (
     Mutation(
         "seed_of_the_adapters_is_ignored",
         "rope_patch/training/models.py",
-        "    torch.manual_seed(options.train.seed)  # of the adapters' initial values\n",
+        "    torch.manual_seed(options.train.seed)  # the initial values of the adapters are random\n",
         "",
     ),
     Mutation(
         "beginning_of_a_turn_is_learned",
-        "rope_patch/training/rows.py",
+        "rope_patch/training/pack_rows.py",
         "render(i, ask=True), render(i + 1)",
         "render(i), render(i + 1)",
     ),
     Mutation(
         "seed_of_positions_is_ignored",
-        "rope_patch/training/rows.py",
+        "rope_patch/training/pack_rows.py",
         'random.Random(f"{seed}/{index}")',
         'random.Random(f"{index}")',
     ),
     Mutation(
         "first_token_of_a_row_is_learned",
-        "rope_patch/training/rows.py",
+        "rope_patch/training/pack_rows.py",
         "IGNORED_LABEL if at == 0 else label",
         "label",
     ),

@@ -23,12 +23,12 @@ from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source, TokenDocument
 from rope_patch.evaluation.domains import TextRows, read_rows
 from rope_patch.modeling.capture import Capture, capture
-from rope_patch.modeling.scoring import fingerprint
+from rope_patch.modeling.scoring import model_hash
 from rope_patch.options.analyze import P_TOLERANCE, P_VALUES
 from rope_patch.packaged import name_of
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import ResultCache, key
+from rope_patch.runtime.result_cache import ResultCache, key
 
 DEFAULT_TOKENS = 16384
 """Number of tokens that the statistics read at most, where no number is given."""
@@ -174,7 +174,7 @@ def analyze_rows(
     # The rows are read twice: for the statistics of queries and keys, and for the attention masses.
     progress.more(2 * rows.ids.numel())
     layers, chunk = chosen.layers, chosen.chunk
-    identity = {"model": fingerprint(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
+    identity = {"model": model_hash(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
     parts = _Parts(None if resume is None else Path(resume), identity, rows.ids.numel())
     statistics = parts.load_or_measure(
         Capture,

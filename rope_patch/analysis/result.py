@@ -13,7 +13,7 @@ from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture
-from rope_patch.runtime.finished import finite
+from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 2
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.inputs import token_rows
-from rope_patch.modeling.sources import LayerSource
 from rope_patch.modeling.statistics import pairs_of
 from rope_patch.modeling.streaming import stream
 
@@ -152,9 +152,9 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
     if not heads:
         return ()
     captured: dict[tuple[int, str], list[Tensor]] = {}
-    sources: dict[int, LayerSource] = {}
+    sources: dict[int, AttentionLayer] = {}
 
-    def visit(layer: LayerSource, role: str, states: Tensor, row: int, start: int) -> None:
+    def visit(layer: AttentionLayer, role: str, states: Tensor, row: int, start: int) -> None:
         sources[layer.index] = layer
         if role != "value":
             captured.setdefault((layer.index, role), []).append(states.cpu().double())

@@ -1,4 +1,4 @@
-"""Adapters and their patch records: on the disk, in memory, and in a Trainer."""
+"""Adapters and their patch records, on the disk, in memory and in a Trainer."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ ADAPTER_FILE = "adapter_config.json"
 CARD_FILE = "README.md"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 WEIGHTS_KEY = "adapter_weights"
-"""In ``rope_patch.json``: the hash of the adapter that the record is of."""
+"""Key in ``rope_patch.json`` of the hash of the adapter's weights to which the record belongs."""
 
 
 def write_record(record: PatchRecord, folder: str | Path) -> None:
-    """Write ``rope_patch.json`` into a folder, atomically; one that says the same already is left alone.
+    """Write ``rope_patch.json`` into a folder, atomically; a file that says the same already is left alone.
 
-    Where the folder holds an adapter, the record is tied to its weights: beside other weights it does not count.
+    If the folder holds an adapter, the record is tied to its weights by a hash, so that it is refused beside weights
+    that somebody saves there later.
     """
     folder = Path(folder)
     data = record.to_dict()
@@ -48,12 +49,13 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
         write_atomically(path, text)
 
 
-def put_record(record: PatchRecord, folder: Path) -> None:
-    """Write a record beside a checkpoint and every adapter in it, and let its files say what the patch says.
+def write_patch_files(record: PatchRecord, folder: Path) -> None:
+    """Write a record beside a checkpoint and every adapter in it, and bring the checkpoint's other files into line.
 
-    The config gets the keys of transformers 4, the tokenizer the context that the patch states.
+    The config gets the keys that transformers 4 reads, and the tokenizer the context that the patch states.
     """
-    for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
+    # PEFT writes every adapter but the one named "default" into a subfolder.
+    for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):
         write_record(record, path)
         _note_in_card(record, path)
     if (folder / CONFIG_FILE).is_file():
@@ -62,11 +64,11 @@ def put_record(record: PatchRecord, folder: Path) -> None:
 
 
 _NOTE = "> **Rotary patch:**"
-"""How the line begins that a model card gets."""
+"""The beginning of the line that is added to a model card."""
 
 
 def _note_in_card(record: PatchRecord, folder: Path) -> None:
-    """Say in the model card that PEFT writes beside an adapter under which patch it was trained, and how it loads."""
+    """Say in an adapter's model card, which PEFT writes, under which patch it was trained and how it is loaded."""
     card = folder / CARD_FILE
     if not (folder / ADAPTER_FILE).is_file() or not card.is_file():
         return
@@ -92,14 +94,14 @@ def _hash(path: Path) -> str:
 
 
 def read_record(folder: str | Path, **hub: Any) -> PatchRecord | None:
-    """Return the record beside an adapter, or None where there is none.
+    """Return the record beside an adapter, or None if there is none.
 
     Args:
-        folder: or hub id.
-        **hub: as loaders take them: ``subfolder``, ``revision``, ``token`` …
+        folder: folder or hub id of the adapter.
+        **hub: options of a hub repository, as loaders take them: ``subfolder``, ``revision``, ``token`` …
 
     Raises:
-        PatchError: a record that is broken, altered, from a newer version, or of other weights than the adapter's.
+        PatchError: the record is broken, altered, from a newer version, or belongs to other weights than the adapter's.
     """
     path = find_file(folder, RECORD_FILE, **hub)
     if path is None:
@@ -127,10 +129,15 @@ HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only"
 
 
 def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
-    """A file of a folder or of a hub repository, found with the options of a loader; None where it has none.
+    """Return the path of a file of a folder or hub repository; None if there is none, or the hub cannot be reached.
+
+    Args:
+        source: a folder, hub id or GGUF file.
+        name: the name of the file.
+        **hub: options of a loader; those that do not concern the hub are ignored.
 
     Raises:
-        ValueError: neither a folder nor the name of a repository.
+        ValueError: ``source`` is neither a folder nor the name of a repository.
     """
     if Path(source).is_dir():
         path = Path(source, hub.get("subfolder") or "", name)
@@ -146,15 +153,15 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
 
 
 def check_tables(adapter: str | Path, record: PatchRecord | None, own: PatchRecord | None) -> None:
-    """Raise unless an adapter was trained under the tables of the model that it is put on.
+    """Raise PatchError unless an adapter was trained under the tables of the model that it is loaded onto.
 
     Args:
-        adapter: the folder or hub id of the adapter.
-        record: the adapter's record; None where it carries none.
-        own: the record of the model; None of one that is not patched.
+        adapter: folder or hub id of the adapter, for the message.
+        record: the adapter's record; None if it carries none.
+        own: the model's record; None if it is not patched.
 
     Raises:
-        PatchError: one of them has no record, or their tables differ.
+        PatchError: only one of them has a record, or their tables differ.
     """
     if record is None:
         if own is not None:
@@ -177,15 +184,17 @@ def check_tables(adapter: str | Path, record: PatchRecord | None, own: PatchReco
 
 
 def is_adapter(source: str | Path, **hub: Any) -> bool:
-    """Tell whether a folder or hub id holds an adapter; ``hub`` as for :func:`read_record`."""
+    """Tell whether a folder or hub id holds an adapter; ``hub`` holds options as for :func:`read_record`."""
     return find_file(source, ADAPTER_FILE, **hub) is not None
 
 
 def adapter_base(source: str | Path, **hub: Any) -> str:
-    """Return the folder or hub id of the model an adapter was trained on: its own folder where that holds one too.
+    """Return the folder or hub id of the model that an adapter was trained on.
+
+    If the adapter's own folder holds a model, too, it is that folder.
 
     Raises:
-        PatchError: the adapter names none.
+        PatchError: the adapter names no base model.
     """
     if (Path(source) / CONFIG_FILE).is_file():
         return str(source)
@@ -196,14 +205,15 @@ def adapter_base(source: str | Path, **hub: Any) -> str:
 
 
 def adapter_config(source: str | Path, **hub: Any) -> Any:
-    """Return an adapter's config; ``hub`` as for :func:`read_record`.
+    """Return an adapter's config; ``hub`` holds options as for :func:`read_record`.
 
     Raises:
-        OSError: none there, or one that is damaged.
-        ValueError: one that PEFT cannot read.
+        OSError: there is none, or it is damaged.
+        ValueError: PEFT cannot read it.
     """
     from peft import PeftConfig
 
+    # Read here first: the error of a damaged file then names the file.
     if (path := find_file(source, ADAPTER_FILE, **hub)) is not None:
         read_json(path)
     with blamed_on(f"{source}: PEFT cannot read its {ADAPTER_FILE}"):
@@ -211,27 +221,36 @@ def adapter_config(source: str | Path, **hub: Any) -> Any:
 
 
 TABLES_ATTRIBUTE = "_rope_patch_record"
-"""Attribute of an adapter's config in memory, which saving ignores: the record it was loaded with."""
+"""Attribute of an adapter's config in memory for the record that it was loaded with. Saving the config ignores it."""
 
 
 WEIGHTS_ATTRIBUTE = "_rope_patch_weights"
-"""Likewise: the mean sizes of its weights as they were loaded, by name."""
+"""Attribute likewise for the mean absolute values of the adapter's weights as they were loaded, by name."""
 
 
 def weight_sizes(model: nn.Module, name: str) -> dict[str, float]:
-    """Return the mean size of every weight of an adapter that can be read here: casts hardly change it."""
+    """Return the mean absolute value of every weight of an adapter that can be read here.
+
+    A cast of the model hardly changes it, unlike a hash.
+
+    Args:
+        model: a model that holds the adapter.
+        name: the name of the adapter.
+    """
+    # Sharded and quantized weights have tensor types of their own, and are left out.
     own = ((key, p) for key, p in model.named_parameters() if f".{name}." in f".{key}." and type(p.data) is Tensor)
     return {key: float(p.detach().abs().mean(dtype=torch.float32)) for key, p in own if not p.is_meta and p.numel()}
 
 
 def _as_loaded(model: Any, name: str, config: Any) -> bool:
-    """Tell whether the weights of an adapter that is not trained are those it was loaded with."""
+    """Tell whether the weights of an adapter that is not trained are those that it was loaded with."""
+    # A cast to bfloat16 changes a mean by less than 1 %.
     before, now = getattr(config, WEIGHTS_ATTRIBUTE, {}), weight_sizes(model, name) if config.inference_mode else {}
     return all(abs(now[key] - before[key]) <= 0.02 * before[key] + 1e-8 for key in before.keys() & now.keys())
 
 
 def peft_model(model: Any) -> Any:
-    """Return the PeftModel in a model, through ``torch.compile`` and DDP; None where there is none."""
+    """Return the PeftModel in a model, inside ``torch.compile`` and DDP; None if there is none."""
     while model is not None and not hasattr(model, "peft_config"):
         inner = getattr(model, "_orig_mod", None)
         model = getattr(model, "module", None) if inner is None else inner
@@ -239,13 +258,13 @@ def peft_model(model: Any) -> Any:
 
 
 def refuse_bare_adapter_layers(model: nn.Module) -> None:
-    """Raise where a model holds an adapter's layers, and the ``PeftModel`` around them is not at hand.
+    """Raise PatchError if a model holds an adapter's layers, but is not given as the ``PeftModel`` around them.
 
     ``save_pretrained`` of ``peft_model.get_base_model()`` writes weights under names that no loader knows, and
     transformers gives random values to those that it then misses.
 
     Raises:
-        PatchError: such a model.
+        PatchError: the model is of this kind.
     """
     if peft_model(model) is not None or getattr(model, "_hf_peft_config_loaded", False):
         return
@@ -259,11 +278,21 @@ def refuse_bare_adapter_layers(model: nn.Module) -> None:
 def check_adapters(
     model: nn.Module, record: PatchRecord, trusted: Sequence[str] = (), selected: Sequence[str] | None = None
 ) -> None:
-    """Raise unless every adapter of a model is known to belong to its tables.
+    """Raise PatchError unless every adapter of a model is known to belong to its tables.
 
-    One that :func:`rope_patch.load_adapter` loaded has its record with it; one that is trained here belongs to the
-    tables it is trained under. One that PEFT loaded for inference may have been trained under any, and so may what is
-    combined.
+    An adapter that :func:`rope_patch.load_adapter` loaded has its record with it, and one that is trained here belongs
+    to the tables that it is trained under. An adapter that PEFT loaded for inference may have been trained under any
+    tables, and so may adapters that were combined.
+
+    Args:
+        model: a model that may hold adapters.
+        record: the patch record of the model.
+        trusted: names of adapters that the user vouches for.
+        selected: names of the adapters that are saved; None for all.
+
+    Raises:
+        PatchError: an adapter was trained under other tables, its weights were exchanged, or nothing shows its tables.
+        ValueError: ``trusted`` names an adapter that the model does not hold.
     """
     holder = peft_model(model)
     known: dict[str, Any] = getattr(model if holder is None else holder, "peft_config", {})
@@ -296,6 +325,13 @@ def check_adapters(
             f"save(…, trust_adapters=[{saved[0]!r}]). Adapters that rope_patch.load_adapter(model, FOLDER, "
             "adapter_name=…) loads are checked"
         )
+
+
+def saved_folder(args: Any, state: Any) -> Path | None:
+    """Return the folder that a Trainer has just saved, also in a run of a hyperparameter search; None where none is."""
+    name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
+    folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
 
 
 class RopePatchCallback(TrainerCallback, ExportableState):
@@ -338,15 +374,13 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         """Put the record beside the checkpoint's weights."""
         if not state.is_world_process_zero:
             return
-        name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
-        folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))  # of a search
-        if not folders:
-            warnings.warn(f"found no {name} under {root} to write {RECORD_FILE} into", stacklevel=2)
+        if (folder := saved_folder(args, state)) is None:
+            warnings.warn(f"found no checkpoint under {args.output_dir} to write {RECORD_FILE} into", stacklevel=2)
             return
-        self.put_beside(model, max(folders, key=lambda folder: folder.stat().st_mtime))
+        self.put_beside(model, folder)
 
     def put_beside(self, model: Any, folder: Path) -> None:
         """Write the record of a model into a checkpoint's folder, after checking it."""
         record = verify_model(model)
         check_adapters(model, record)
-        put_record(record, folder)
+        write_patch_files(record, folder)

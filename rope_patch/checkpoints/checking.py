@@ -1,4 +1,4 @@
-"""Inspect and verify: a model in memory, a checkpoint's folder, or an adapter's."""
+"""Inspect and verify a model in memory, a checkpoint's or adapter's folder, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rope_patch.runtime.folders import is_gguf
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """A patch that is what its record says; ``print`` shows its tables.
+    """The result of a successful :func:`verify`; ``print`` shows the tables of the patch.
 
     Attributes:
-        source: the class of the model, or the folder.
+        source: the class of the model, or the folder or file.
         record: the patch record.
-        weights: type of the weights of a GGUF file (``Q4_K_M``); None elsewhere.
+        weights: the type of the weights of a GGUF file (``Q4_K_M``); None for any other source.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Verification:
 
     @property
     def tables(self) -> Mapping[str, TableRecord]:
-        """Every table in use, by layer type (``"all"`` where there is one for all layers)."""
+        """Every table in use, by layer type (``"all"`` if there is one for all layers)."""
         return self.record.tables
 
     def __repr__(self) -> str:
@@ -57,13 +57,13 @@ def inspect(source: nn.Module | str | Path) -> Inspection:
     Of a folder only the config is read, and of a GGUF file its header, so it takes no longer for a large model.
 
     Args:
-        source: a model of transformers, a folder or hub id, an adapter's folder (the tables it is loaded onto), or a
-            GGUF file.
+        source: a model of transformers, a folder or hub id, an adapter's folder (for the tables that the adapter is
+            loaded onto), or a GGUF file.
 
     Raises:
-        OSError: nothing that can be read; the message says what to do.
-        ValueError: no such folder, one without a checkpoint, or no model with a rotary table.
-        PatchError: an adapter's record that does not fit its base model.
+        OSError: nothing can be read; the message says what to do.
+        ValueError: there is no such folder, no checkpoint in it, or no rotary table in the model.
+        PatchError: an adapter's record does not fit its base model.
     """
     if isinstance(source, nn.Module):
         return inspect_model(source)
@@ -83,19 +83,20 @@ def inspect(source: nn.Module | str | Path) -> Inspection:
 def verify(source: nn.Module | str | Path, record: PatchRecord | None = None) -> Verification:
     """Check that a model really uses the tables that its patch record describes.
 
-    The method is applied again to the base table, the config is read as transformers alone would read it, and the
-    rotary module of a model in memory is called and its cos and sin compared. Of a folder the weights are checked to be
-    whole, without loading them.
+    The method is applied again to the base table, and the config is read as transformers alone would read it. The
+    rotary module of a model in memory is called, and its cos and sin are compared. The weights files of a folder are
+    checked to be whole, without loading them.
 
     Args:
         source: a model of transformers, a folder or hub id, an adapter's folder, or a GGUF file, whose keys and factors
             are compared.
-        record: what to check a model in memory against, such as an adapter's; by default its own record.
+        record: the record that a model in memory is compared with, such as an adapter's; by default its own.
 
     Raises:
-        PatchError: no record, or any difference.
-        OSError: damaged weights, or nothing that can be read.
-        ValueError: no such folder, one without a checkpoint, or ``record`` beside a folder, which has its own.
+        PatchError: there is no record, or any difference.
+        OSError: the weights are damaged, or nothing can be read.
+        ValueError: there is no such folder, no checkpoint in it, or ``record`` is given for a folder, which has its
+            own.
     """
     if isinstance(source, nn.Module):
         verified = verify_model(source, record)

@@ -1,4 +1,4 @@
-"""Patch, verify and restore checkpoint folders by their config alone: weights are copied, never loaded."""
+"""Patch, verify and restore checkpoint folders by their config alone; weights are copied, never loaded."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from rope_patch.patching.verify import verify_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 
-_NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of its own folder fits no copy
+# The config is written anew. A record, and what export.json says, are about the folder that they are in.
+_NOT_COPIED = ("config.json", RECORD_FILE, "export.json")
 MOST_LAYERS = 10_000
 """A config that states more layers is refused: far more than any model has, and building them takes minutes."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
 def skeleton(source: str | Path, *, beside_adapter: bool = False, checked: bool = True) -> PreTrainedModel:
-    """Return a checkpoint's model without weights, on the meta device: its tables are those its config describes.
+    """Return a checkpoint's model without weights, on the meta device.
 
-    Of a GGUF file they are those that it holds.
+    Its tables are those that the config describes, or those that a GGUF file holds.
 
     Args:
         source: folder, hub id or GGUF file.
-        beside_adapter: the folder may hold an adapter, too, which is left alone.
-        checked: refuse a patched checkpoint whose config tells transformers 4 and 5 different tables.
+        beside_adapter: whether the folder may hold an adapter beside the model; the adapter is not loaded.
+        checked: whether to refuse a patched checkpoint whose config tells transformers 4 and 5 different tables.
 
     Raises:
-        OSError: nothing that can be loaded, or no such repository; the message says what to do.
-        ValueError: no such folder, one without a checkpoint, or not a causal language model.
-        PatchError: a patched checkpoint whose config tells transformers 4 and 5 different tables.
+        OSError: nothing can be loaded, or there is no such repository; the message says what to do.
+        ValueError: there is no such folder, no checkpoint in it, or it is not a causal language model.
+        PatchError: ``checked``, and the config of a patched checkpoint tells transformers 4 and 5 different tables.
     """
     if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
         if (Path(source) / CONFIG_FILE).is_file():
@@ -79,28 +80,28 @@ def patch_folder(
 ) -> Patch:
     """Write a copy of a checkpoint with a patched config; its weights are the same bytes.
 
-    Those of a GGUF file are dequantized to float32; :func:`~rope_patch.checkpoints.gguf_patch.patch_gguf` writes
+    The weights of a GGUF file are dequantized to float32; :func:`~rope_patch.checkpoints.gguf_patch.patch_gguf` writes
     another GGUF file.
 
     Args:
         source: folder or hub id of the checkpoint, or a GGUF file.
-        method: what to apply.
-        out: folder to write; it must be new or empty unless ``overwrite``.
-        overwrite: write into a folder that holds files.
-        finish: what else to write into the folder before it becomes ``out``.
-        **options: for :func:`rope_patch.apply`.
+        method: the method that is applied, in any form that :func:`rope_patch.apply` takes.
+        out: the folder that is written; it must be new or empty unless ``overwrite`` is set.
+        overwrite: whether to write into a folder that holds files.
+        finish: a function that writes other files into the folder before it becomes ``out``.
+        **options: options of :func:`rope_patch.apply`.
 
     Returns:
         The patch.
 
     Raises:
-        ValueError: bad method or options, or ``out`` is in the way.
-        OSError: unreadable source, damaged weights, unwritable ``out``.
+        ValueError: the method or an option is wrong, or ``out`` is in the way.
+        OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
     model = skeleton(source)
     patch = apply(model, method, **options)
     if Path(source).is_dir():
-        _check_weights_of(model, Path(source))  # now, so that the error names the checkpoint and nothing is copied
+        _check_weights_of(model, Path(source))  # before the copy, so that the error names the checkpoint
     with copied(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         add_older_keys(folder)
@@ -118,10 +119,15 @@ def restore_folder(
 ) -> None:
     """Write a copy of a patched checkpoint as it was before the patch.
 
+    Args:
+        source: folder or hub id of the patched checkpoint.
+        out: the folder that is written; it must be new or empty unless ``overwrite`` is set.
+        overwrite: whether to write into a folder that holds files.
+
     Raises:
         PatchError: the checkpoint carries no record.
-        ValueError: a GGUF file.
-        OSError: as :func:`patch_folder`.
+        ValueError: the source is a GGUF file, or ``out`` is in the way.
+        OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
     if is_gguf(source):
         raise ValueError(f"{source} is a GGUF file, which is patched as a copy: use the file that it was made from")
@@ -136,8 +142,8 @@ def verify_folder(source: str | Path) -> PatchRecord:
     """Check a patched checkpoint or an adapter: its record, the config as transformers reads it, and whole weights.
 
     Raises:
-        PatchError: no record, or tables that differ from it; a tokenizer that cuts texts below the stated context.
-        OSError: damaged weights, tensors that are not the model's, or nothing to load.
+        PatchError: there is no record, the tables differ from it, or the tokenizer cuts texts below the stated context.
+        OSError: the weights are damaged, tensors are not the model's, or nothing can be loaded.
     """
     folder = Path(source)
     if (folder / ADAPTER_FILE).is_file():
@@ -163,10 +169,10 @@ def _check_weights_of(model: PreTrainedModel, folder: Path) -> None:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raise where a folder to write holds files already.
+    """Raise FileExistsError if a folder that will be written holds files already.
 
     Raises:
-        FileExistsError: it does, and ``overwrite`` is not set.
+        FileExistsError: it holds files, and ``overwrite`` is not set.
     """
     if holds_files(out) and not overwrite:
         raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
@@ -181,18 +187,18 @@ def copied(
     dtype: torch.dtype = torch.float32,
     link_weights: bool = False,
 ) -> Iterator[Path]:
-    """Give a folder with a copy of a checkpoint's files, its config and patch record left out, that becomes ``out``.
+    """Yield a folder with a copy of a checkpoint's files, without its config and patch record, that becomes ``out``.
 
     Args:
         source: folder, hub id or GGUF file.
-        out: as for :func:`patch_folder`; nothing is left there if the block raises.
-        overwrite: write into a folder that holds files.
-        dtype: of the weights of a GGUF file, which are dequantized.
-        link_weights: link the safetensors files instead, for a program that only reads them.
+        out: the folder that is written, as for :func:`patch_folder`; nothing is left there if the block raises.
+        overwrite: whether to write into a folder that holds files.
+        dtype: data type of the weights of a GGUF file, which are dequantized.
+        link_weights: whether to link the safetensors files instead, for a program that only reads them.
 
     Raises:
         ValueError: ``out`` is in the way.
-        OSError: unreadable source, damaged weights, unwritable ``out``.
+        OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
     out = Path(out)
     if Path(source).resolve() == out.resolve():
@@ -215,6 +221,7 @@ def copied(
     check_weights(source)
     with folder_in_one_move(out, overwrite=overwrite) as folder:
         for path in sorted(source.iterdir()):
+            # What begins with a dot belongs to git or to the hub's client.
             if path.is_dir() and not path.name.startswith("."):
                 progress.say(f"copying nothing of the subfolder {path.name}")
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
@@ -225,7 +232,7 @@ def copied(
 
 
 def _linked(path: Path, place: Path) -> bool:
-    """Link a file, and tell whether the system allows that; Windows asks for a right of the user."""
+    """Link a file, and tell whether the system allows it; on Windows a user needs a right to make links."""
     with contextlib.suppress(OSError):
         place.symlink_to(path.resolve())
         return True

@@ -1,4 +1,4 @@
-"""Load a GGUF file with the rotary table that it holds: transformers' own reader takes its base alone."""
+"""Load a GGUF file with the rotary table that it holds, of which transformers' own reader takes only the base."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from rope_patch.tables import RotaryTable
 def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     """Load a GGUF file as a model of transformers that uses the file's rotary table, as llama.cpp does.
 
-    A file that rope_patch wrote is patched as its record says. Of others the model is not patched: where they hold
-    factors (Llama 3.1's, as llama.cpp's converter writes them) or YaRN, the config describes that table, and a method
-    is applied to it as to a checkpoint's own. The weights are dequantized, and can be saved.
+    A model from a file that rope_patch wrote is patched as the file's record says. A model from another file is not
+    patched: if the file holds factors (Llama 3.1's, as llama.cpp's converter writes them) or YaRN, the config describes
+    that table, and a method is applied to it as to a checkpoint's own. The weights are dequantized, and can be saved.
 
     Args:
-        path: of the file.
-        **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``.
+        path: path of the GGUF file.
+        **from_pretrained: arguments of ``AutoModelForCausalLM.from_pretrained``.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, no whole GGUF model, or a table that changes with the context.
-        PatchError: the table that came of it is not the file's.
+        FileNotFoundError, ValueError: there is no such file, it is not a whole GGUF model, or its table changes with
+            the context.
+        PatchError: the model's table is not the one in the file.
         ImportError: the package gguf is missing.
     """
     path = Path(path)
@@ -58,31 +59,34 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
 
 
 def _dequantizing() -> dict[str, Any]:
-    """Return the argument that has transformers dequantize weights that it may also leave as they are in the file.
+    """Return the argument that makes transformers dequantize all weights.
 
-    It does that for some families where the package ``kernels`` is installed; such a model cannot be trained or saved.
+    For some families it would otherwise leave them as they are in the file if the package ``kernels`` is installed, and
+    such a model cannot be trained or saved.
     """
     config = getattr(transformers, "GgufConfig", None)  # releases without it always dequantize
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> None:
-    """Give a model that transformers made of a GGUF file the table that is in the file.
+    """Give a model that transformers made from a GGUF file the table that is in the file.
 
     Args:
-        model: with weights or without.
-        inspection: of the file.
-        path: of the file.
+        model: the model, with weights or without.
+        inspection: the inspection of the file.
+        path: path of the file.
 
     Raises:
-        PatchError: the table that came of it is not the file's.
+        PatchError: the model's table is not the one in the file.
     """
     (in_file,) = inspection.tables
+    # A record that does not fit the file's table is not followed: llama.cpp reads the table, not the record.
     record = inspection.record if not inspection.warnings else None
     if record is not None:
         _as_recorded(model, record)
     elif not _holds(model, in_file):
         kind = _table_like(model, in_file).layer_type
+        # A patch is made only to find settings that encode the table. They then become the model's own, unpatched.
         table = Table(tuple(in_file.inv_freq.tolist()), in_file.attention_scaling)
         patch = apply(model, table, layer_types=None if kind is None else [kind])
         settings = settings_of(locate(model).config)
@@ -94,10 +98,10 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
 
 
 def weights_in_file(model: nn.Module) -> dict[str, str]:
-    """Return what the weights of a model were in the GGUF file it came from, for the description of a measurement.
+    """Return the type that a model's weights have in the GGUF file it came from, for the description of a measurement.
 
     Returns:
-        ``{"weights": "dequantized Q4_1"}``; nothing for a model that came from elsewhere.
+        ``{"weights": "dequantized Q4_1"}``; an empty dict if the model did not come from a GGUF file.
     """
     source = Path(str(locate(model).model.config.name_or_path))
     if not (is_gguf(source) and source.is_file()):
@@ -107,10 +111,15 @@ def weights_in_file(model: nn.Module) -> dict[str, str]:
 
 
 def unpack(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the weights and the tokenizer of a GGUF file as those of a plain checkpoint, dequantized.
+    """Write the dequantized weights and the tokenizer of a GGUF file as those of a plain checkpoint.
+
+    Args:
+        path: path of the GGUF file.
+        folder: the folder that is written.
+        dtype: data type of the weights.
 
     Raises:
-        ValueError: no whole GGUF model, or one that transformers cannot read.
+        ValueError: the file is not a whole GGUF model, or transformers cannot read it.
     """
     with read_once(path):
         model = load_gguf(path, dtype=dtype)
@@ -125,7 +134,7 @@ def _holds(model: PreTrainedModel, in_file: RotaryTable) -> bool:
 
 
 def _table_like(model: PreTrainedModel, in_file: RotaryTable) -> RotaryTable:
-    """Return the table of a model that a file's stands for: that of full attention where there are several."""
+    """Return the model's table to which the one in a file belongs: that of full attention if there are several."""
     tables = {table.layer_type: table for table in inspect_model(model).tables}
     kind = in_file.layer_type if in_file.layer_type in tables else "full_attention"
     if kind not in tables:
@@ -134,7 +143,7 @@ def _table_like(model: PreTrainedModel, in_file: RotaryTable) -> RotaryTable:
 
 
 def _check_sliding(model: PreTrainedModel, path: Path) -> None:
-    """Raise where a file gives layers with a sliding window another base than transformers read."""
+    """Raise PatchError if a file states another base for layers with a sliding window than transformers has read."""
     stated = sliding_base(path)
     for table in inspect_model(model).tables:
         if stated is not None and table.layer_type == "sliding_attention" and table.rope_theta != stated:
@@ -145,15 +154,18 @@ def _check_sliding(model: PreTrainedModel, path: Path) -> None:
 
 
 def _as_recorded(model: PreTrainedModel, record: PatchRecord) -> None:
-    """Patch a model as a record says, from the base it was made on: the file states the base of the patched table."""
+    """Patch a model as a record says, from the base settings in the record.
+
+    The model's own settings are not the base: transformers read them from the file, which describes the patched table.
+    """
     rebase(model, record.base_config)
     reapply(model, record)
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Make a model forget that its weights were quantized in a GGUF file: they are not any more, and can be saved.
+    """Remove from a model the note that its weights were quantized in a GGUF file; they are dequantized now.
 
-    Transformers refuses to save what it read from such a file ("quantized with gguf and is not serializable").
+    With it transformers refuses to save the model ("quantized with gguf and is not serializable").
     """
     method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     if str(getattr(method, "quant_method", "")).rpartition(".")[2].lower() != "gguf":

@@ -1,4 +1,4 @@
-"""Patch and verify GGUF files: keys and factors of the table change, all else is copied byte for byte."""
+"""Patch and verify GGUF files: keys and factors of the table change, everything else is copied byte for byte."""
 
 from __future__ import annotations
 
@@ -48,21 +48,23 @@ def patch_gguf(
     tensor and key is copied byte for byte, quantized or not.
 
     Args:
-        source: the file.
-        method: what to apply.
-        out: the file to write, ``*.gguf``.
-        overwrite: replace a file that exists.
-        on_bytes: called with the bytes of tensors that are written so far, and those of all.
-        **options: of :func:`rope_patch.apply`. By default ``target_length`` is what the method reaches where that is
-            more than the file states: llama-server and llama-cli read no further than that. The others are refused.
+        source: the GGUF file that is read.
+        method: the method that is applied, in any form that :func:`rope_patch.apply` takes.
+        out: the file that is written, ``*.gguf``.
+        overwrite: whether to replace a file that exists.
+        on_bytes: function that is called with the number of bytes of tensors written so far, and of all tensors.
+        **options: options of :func:`rope_patch.apply`, of which only ``target_length`` is allowed. By default it is the
+            length that the method reaches, if that is more than the file states, since llama-server and llama-cli read
+            no further than the file states.
 
     Returns:
         The table before and after, and the record.
 
     Raises:
         PatchError: the file is patched already.
-        ValueError: bad method or options, a table that llama.cpp's graph cannot take, no whole GGUF file.
-        OSError: no such file, an unwritable ``out``, a full disk; ``out`` is then as it was.
+        ValueError: the method or an option is wrong, llama.cpp's graph cannot take the table, or the file is not a
+            whole GGUF file.
+        OSError: there is no such file, ``out`` cannot be written, or the disk is full; ``out`` is then as it was.
     """
     chosen, request = as_method(method), PatchRequest(**options)
     target_length = request.target_length
@@ -103,12 +105,12 @@ def patch_gguf(
 def verify_gguf(source: str | Path) -> PatchRecord:
     """Check that the table in a GGUF file, as llama.cpp will use it, is the one its patch record describes.
 
-    Its factors, its base and its scaling are compared with the record, the stated context too, and the method is
-    applied again to the base table. Every tensor must lie within the file.
+    Its factors, base, scaling and stated context are compared with the record, and the method is applied again to the
+    base table. Every tensor must lie within the file.
 
     Raises:
-        PatchError: no record, or any difference.
-        FileNotFoundError, ValueError: no such file, or no whole GGUF model.
+        PatchError: there is no record, or any difference.
+        FileNotFoundError, ValueError: there is no such file, or it is not a whole GGUF model.
     """
     opened = open_gguf(source)
     found = table_in(opened, source)
@@ -118,6 +120,7 @@ def verify_gguf(source: str | Path) -> PatchRecord:
         raise PatchError(f"{source} carries no patch record: {reason}")
     problems = list(found.warnings)
     recorded, base = table_of(record.tables), base_in(record, table)
+    # A base that was frozen or edited by hand cannot be computed again from what the file holds.
     if record.freeze_at is None and not record.edited and recorded is not None:
         again = TableRecord.of(record.to_method()(base))
         problems += [f"method: it gives table {again.hash}, the record says {recorded.hash}"] * (
@@ -144,10 +147,11 @@ def with_table(opened: GGUFFile, table: RotaryTable, graph: Graph, record: Patch
 
     Args:
         opened: a file that is not patched.
-        table: to put in, with the context to state.
-        graph: what llama.cpp's graph reads of it.
-        record: of the patch; None where there is none.
+        table: the table that is put in, with the context that the file will state.
+        graph: what llama.cpp's graph reads of a table.
+        record: the record of the patch; None if there is none.
     """
+    # Keys and tensors that are in the file already keep their places in its order.
     new = {key.name: key for key in table_keys(table, graph, record)}
     tensors = {piece.name: piece for piece in table_pieces(table, graph)}
     keys = {
@@ -164,7 +168,7 @@ def with_table(opened: GGUFFile, table: RotaryTable, graph: Graph, record: Patch
 
 
 def write(opened: GGUFFile, out: str | Path, **options: Any) -> Path:
-    """Write a file as it is; options are those of :func:`~rope_patch.checkpoints.gguf_file.write_gguf`."""
+    """Write an opened file as it is, with options of :func:`~rope_patch.checkpoints.gguf_file.write_gguf`."""
     return write_gguf(out, list(opened.keys.values()), opened.pieces, alignment=opened.alignment, **options)
 
 
@@ -172,7 +176,7 @@ def write(opened: GGUFFile, out: str | Path, **options: Any) -> Path:
 
 
 def _check_one_table(opened: GGUFFile, table: RotaryTable, path: str | Path) -> None:
-    """Raise ValueError for a file of a family that has a table for each layer type, or that states no context."""
+    """Raise ValueError if the family of a file has a table for each layer type, or if the file states no context."""
     architecture = str(opened.value("general.architecture"))
     if architecture in LAYERED:
         on_top = (
@@ -187,7 +191,10 @@ def _check_one_table(opened: GGUFFile, table: RotaryTable, path: str | Path) -> 
 
 
 def _base(table: RotaryTable) -> RotaryTable:
-    """Return the table of a file in the numbers that transformers computes, and its encoding."""
+    """Return the table of a file with the numbers that transformers computes, and with its encoding.
+
+    A method then gives the same table for the file as for the checkpoint that the file was made from.
+    """
     if table.is_geometric:
         encoding: dict[str, Any] = {"rope_type": "default", "rope_theta": table.rope_theta}
         plain = table.becomes(frequencies.geometric(table.rope_theta, table.rotary_dim), rope_parameters=encoding)
@@ -202,16 +209,16 @@ def _base(table: RotaryTable) -> RotaryTable:
 
 
 def _settings(base: RotaryTable, opened: GGUFFile) -> dict[str, Any]:
-    """Return what the config of the model says before the patch."""
+    """Return the rotary settings that the config of the model has before the patch."""
     settings = {
         "rope_parameters": dict(base.rope_parameters or {}),
         "max_position_embeddings": base.max_position_embeddings,
     }
-    if opened.value("general.architecture") == "phi3":  # whose config has a key of its own for it
+    if opened.value("general.architecture") == "phi3":  # its config has a key of its own for the original context
         settings["original_max_position_embeddings"] = base.context
     return settings
 
 
 def with_context(table: RotaryTable, length: int | None) -> RotaryTable:
-    """Return a table as it is where the stated context is ``length`` tokens; None leaves it."""
+    """Return a table whose stated context is ``length`` tokens; None leaves the table as it is."""
     return table if length is None else replace(table, max_position_embeddings=length)

@@ -1,10 +1,10 @@
-"""A rotary table in a GGUF file: how llama.cpp keeps one, written and read back.
+"""Write and read the rotary table of a GGUF file, as llama.cpp stores it.
 
 llama.cpp turns pair ``i`` at position ``p`` by ``p * freq_base ** (-2 i / d) / factor[i]`` and multiplies cos and sin
 by ``rope.scaling.attn_factor`` (``ggml_rope_cache_init`` and the constructor of ``llama_context``, in the release of
 :data:`CHECKED`). The factors are a tensor, ``rope_freqs.weight``, which some graphs read and others do not; linear and
-YaRN scaling are keys that the engine applies *besides*. So a table is written as factors, and the scaling type as
-``none``, with which the engine ignores a ``--rope-freq-scale`` too.
+YaRN scaling are keys that the engine applies *in addition*. So a table is written as factors, and the scaling type as
+``none``, with which the engine ignores a ``--rope-freq-scale``, too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ ROUNDED_TWICE = 2e-6
 """The relative difference that two roundings to float32 may make between a table in a file and a recorded one."""
 
 UNROTATED_DIVISOR = 1e30
+"""Factor of an unrotated pair. It is the value that llama.cpp itself uses, and unlike the 1e39 of a longrope encoding
+it is finite in float32, the type of the tensor."""
+
 WIDEST = 65536
-"""Features of a head; more is a damaged file."""
+"""Greatest number of features of a head; a file that states more is damaged."""
 RECORD_KEY = "rope_patch.patching.record"
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS = (FREQS, LONG, SHORT)
@@ -49,9 +52,10 @@ class Graph:
     """What a llama.cpp graph reads of a table.
 
     Attributes:
-        architecture: its name in ``general.architecture``.
-        tensors: the names under which it reads factors; it takes one by the length of the context, so all say the same.
-        always: it does not load without them.
+        architecture: name of the graph in ``general.architecture``.
+        tensors: names of the tensors of factors that the graph reads; if there are two, it chooses one by the length
+            of the context, so the same factors are written into both.
+        always: whether the graph does not load a file without these tensors.
     """
 
     architecture: str
@@ -65,30 +69,34 @@ GRAPHS = {
     "phi3": Graph("phi3", (LONG, SHORT)),
     "gemma4_text": Graph("gemma4", always=True),
 }
-"""By transformers' ``model_type`` of the text decoder."""
+"""The graphs that read factors, by transformers' ``model_type`` of the text decoder."""
 
 _NO_FACTORS = ("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
-"""Types of scaling that llama.cpp knows; it ends at any other."""
+"""Types of scaling that llama.cpp knows; at any other type it stops with an error."""
 
 LAYERED = ("gemma3", "gemma3n", "gemma4")
-"""Architectures that have a table for each layer type, of which a file describes one."""
+"""Architectures with a table for each layer type, of which a file describes only one."""
 
 _NO_ROTARY = (
     *("gpt2", "starcoder", "bert", "bloom", "mpt", "refact", "jais", "jina-bert-v2", "t5", "t5encoder", "clip"),
     *("mamba", "mamba2", "rwkv6", "rwkv7"),
 )
-"""Architectures that say heads and widths as others do, and place tokens otherwise."""
+"""Architectures without rotary embeddings, although they state heads and widths as others do."""
 
 
 def graph_of(model_type: str) -> Graph:
-    """Return what is known of llama.cpp's graph for a family.
+    """Return what is known about llama.cpp's graph for a family.
+
+    Args:
+        model_type: transformers' ``model_type`` of the text decoder.
 
     Raises:
-        ValueError: its graph reads no factors, or it was never checked.
+        ValueError: the graph reads no factors, or it was never checked.
     """
-    if model_type in _NO_FACTORS:  # no option reaches the sliding layers of Gemma 2, and no file those of Gemma 3 alone
+    if model_type in _NO_FACTORS:
+        # The advice differs: no option reaches the sliding layers of Gemma 2, and no file those of Gemma 3 alone.
         option = "give the engine --rope-freq-base"
         file = "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a file"
         raise ValueError(
@@ -105,10 +113,14 @@ def graph_of(model_type: str) -> Graph:
 
 
 def graph_in(architecture: str, table: RotaryTable) -> Graph:
-    """Return what is known of llama.cpp's graph for the architecture of a file that is to take a table.
+    """Return what is known about llama.cpp's graph for the architecture of a file into which a table is written.
+
+    Args:
+        architecture: ``general.architecture`` of the file.
+        table: the table that is written.
 
     Raises:
-        ValueError: its graph reads no factors and the table needs them, or it was never checked.
+        ValueError: the graph reads no factors and the table needs them, or it was never checked.
     """
     for graph in GRAPHS.values():
         if graph.architecture == architecture:
@@ -128,11 +140,11 @@ def graph_in(architecture: str, table: RotaryTable) -> Graph:
 
 
 def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
-    """Return what llama.cpp divides the plain frequencies by: (pairs,) float32, 1e30 for an unrotated pair.
+    """Return the factors by which llama.cpp divides the plain frequencies: (pairs,) float32, 1e30 if unrotated.
 
     Args:
-        inv_freq: (pairs,) the table to write [rad/token].
-        rope_theta: as ``rope.freq_base`` will say it; it is rounded to float32 there, and so here.
+        inv_freq: (pairs,) frequencies of the table that is written [rad/token].
+        rope_theta: base that ``rope.freq_base`` will state; it is rounded to float32 there, and therefore here, too.
     """
     target = frequencies.zero_unrotated(inv_freq.float().cpu())
     ratio = _plain(rope_theta, len(target)) / target.double()
@@ -141,7 +153,13 @@ def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
 
 
 def table_keys(table: RotaryTable, graph: Graph, record: PatchRecord | None) -> list[Key]:
-    """Return the keys that describe a table: its base, its scaling, its context and the record of the patch."""
+    """Return the keys of a GGUF file that describe a table.
+
+    Args:
+        table: the table, whose base, attention factor and context are stated.
+        graph: the llama.cpp graph that reads the file.
+        record: the record of the patch; None if there is none.
+    """
     at = f"{graph.architecture}.{{}}".format
     keys = [
         Key.of(at("rope.freq_base"), float(np.float32(table.rope_theta))),
@@ -156,13 +174,16 @@ def table_keys(table: RotaryTable, graph: Graph, record: PatchRecord | None) -> 
 
 
 def replaced_by(key: str, architecture: str) -> bool:
-    """Tell whether a base file's key would change the table once more, or states what :func:`table_keys` states."""
+    """Tell whether a key of a base file is left out of a patched one.
+
+    Such a key would change the table once more, or it states the same thing as a key of :func:`table_keys`.
+    """
     own = (f"{architecture}.{name}" for name in ("rope.freq_base", "rope.scale_linear", "context_length"))
     return key == RECORD_KEY or key in own or key.startswith(f"{architecture}.rope.scaling.")
 
 
 def table_pieces(table: RotaryTable, graph: Graph) -> Iterator[Piece]:
-    """Yield the tensors of a table; none for plain RoPE where the graph does without."""
+    """Yield the tensors of a table; none for plain RoPE, unless the graph does not load without them."""
     if frequencies.is_geometric(table.inv_freq, table.rope_theta) and not graph.always:
         return
     factors = divisors(table.inv_freq, table.rope_theta)
@@ -174,27 +195,34 @@ def read_gguf(path: str | Path) -> Inspection:
     """Read the rotary table of a GGUF file, as llama.cpp will use it.
 
     Args:
-        path: any GGUF model; other tools' are read too.
+        path: path of a GGUF model, written by rope_patch or any other program.
 
     Returns:
-        What :func:`rope_patch.inspect` returns of a model, with one table: ``inv_freq`` (pairs,) float32 [rad/token],
-        ``attention_scaling``, ``rope_theta`` and ``max_position_embeddings``; the record where we wrote the file.
+        An inspection as :func:`rope_patch.inspect` returns it of a model, with one table: ``inv_freq`` (pairs,) float32
+        [rad/token], ``attention_scaling``, ``rope_theta`` and ``max_position_embeddings``; and the record, if
+        rope_patch wrote the file.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, no whole GGUF model, or a table that changes with the context.
+        FileNotFoundError, ValueError: there is no such file, it is not a whole GGUF model, or its table changes with
+            the context.
     """
     return table_in(open_gguf(path), path)
 
 
 def sliding_base(path: str | Path) -> float | None:
-    """Return the base that a GGUF file states for layers with a sliding window; None where it states none."""
+    """Return the base that a GGUF file states for layers with a sliding window; None if it states none."""
     opened = open_gguf(path)
     value = opened.value(f"{opened.value('general.architecture')}.rope.freq_base_swa")
     return float(value) if isinstance(value, int | float) else None
 
 
 def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
-    """Read the table of an open file; as :func:`read_gguf`."""
+    """Return the inspection of an open file, as :func:`read_gguf` does.
+
+    Args:
+        opened: the open file.
+        path: path of the file, for messages.
+    """
     architecture = str(opened.value("general.architecture", ""))
     if opened.value("general.type", "model") != "model" or not architecture:
         raise ValueError(f"{path} is a GGUF file, but no model: it holds no rotary table")
@@ -268,7 +296,7 @@ def _rotary_dim(value_in: Any, path: str | Path) -> int:
 
 
 def _plain(rope_theta: float, pairs: int) -> Tensor:
-    """Return the table of a base in double, from the base as float32 keeps it."""
+    """Return the geometric table of a base, rounded to float32 as a file stores it: (pairs,) float64 [rad/token]."""
     exponents = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
     return torch.tensor(float(np.float32(rope_theta)), dtype=torch.float64, device="cpu") ** -exponents
 
@@ -300,7 +328,7 @@ def _record(opened: GGUFFile, table: RotaryTable) -> tuple[PatchRecord | None, l
 
 
 def table_of(tables: Mapping[str, TableRecord]) -> TableRecord | None:
-    """Return the table of a record that a file holds: that of full attention where there are several."""
+    """Return the table of a record that a file holds: the one of full attention if there are several."""
     return tables.get("all", tables.get("full_attention"))
 
 
@@ -308,11 +336,11 @@ def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
     """Return the table before a patch, as its record describes it.
 
     Args:
-        record: of the patch.
-        like: the table in the file, which tells where it belongs.
+        record: the record of the patch.
+        like: the table in the file, from which layer type and path are taken.
 
     Raises:
-        PatchError: the record describes none.
+        PatchError: the record does not describe the table before the patch.
     """
     base, settings = table_of(record.base_tables), record.base_config["rope_parameters"]
     settings = settings.get("full_attention", settings)
@@ -332,12 +360,17 @@ def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
 
 
 def as_recorded(record: PatchRecord, table: RotaryTable) -> RotaryTable:
-    """Return the recorded numbers of a table that equals them, and the type that the method gives it."""
+    """Return a table with the recorded numbers, which it equals up to rounding, and the type that the method gives it.
+
+    Args:
+        record: the record of the patch.
+        table: the table that was computed from the file's base and factors.
+    """
     recorded = table_of(record.tables)
     if recorded is None:
         return table
     kind = table.rope_type
-    with contextlib.suppress(ValueError):  # a record on a base that its method would not take by itself
+    with contextlib.suppress(ValueError):  # the method may refuse a base that it was applied to in a chain
         kind = record.to_method()(base_in(record, table)).rope_type
     numbers = frequencies.table_of(recorded.inv_freq)
     return replace(table, inv_freq=numbers, attention_scaling=recorded.attention_scaling, rope_type=kind)

@@ -1,4 +1,4 @@
-"""Does a saved folder give the same logits in plain transformers, in a process that cannot import this package?"""
+"""Compute the logits of a saved folder in plain transformers, in a process that cannot import this package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 COMPARED_TOKENS = 200
-"""Of the text that both read [tokens]."""
+"""Length of the row that both processes read [tokens]."""
 
 # What a user without this package does. Importing rope_patch there would fail.
 PROGRAM = """
@@ -30,7 +30,7 @@ with torch.no_grad():
 
 
 def probe_logits(model: Any) -> torch.Tensor:
-    """Return a model's logits of a fixed row of tokens (1, tokens, vocabulary), on the CPU."""
+    """Return a model's logits for a fixed row of tokens, (1, tokens, vocabulary), on the CPU."""
     with torch.no_grad():
         logits: torch.Tensor = model(
             _ids(model.config.get_text_config().vocab_size, model.device), use_cache=False
@@ -39,15 +39,15 @@ def probe_logits(model: Any) -> torch.Tensor:
 
 
 def plain_logits(folder: str | Path, vocabulary: int, device: str = "cpu") -> torch.Tensor:
-    """Return the logits that plain transformers gives from a folder, of the tokens of :func:`probe_logits`.
+    """Return the logits that plain transformers computes from a folder, for the tokens of :func:`probe_logits`.
 
     Args:
-        folder: of a checkpoint.
-        vocabulary: size of its vocabulary.
-        device: to compute on.
+        folder: the folder of a checkpoint.
+        vocabulary: size of the model's vocabulary.
+        device: device on which the logits are computed.
 
     Raises:
-        RuntimeError: transformers cannot load the folder; the message ends with what it said.
+        RuntimeError: transformers cannot load the folder; the message ends with its output.
     """
     with tempfile.TemporaryDirectory() as scratch:
         save_file({"ids": _ids(vocabulary, "cpu")}, f"{scratch}/ids")
@@ -60,4 +60,5 @@ def plain_logits(folder: str | Path, vocabulary: int, device: str = "cpu") -> to
 
 
 def _ids(vocabulary: int, device: Any) -> torch.Tensor:
+    # Any tokens do, as long as both processes read the same.
     return (torch.arange(3, 3 + COMPARED_TOKENS, device=device)[None]) % vocabulary

@@ -27,10 +27,10 @@ from rope_patch.checkpoints.adapters import (
     check_tables,
     is_adapter,
     peft_model,
-    put_record,
     read_record,
     refuse_bare_adapter_layers,
     weight_sizes,
+    write_patch_files,
 )
 from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
 from rope_patch.checkpoints.source_files import check_older_keys, config_json, reaching_hub
@@ -61,29 +61,31 @@ def save(
     A model's folder loads in plain transformers with equal logits. An adapter's folder says nothing about rotary
     embeddings by itself; ``rope_patch.json`` beside it does, and :func:`load` and :func:`load_adapter` read it.
 
-    Several processes may call it, as they do ``save_pretrained``: the first one writes, the others take part in
-    gathering the weights and do not wait until it has (``accelerator.wait_for_everyone()`` does).
+    Several processes may call it, as they call ``save_pretrained``: the first one writes, and the others take part in
+    gathering the weights. They do not wait until it has written (``accelerator.wait_for_everyone()`` does).
 
     Args:
         model: a patched model of transformers, or a PEFT model over one.
-        out: the folder. In one that exists, the weights of an older checkpoint are replaced and other files kept.
-        tokenizer: saved beside it. By default the tokenizer's files of the folder that the model came from are copied,
-            or of the hub repository as far as they are in the local cache; False leaves the tokenizer out. In the
-            folder its ``model_max_length`` is raised to the context that the patch states.
-        trust_adapters: names of adapters that belong to the model's tables although nothing shows it: PEFT itself
-            loaded them, or combined them from such.
-        **save_options: for ``save_pretrained``.
+        out: the folder that is written. If it exists, the weights of an older checkpoint in it are replaced, and other
+            files stay.
+        tokenizer: the tokenizer that is saved beside the model. By default the tokenizer's files are copied from the
+            folder that the model came from, or from the hub repository as far as they are in the local cache; False
+            leaves the tokenizer out. In the folder its ``model_max_length`` is raised to the context that the patch
+            states.
+        trust_adapters: names of adapters that belong to the model's tables although nothing shows it, because PEFT
+            itself loaded them, or combined them from such adapters.
+        **save_options: arguments of ``save_pretrained``.
 
     Returns:
         The folder.
 
     Raises:
-        PatchError: the model is not patched, or does not use what its record says; an adapter that may have been
-            trained under other tables; or a model with an adapter's layers in it, without the PeftModel around it.
-        ValueError: ``push_to_hub``, which would upload before the folder is whole, or ``distributed_checkpoint``; or
-            a lack of tensors that the config's model has, or other shapes (a part of a ``state_dict``, pruned layers,
-            weights quantized in place, layers compiled one by one); or 4-bit weights that bitsandbytes has repacked
-            for the CPU. ``out`` is then as it was.
+        PatchError: the model is not patched or does not use what its record says, an adapter may have been trained
+            under other tables, or the model holds an adapter's layers without the PeftModel around it.
+        ValueError: ``push_to_hub`` is given, which would upload before the folder is whole, or
+            ``distributed_checkpoint``; tensors that the config's model has are missing or have other shapes (a part of
+            a ``state_dict``, pruned layers, weights quantized in place, layers compiled one by one); or bitsandbytes
+            has repacked 4-bit weights for the CPU. ``out`` is then as it was.
         OSError: the folder cannot be written, or the disk is full; ``out`` is then as it was.
     """
     for name, instead in (
@@ -103,19 +105,21 @@ def save(
         refuse_repacked_weights(model)
     forget_quantization(locate(model).model)
     if processes()[0] > 0 or not save_options.get("is_main_process", True):
-        with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
+        # Sharded weights are gathered by all processes together: without this call the first one would wait forever.
+        with tempfile.TemporaryDirectory() as nowhere:
             inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
         return Path(out)
     with folder_in_one_move(out) as folder:
         if (card := Path(out) / CARD_FILE).is_file() and peft_model(model) is not None:
             shutil.copyfile(card, folder / CARD_FILE)  # PEFT adds to a card that is there, or else writes its template
         inner.save_pretrained(folder, **save_options)
+        # The tokenizer comes before the record, whose context raises the length in the tokenizer's settings.
         if tokenizer is None:
             copy_tokenizer(locate(model).model, folder, beside=Path(out))
         elif tokenizer is not False:
             tokenizer.save_pretrained(folder)
         bring_settings(Path(out), folder)
-        put_record(record, folder)
+        write_patch_files(record, folder)
         if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, locate(model).model)):
             raise ValueError(
                 f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
@@ -137,26 +141,27 @@ def load(
     """Load a model or an adapter with its patch in place and verified.
 
     Args:
-        source: a folder or hub id: a model (patched or not), or an adapter with or without a record. Or a GGUF file,
-            whose table is read too (transformers' ``gguf_file=`` reads its base alone).
-        method: a patch to apply to a model that has none, in any form that :func:`rope_patch.apply` takes. Its
-            parameters go into the method: ``"yarn:factor=4"``.
-        layer_types: for :func:`rope_patch.apply` of ``method``, as are the next three.
-        target_length: the context to reach and to state in the config [tokens].
-        replace: replace the patch that the model has.
-        freeze_at: length at which to freeze a table that changes with the context [tokens].
-        **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``; remote code is off unless asked for. For an
-            adapter also ``adapter_name`` and ``is_trainable``; of one on the hub ``revision`` and ``subfolder`` are its
-            own, of a folder on this disk ``revision`` is its base's.
+        source: folder or hub id of a model (patched or not) or of an adapter (with or without a record), or a GGUF
+            file, whose table is read, too (transformers' ``gguf_file=`` reads only its base).
+        method: a method that is applied to a model without a patch, in any form that :func:`rope_patch.apply` takes.
+            Parameters are written into the method: ``"yarn:factor=4"``.
+        layer_types: layer types whose tables ``method`` patches, as :func:`rope_patch.apply` chooses them.
+        target_length: context that ``method`` reaches and the config will state [tokens].
+        replace: whether ``method`` replaces the patch that the model has.
+        freeze_at: length at which a table that changes with the context is frozen before ``method`` [tokens].
+        **from_pretrained: arguments of ``AutoModelForCausalLM.from_pretrained``; remote code is off unless it is asked
+            for. For an adapter also ``adapter_name`` and ``is_trainable``. ``revision`` and ``subfolder`` belong to an
+            adapter on the hub itself; for an adapter in a folder on this disk, ``revision`` belongs to its base.
 
     Returns:
         The model; for an adapter, a ``PeftModel`` over its patched base.
 
     Raises:
-        PatchError: the record does not fit what was loaded, or ``method`` meets a model that is patched already.
-        ValueError: a bad method, options of a patch without one, no such folder, or one without a checkpoint.
-        OSError: nothing that can be loaded, weights that are not the model's, or no such repository; the message says
-            what to do.
+        PatchError: the record does not fit what was loaded, or the model is patched already and ``method`` is given.
+        ValueError: the method is wrong, options of a patch are given without a method, or there is no such folder or no
+            checkpoint in it.
+        OSError: nothing can be loaded, the weights are not the model's, or there is no such repository; the message
+            says what to do.
     """
     options = {
         "layer_types": layer_types,
@@ -168,14 +173,20 @@ def load(
         if given := [name for name, value in options.items() if value]:
             raise ValueError(f"{given[0]} goes with a method: load(source, 'yarn', {given[0]}={options[given[0]]!r})")
         return _load(source, None, from_pretrained)
-    chosen = as_method(method)  # before hours of loading
+    chosen = as_method(method)  # a wrong method is reported before the model is loaded, which may take long
     for name in [field.name for field in fields(chosen) if field.name in from_pretrained]:
         raise TypeError(f"load takes no {name}=: write it into the method, load(source, '{chosen.name}:{name}=…')")
     return _load(source, lambda model: apply(model, chosen, **options), from_pretrained)  # type: ignore[arg-type]
 
 
 def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretrained: dict[str, Any]) -> Any:
-    """Load what is at a source; ``patch`` is called with a model that is to be patched anew."""
+    """Load the model or adapter of a source.
+
+    Args:
+        source: a folder, hub id or GGUF file.
+        patch: a function that applies the caller's method to a model; None to load the model as it is.
+        from_pretrained: arguments of transformers' loader.
+    """
     if is_gguf(source):
         model = load_gguf(source, **from_pretrained)
         if patch is not None:
@@ -189,7 +200,8 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
     model, loaded = _from_pretrained(source, from_pretrained)
     saved_as = (model.config.architectures or [""])[0]
     head, loaded_head = saved_as.partition("For")[2], type(model).__name__.partition("For")[2]
-    headless = saved_as and not head and wrong_in_load(loaded)  # of a LlamaModel, without the output weights
+    # A LlamaModel has no output weights, which a LlamaForCausalLM would get at random.
+    headless = saved_as and not head and wrong_in_load(loaded)
     if headless or head not in ("", loaded_head):
         warnings.warn(
             f"{source} was saved as {saved_as} and is loaded as {type(model).__name__}, without its head: load it with "
@@ -209,17 +221,18 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
     if patch is not None:
         patch(model)
     elif own is not None:
-        verify_model(model)  # what transformers' loader built, before ours takes its place
+        # This checks the module that transformers built, before ours takes its place.
+        verify_model(model)
         reapply(model, own)
     return model
 
 
 def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a model that transformers loaded, and what it says of names that did not match."""
+    """Return a model that transformers loaded, and what its loader reports of tensors that did not match."""
     model, loaded = reaching_hub(
         source, lambda: AutoModelForCausalLM.from_pretrained(str(source), output_loading_info=True, **options)
     )
-    if options.get("ignore_mismatched_sizes"):  # the caller knows of them
+    if options.get("ignore_mismatched_sizes"):  # the caller has allowed them
         loaded = {**loaded, "mismatched_keys": ()}
     return model, loaded
 
@@ -234,10 +247,10 @@ def _load_under_adapter(
 ) -> Any:
     """Load an adapter's base model, patch it as the adapter's record says, and load the adapter onto it."""
     base, record = adapter_base(source, **hub), read_record(source, **hub)
-    for name in () if Path(source).is_dir() else ("revision", "subfolder"):  # of the adapter, on the hub
+    for name in () if Path(source).is_dir() else ("revision", "subfolder"):  # on the hub they are the adapter's
         from_pretrained.pop(name, None)
     if revision := adapter_config(source, **hub).revision:
-        from_pretrained.setdefault("revision", revision)  # of the base it was trained on
+        from_pretrained.setdefault("revision", revision)  # the revision of the base that it was trained on
     for_peft = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}
     if patch is not None and record is not None:
         raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
@@ -247,6 +260,7 @@ def _load_under_adapter(
         with _without_adapter(base) as bare:
             model, loaded = _from_pretrained(bare, from_pretrained)
         _check_loaded(base, model, loaded)
+    # Not the temporary folder: the name tells later where the tokenizer is.
     model.name_or_path = model.config.name_or_path = base
     recorded = record or locate(model).record  # an adapter's own patch may have replaced its base's
     if patch is not None:
@@ -262,7 +276,7 @@ def _load_under_adapter(
 
 
 def _in_subfolder(source: str | Path, options: dict[str, Any]) -> tuple[str | Path, dict[str, Any]]:
-    """Return the folder that is meant where a folder on this disk is given with a ``subfolder``, and other options."""
+    """Return a source with its ``subfolder`` joined, if it is a folder on this disk, and the remaining options."""
     inner = options.get("subfolder")
     if not inner or not Path(source).is_dir():
         return source, options
@@ -271,7 +285,10 @@ def _in_subfolder(source: str | Path, options: dict[str, Any]) -> tuple[str | Pa
 
 @contextlib.contextmanager
 def _without_adapter(base: str) -> Iterator[str]:
-    """Give a place to load a model alone from: transformers would put an adapter in its folder on it, unpatched."""
+    """Yield a folder that holds the files of a model without an adapter among them.
+
+    transformers would load an adapter that it finds beside a model, onto tables that are not patched yet.
+    """
     if not (Path(base) / ADAPTER_FILE).is_file():
         yield base
         return
@@ -286,18 +303,19 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     """Load an adapter onto a model in memory, after checking that both use the same rotary tables.
 
     Args:
-        model: the base model, patched as the adapter's record says; or one that holds adapters already, under which
-            the new one is loaded beside them. ``model.set_adapter(name)`` then puts it to use, as in PEFT.
+        model: the base model, patched as the adapter's record says; or a model that holds adapters already, beside
+            which the new one is loaded. ``model.set_adapter(name)`` then makes it the active one, as in PEFT.
         adapter: folder or hub id of the adapter.
-        **peft_options: for ``PeftModel.from_pretrained``, or for ``PeftModel.load_adapter`` of a model that holds
+        **peft_options: arguments of ``PeftModel.from_pretrained``, or of ``PeftModel.load_adapter`` if the model holds
             adapters: ``adapter_name``, ``is_trainable`` …
 
     Returns:
-        The ``PeftModel``: ``model`` itself where it holds adapters already.
+        The ``PeftModel``, which is ``model`` itself if it holds adapters already.
 
     Raises:
-        PatchError: the model is patched otherwise, or not at all, or is patched and the adapter was trained without.
-        ValueError: the model holds an adapter of this name, or there is no such folder, or one without an adapter.
+        PatchError: the model has another patch than the adapter's record says, or none; or it is patched and the
+            adapter was trained without a patch.
+        ValueError: the model holds an adapter of this name, or there is no such folder or no adapter in it.
     """
     from peft import PeftModel
 
@@ -327,6 +345,7 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     else:
         with _onto(model, adapter, hub):
             holder.load_adapter(str(adapter), name, **peft_options)
+    # `save` checks by these that the adapter still belongs to the tables, and holds the weights that were loaded.
     if record is not None:
         setattr(holder.peft_config[name], TABLES_ATTRIBUTE, record)
         setattr(holder.peft_config[name], WEIGHTS_ATTRIBUTE, weight_sizes(holder, name))

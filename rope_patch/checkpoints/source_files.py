@@ -1,4 +1,4 @@
-"""What a checkpoint's folder or repository says: its config and its tokenizer; errors say what to do."""
+"""Read the config and the tokenizer of a checkpoint's folder or repository, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ from rope_patch.runtime.folders import check_source, is_gguf
 
 
 def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
-    """Return what a checkpoint's config.json says; nothing where there is none."""
+    """Return the contents of a checkpoint's config.json; an empty dict if there is none."""
     path = find_file(source, CONFIG_FILE, **hub)
     return {} if path is None else read_json(path)
 
 
 def in_gguf(path: str | Path) -> dict[str, Any]:
-    """Return the arguments by which ``from_pretrained`` of transformers reads a GGUF file."""
+    """Return the arguments with which ``from_pretrained`` of transformers reads a GGUF file."""
     return {"pretrained_model_name_or_path": str(Path(path).parent), "gguf_file": Path(path).name}
 
 
 def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
-    """Raise where transformers 4 and transformers 5 would read different tables from a patched config.json.
+    """Raise PatchError if transformers 4 and transformers 5 would read different tables from a patched config.json.
+
+    Args:
+        config: the contents of the config.json.
+        source: the checkpoint, for the message.
 
     Raises:
-        PatchError: with the difference.
+        PatchError: they would; the message names the differences.
     """
     if text_part(config).get("rope_patch") is None:
         return
@@ -47,11 +51,15 @@ def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
 def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
     """Return a checkpoint's config, from a folder, the hub or a GGUF file; errors say what to do.
 
-    That of a GGUF file is what transformers reads of it, which leaves out all of its rotary table but the base.
+    The config of a GGUF file is the one that transformers makes. Of the file's rotary table it has only the base.
+
+    Args:
+        source: folder, hub id or GGUF file.
+        **options: arguments of ``AutoConfig.from_pretrained``.
     """
     if is_gguf(source):
         with read_once(source):
-            open_gguf(source)  # whose errors name what is wrong with a file
+            open_gguf(source)  # its errors say what is wrong with the file
             with blamed_on(f"{source}: transformers cannot read this GGUF file"):
                 config: PreTrainedConfig = AutoConfig.from_pretrained(**in_gguf(source), **options)
         return config
@@ -66,22 +74,23 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
 
     Args:
         source: folder, hub id or GGUF file.
-        **options: for ``AutoTokenizer.from_pretrained``.
+        **options: arguments of ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ValueError: it has none that can be loaded; the message says why.
+        ValueError: the checkpoint has no tokenizer that can be loaded; the message says why.
     """
     with read_once(source):
         if is_gguf(source):
-            open_gguf(source)  # whose errors name what is wrong with a file
+            open_gguf(source)  # its errors say what is wrong with the file
             options |= in_gguf(source)
         else:
             options["pretrained_model_name_or_path"] = str(source)
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**options)
-        except Exception as error:  # of many kinds: it reads config.json, too
+        except Exception as error:  # there are many kinds, since it reads config.json, too
             reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).partition("\n")[0]
             raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
+    # transformers names the folder, in which there may be several GGUF files.
     if is_gguf(source):
         tokenizer.name_or_path = str(source)
     return tokenizer
@@ -89,10 +98,10 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
 
 @contextlib.contextmanager
 def building(source: str | Path) -> Iterator[None]:
-    """Name the checkpoint in errors that transformers raises in this block about a config or weights.
+    """Name the checkpoint in errors about its config or weights that transformers raises within a ``with`` block.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: transformers cannot build the model; the message says why.
     """
     try:
         with blamed_on(f"{source}: transformers cannot build the model of its config.json"):
@@ -107,7 +116,16 @@ def building(source: str | Path) -> Iterator[None]:
 
 
 def reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
-    """Run a loader; turn its failures to reach a repository into one error that says what to do."""
+    """Return what a loader loads; a failure to reach a repository becomes one error that says what to do.
+
+    Args:
+        source: the folder or hub id that is loaded.
+        load_it: a function that calls a loader of transformers.
+
+    Raises:
+        ValueError: there is no such folder, it is an adapter, or transformers cannot build its model.
+        OSError: the repository cannot be reached, or a weights file is damaged.
+    """
     check_source(source)
     if Path(source).is_dir() and not (Path(source) / CONFIG_FILE).is_file():
         raise ValueError(f"{source} has no config.json, it is an adapter: give its base model")

@@ -27,21 +27,22 @@ _TOKENIZER_FILES = (*_VOCABULARIES, *_SETTINGS)
 
 
 def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> None:
-    """Copy the tokenizer's files of the checkpoint that a model came from, where they are known.
+    """Copy the tokenizer's files of the checkpoint that a model came from, if that checkpoint is known.
 
-    That is the folder or the hub repository that ``model.config.name_or_path`` names; of a repository only what is in
-    the local cache is taken, so nothing is downloaded. Of a GGUF file it is the vocabulary in it.
+    It is the folder or the hub repository that ``model.config.name_or_path`` names. Of a repository only files in the
+    local cache are taken, so nothing is downloaded. From a GGUF file its vocabulary is converted.
 
     Args:
-        model: to be saved.
-        folder: to copy into.
-        beside: the folder that this becomes; a tokenizer that is in it already stays as it is.
+        model: the model that is saved.
+        folder: the folder into which the files are copied.
+        beside: the folder that ``folder`` will become; a tokenizer that is in it already stays as it is.
     """
     source = str(getattr(model.config, "name_or_path", "") or "")
     if not source or any((beside / name).is_file() for name in _TOKENIZER_FILES):
         return
     if is_gguf(source):
-        with contextlib.suppress(ValueError, OSError):  # moved since, or of a vocabulary that transformers cannot read
+        # The file may have been moved, or hold a vocabulary that transformers cannot read.
+        with contextlib.suppress(ValueError, OSError):
             read_tokenizer(source).save_pretrained(folder)
         return
     hub = {"local_files_only": True, "revision": getattr(model.config, "_commit_hash", None)}
@@ -50,8 +51,9 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
         return
     try:
         of_source = text_part(read_json(config)).get("vocab_size")
-    except OSError:  # a folder that was damaged since
+    except OSError:  # the folder was damaged since the model was loaded
         return
+    # A model whose embeddings were resized has tokens that the old tokenizer lacks.
     size = model.config.get_text_config().vocab_size
     if of_source is not None and of_source != size:
         warnings.warn(

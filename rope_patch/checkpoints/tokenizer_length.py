@@ -16,39 +16,45 @@ from rope_patch.runtime.folders import write_atomically
 _SETTINGS_FILE = "tokenizer_config.json"
 LENGTH_KEY = "model_max_length"
 FOUND_KEY = "rope_patch"
-"""In tokenizer_config.json: what the patch found there, for whoever restores it. transformers keeps unknown keys."""
+"""Key in tokenizer_config.json for the values before the patch, which a restore needs. transformers keeps such keys."""
 
 
 def raise_length(folder: Path, record: PatchRecord) -> None:
-    """Let a folder's tokenizer cut texts no earlier than at the context that a patch states.
+    """Raise the length at which a folder's tokenizer cuts texts to the context that a patch states.
 
     With ``truncation=True``, as pipelines and sentence-transformers call it, a tokenizer cuts at its own
     ``model_max_length``, whatever the config of the model says.
     """
     settings = _settings_below(folder, record)
     if settings is not None:
+        # A second patch must not overwrite the length from before the first.
         settings.setdefault(FOUND_KEY, {LENGTH_KEY: settings[LENGTH_KEY]})
         _write_settings(folder, settings | {LENGTH_KEY: record.target_length})
 
 
 def bring_settings(old: Path, folder: Path) -> None:
-    """Copy the settings of a tokenizer that stays in a folder into the one that is moved there, to be raised too."""
+    """Copy a tokenizer's settings from the folder in which it stays, so that they are raised in the new folder.
+
+    Args:
+        old: the folder as it is, whose other files stay.
+        folder: the new folder that will be moved over it.
+    """
     if (old / _SETTINGS_FILE).is_file() and not (folder / _SETTINGS_FILE).exists():
         shutil.copyfile(old / _SETTINGS_FILE, folder / _SETTINGS_FILE)
 
 
 def restore_length(folder: Path) -> None:
-    """Undo :func:`raise_length`."""
+    """Undo :func:`raise_length` in a folder."""
     settings = _settings(folder)
     if (found := settings.pop(FOUND_KEY, None)) is not None:
         _write_settings(folder, settings | found)
 
 
 def check_length(folder: Path, record: PatchRecord) -> None:
-    """Raise where a folder's tokenizer cuts texts below the context that its patch states.
+    """Raise PatchError if a folder's tokenizer cuts texts below the context that its patch states.
 
     Raises:
-        PatchError: with both lengths.
+        PatchError: it does; the message names both lengths.
     """
     if (settings := _settings_below(folder, record)) is not None:
         raise PatchError(
@@ -58,20 +64,20 @@ def check_length(folder: Path, record: PatchRecord) -> None:
 
 
 def stated_length(folder: Path) -> float | None:
-    """Return the length at which a folder's tokenizer cuts texts [tokens]; None where none is stated."""
+    """Return the length at which a folder's tokenizer cuts texts [tokens]; None if none is stated."""
     own = _settings(folder).get(LENGTH_KEY)
     return own if isinstance(own, int | float) else None
 
 
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / _SETTINGS_FILE
-    with contextlib.suppress(OSError):  # a damaged file is for whoever loads the tokenizer to report
+    with contextlib.suppress(OSError):  # a damaged file is reported when the tokenizer is loaded
         return read_json(path) if path.is_file() else {}
     return {}
 
 
 def _settings_below(folder: Path, record: PatchRecord) -> dict[str, Any] | None:
-    """Return the settings of a tokenizer whose length is below the stated context; None of any other."""
+    """Return the settings of a folder's tokenizer if its length is below the stated context; otherwise None."""
     stated, own = record.target_length, stated_length(folder)
     return _settings(folder) if stated is not None and own is not None and own < stated else None
 

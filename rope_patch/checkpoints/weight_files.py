@@ -1,4 +1,4 @@
-"""The weights files of a checkpoint's folder: whole, and of the model that its config describes. No weight is read."""
+"""Check that a checkpoint's weights files are whole and belong to the model of its config. No weight is read."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_weights(folder: Path) -> None:
-    """Check that every weights file is there and whole: a safetensors header states how long its file must be.
+    """Check that every weights file is there and whole.
+
+    Opening a file is enough, since a safetensors header states how long the file must be.
 
     Raises:
-        OSError: no weights, a missing shard, or a file that is cut or damaged.
+        OSError: there are no weights, a shard is missing, or a file is cut or damaged.
     """
     if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
         raise OSError(f"{folder} holds no weights (*.safetensors)")
@@ -41,13 +43,14 @@ def check_weights(folder: Path) -> None:
 
 
 def refuse_repacked_weights(model: nn.Module) -> None:
-    """Raise where bitsandbytes has repacked 4-bit weights for a CPU, as it does at the first forward pass in eval mode.
+    """Raise ValueError if bitsandbytes has repacked 4-bit weights for a CPU.
 
-    Its way back to what it saves is wrong (0.50.2): the scales stay rounded to bfloat16, and without double
-    quantization transposed. Neither the folder nor the model in memory would be the same afterwards.
+    It does so at the first forward pass in eval mode, and undoes it wrongly when the weights are saved (0.50.2): the
+    scales stay rounded to bfloat16, and without double quantization they stay transposed. Neither the folder nor the
+    model in memory would be right afterwards.
 
     Raises:
-        ValueError: such a model.
+        ValueError: the model has such weights.
     """
     if any(getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", False) for p in model.parameters()):
         raise ValueError(
@@ -57,23 +60,23 @@ def refuse_repacked_weights(model: nn.Module) -> None:
 
 
 def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
-    """Say which tensors of a model a folder's safetensors files lack, or hold in another shape.
+    """Say which tensors of a model are missing from a folder's safetensors files, or have another shape there.
 
-    transformers gives a tensor that is missing random values, other ones at each load, and says so in a table that is
-    easily overlooked. Its own loader compares the names here, without data, so that whatever it renames or joins (the
-    weights of experts) is as in a real load. Tensors that it does not know do no harm by themselves: of these a warning
-    is given.
+    transformers fills a missing tensor with random values, different ones at each load, and reports it in a table that
+    is easily overlooked. The names are compared by its own loader, without data, so that tensors that it renames or
+    joins (the weights of experts) are treated as in a real load. Tensors that the model does not know do no harm by
+    themselves, and only cause a warning.
 
-    Nothing is compared where weights are quantized as the config says (their tensors have names of the quantizing
-    library's own), where the class is not one of transformers, under DeepSpeed ZeRO-3, which allows no such load, and
-    in folders without safetensors files.
+    Nothing is compared in four cases: the config states a quantization, whose library has tensor names of its own; the
+    class is not one of transformers; DeepSpeed ZeRO-3 is in use, which allows no such load; or the folder has no
+    safetensors files.
 
     Args:
-        folder: of a checkpoint.
-        model: of the class and the config that the folder should hold; its weights are not used.
+        folder: the folder of a checkpoint.
+        model: a model of the class and config that the folder should hold; its weights are not used.
 
     Returns:
-        In one line what is missing or of another shape, and what is unknown to the model; "" where all are there.
+        A line on tensors that are missing, have another shape, or are unknown to the model; "" if all are there.
     """
     config = copy.deepcopy(model.config)
     stored = {name: tensor for path in _model_files(folder) for name, tensor in _outlines(path)}
@@ -92,7 +95,7 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
                 ignore_mismatched_sizes=True,  # reported with the others, instead of raising
                 output_loading_info=True,
             )
-    except Exception as error:  # whatever it is, hours of training must not be lost for a check
+    except Exception as error:  # whatever it is, hours of training must not be lost because of a check
         warnings.warn(f"the tensors were not compared with {model_class.__name__}: {error}", stacklevel=3)
         return ""
     wrong = wrong_in_load(loaded)
@@ -103,7 +106,11 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
 
 
 def wrong_in_load(loaded: Mapping[str, Any]) -> str:
-    """Return what :func:`wrong_tensors` does, of what ``from_pretrained`` returns for ``output_loading_info=True``."""
+    """Return the line that :func:`wrong_tensors` returns.
+
+    Args:
+        loaded: the report that ``from_pretrained`` returns for ``output_loading_info=True``.
+    """
     shapes = [f"{name} ({list(stored)}, not {list(own)})" for name, stored, own in loaded["mismatched_keys"]]
     wrong = {"missing": loaded["missing_keys"], "of another shape": shapes}
     if not any(wrong.values()):
@@ -118,9 +125,9 @@ def _first(names: Iterable[str]) -> str:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers loads a folder's model from, or of its variants where it has none.
+    """Return the safetensors files from which transformers loads a folder's model, or else those of its variants.
 
-    Files of other names may lie beside them: Mistral's ``consolidated.safetensors``, an adapter, a trained table.
+    Not every such file counts: beside them may lie Mistral's ``consolidated.safetensors``, an adapter, a trained table.
     """
     if (folder / INDEX_FILE).is_file():
         return sorted(folder / shard for shard in shards(folder / INDEX_FILE))
@@ -129,7 +136,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _outlines(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and shape of each tensor in a file, as a tensor on the meta device."""
+    """Yield the name of each tensor in a file, and a tensor of its shape on the meta device."""
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             yield name, torch.empty(file.get_slice(name).get_shape(), device="meta")
@@ -145,7 +152,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def shards(index: Path) -> set[str]:
-    """Return the names of the files that an index of weights names.
+    """Return the names of the weights files in an index.
 
     Raises:
         OSError: the index is damaged.
@@ -158,7 +165,7 @@ def shards(index: Path) -> set[str]:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers."""
+    """Hide the progress bars of transformers within a ``with`` block."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""``rope-patch analyze``: parsing and printing only; what takes long to import waits."""
+"""``rope-patch analyze``: parsing and printing only; modules that are slow to import are imported inside functions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rope_patch.runtime import progress
 
 
 def analyze(words: Sequence[str]) -> None:
-    """Run ``rope-patch analyze`` with the words behind it."""
+    """Run ``rope-patch analyze`` with the words that follow it."""
     options = parse(AnalyzeOptions, words)
     from rope_patch.analysis import analyze as engine
     from rope_patch.runtime.folders import folder_to_write
 
-    if options.report:  # an error without matplotlib comes first
+    if options.report:  # without matplotlib this raises before anything is measured
         importlib.import_module("rope_patch.reports.analysis")
     what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
     what |= {"tolerance": options.tolerance, "chunk": options.chunk}
@@ -31,7 +31,7 @@ def analyze(words: Sequence[str]) -> None:
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
     prepare(machine)
-    engine.Chosen(**what).check(read_config(options.model))  # before any weight is read
+    engine.Chosen(**what).check(read_config(options.model))  # a wrong layer or head raises before any weight is read
     tokenizer = load_tokenizer(options.model)
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
     with folder_to_write(options.output, names):
@@ -50,11 +50,11 @@ def analyze(words: Sequence[str]) -> None:
 
 
 def read_texts(paths: Sequence[Path], pattern: str) -> dict[str, Any] | None:
-    """Return the documents of each text by its name; None where none is given.
+    """Return the documents of each text by its name; None if no text is given.
 
     Raises:
-        ValueError: two texts of one name.
-        FileNotFoundError: no such text.
+        ValueError: two texts have the same name.
+        FileNotFoundError: a text does not exist.
     """
     from rope_patch.evaluation.documents import documents
 
@@ -91,7 +91,7 @@ def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:
 
 
 def _print(analysis: Any, findings: list[str]) -> None:
-    """Print the main findings, and what each p of the sweep costs."""
+    """Print the main findings, and the perplexity and shares of logits at each p."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape

@@ -1,4 +1,4 @@
-"""The ``rope-patch`` command: which command is meant, and how errors are shown."""
+"""The ``rope-patch`` command: finds the subcommand, runs it and shows errors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ABOUT = (
 
 def main() -> None:
     """Run the ``rope-patch`` command."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports missing kernels that no command uses
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about missing kernels that no command uses
     sys.exit(guarded(lambda: dispatch(sys.argv[1:])))
 
 
 def dispatch(words: Sequence[str]) -> int:
-    """Run the command that the first word names; return its exit status.
+    """Run the command that the first word names, and return its exit status.
 
     Raises:
-        UsageError: no such command.
+        UsageError: there is no such command.
     """
     name, *rest = words or ("",)
     if name == "--version":
@@ -46,6 +46,7 @@ def dispatch(words: Sequence[str]) -> int:
         return 0 if name else 2
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} rope-patch --help lists all of them")
+    # Only the module of this command is imported, so that --help of one command is fast.
     module = name.replace("-", "_")
     run: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(f"rope_patch.cli.{module}"), module)
     with listen(on_sentence=_print_sentence):
@@ -57,7 +58,7 @@ def _print_sentence(sentence: str) -> None:
 
 
 def help_text() -> str:
-    """Return what the package does, and a sentence for each command."""
+    """Return the help: the purpose of the package, and a sentence for each command."""
     width = min(shutil.get_terminal_size().columns, 120)
     longest = max(map(len, COMMANDS))
     lines = ["usage: rope-patch [--version] [--help] COMMAND ...", ""]

@@ -13,7 +13,7 @@ from rope_patch.options.checkpoints import ApplyOptions
 
 
 def apply(words: Sequence[str]) -> None:
-    """Run ``rope-patch apply`` with the words behind it."""
+    """Run ``rope-patch apply`` with the words that follow it."""
     options = parse(ApplyOptions, words)
     from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.checkpoints.gguf_patch import patch_gguf, stated_context

@@ -23,7 +23,7 @@ from rope_patch.runtime import progress
 
 
 def compare(words: Sequence[str]) -> None:
-    """Run ``rope-patch compare`` with the words behind it."""
+    """Run ``rope-patch compare`` with the words that follow it."""
     options, given = parse_given(CompareOptions, words)
     from dataclasses import replace
 
@@ -35,7 +35,7 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.patching.install import for_target
     from rope_patch.patching.verify import trained_length
 
-    if options.report:  # an error without matplotlib comes first
+    if options.report:  # without matplotlib this raises before anything is measured
         importlib.import_module("rope_patch.reports.comparison")
     spec, machine = check_tasks(options.evaluation), options.machine
     compared = list(map(as_method, options.methods))
@@ -46,7 +46,7 @@ def compare(words: Sequence[str]) -> None:
         tokenizer = load_tokenizer(options.model)
         loaded = load_model(options.model, machine)
         patch: dict[str, Any] = {"layer_types": options.patching.layer_types, "freeze_at": options.patching.freeze_at}
-        # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
+        # A factor that is left out follows from the longest requested length, even if the budget drops that length.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         suite, lost = comparison_within(
             EvalSuite(spec, tokenizer), loaded, len(compared), options.budget, finished, given
@@ -56,8 +56,10 @@ def compare(words: Sequence[str]) -> None:
         say_smaller(total, lost, options.budget)
         hidden = options.as_json or not first
         with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=hidden):
+            # `compare` lets the compared model choose the key tokens itself, so only another model chooses them here.
             if chooser is not loaded:
                 suite.choose_key_tokens(chooser, resume=finished)
+            # Frees the memory of the other model before the comparison.
             del chooser
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:
@@ -66,7 +68,7 @@ def compare(words: Sequence[str]) -> None:
 
 
 def _show(comparison: Any, options: CompareOptions) -> None:
-    """Write a comparison, and print it."""
+    """Write a comparison to its files, and print it."""
     from rope_patch.runtime.folders import write_atomically
 
     output = options.output
@@ -84,14 +86,15 @@ def _show(comparison: Any, options: CompareOptions) -> None:
 
 
 def _evaluator(source: str, tokenizer: Any, machine: Machine) -> Any:
-    """Load another model that chooses the tokens of LongPPL."""
+    """Return another model, which chooses the tokens of LongPPL."""
+    # The model chooses tokens by their index in the text, so both models must see the same tokens.
     if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"--longppl-evaluator {source} has another vocabulary than MODEL: choose one of the same")
     return load_model(source, machine)
 
 
 def print_table(comparison: Any) -> None:
-    """Print scores, paired differences, a few answers, effective lengths, and what to know before reading them."""
+    """Print scores, paired differences, a few answers, effective lengths, and warnings about them."""
     from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
     from rope_patch.evaluation.shown_answers import answers_text, first_choice_note, shortest_of_each
 
@@ -115,7 +118,7 @@ def print_table(comparison: Any) -> None:
 
 
 def print_differences(comparison: Any) -> None:
-    """Print how each method differs from the unpatched model; from the first method where that was not measured."""
+    """Print how each method differs from the unpatched model, or from the first method if that was not measured."""
     from rope_patch.evaluation.effective_length import UNPATCHED
     from rope_patch.evaluation.metrics import METRICS, change_sentence
 
@@ -135,7 +138,7 @@ def print_differences(comparison: Any) -> None:
 
 
 def print_scores(comparison: Any) -> Any:
-    """Print the scores of every method, those that are significantly ahead in green with a star; return the columns."""
+    """Print the scores of every method, with a green star where one is significantly ahead, and return the columns."""
     from rope_patch.evaluation.metrics import METRICS, value_text
 
     columns = comparison.columns()

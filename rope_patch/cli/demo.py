@@ -23,15 +23,16 @@ DEMO_METHODS = (
     "cope:share=0.5",
     "pi",
 )
-"""Those that may reach four times the context without training, and ``pi``, which needs it."""
+"""Methods that may reach four times the context without training, and ``pi``, which needs training."""
 
 
 def demo(words: Sequence[str]) -> int:
-    """Run ``rope-patch demo`` with the words behind it; return the exit status of ``extend``."""
+    """Run ``rope-patch demo`` with the words that follow it, and return the exit status of ``extend``."""
     options = parse(DemoOptions, words)
     from rope_patch.packaged import data_path
 
     checkpoint = data_path("assets") / options.shape
+    # A short path from a checkout, since the command is printed for the user to copy.
     model = os.path.relpath(checkpoint) if checkpoint.is_relative_to(Path.cwd()) else str(checkpoint)
     methods = " ".join(("yarn", "nope") if options.quick else DEMO_METHODS)
     arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods]

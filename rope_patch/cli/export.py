@@ -1,4 +1,4 @@
-"""``rope-patch export``: parsing and printing only; what takes long to import waits."""
+"""``rope-patch export``: parsing and printing only; modules that are slow to import are imported inside functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rope_patch.options.export import ExportOptions
 
 
 def export(words: Sequence[str]) -> None:
-    """Run ``rope-patch export`` with the words behind it."""
+    """Run ``rope-patch export`` with the words that follow it."""
     options = parse(ExportOptions, words)
     from rope_patch.engines import export as write
     from rope_patch.runtime.folders import check_source, is_gguf

@@ -1,4 +1,4 @@
-"""``rope-patch extend``: parsing and printing only; what takes long to import waits."""
+"""``rope-patch extend``: parsing and printing only; modules that are slow to import are imported inside functions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rope_patch.extending.result import Extended
 
 EXIT_NOTHING_CHOSEN = 4
-"""Exit status where no method can be chosen and nothing is written."""
+"""The exit status if no method can be chosen, so that nothing is written."""
 
 
 def extend(words: Sequence[str]) -> int:
-    """Run ``rope-patch extend`` with the words behind it; return its exit status."""
+    """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
     options = parse(ExtendOptions, words)
     from rope_patch.extending.extend import RESULT_CACHE, Run
     from rope_patch.extending.writing import check
@@ -34,11 +34,12 @@ def extend(words: Sequence[str]) -> int:
     check(settings, output, options.force)
     prepare(settings.machine, settings.evaluation.text, settings.evaluation.haystack)
     work = output.with_name(f"{output.name}.work")
+    # A dry run deletes the folder only if no earlier run left measurements in it.
     fresh = not work.exists()
     with working_together(work, [RESULT_CACHE, "comparison.json"]) as first:
 
         def say(sentence: str) -> None:
-            print(sentence, file=sys.stderr)  # the other processes have none
+            print(sentence, file=sys.stderr)  # silent in all processes but the first (see working_together)
 
         model = load_model(settings.model, settings.machine)
         if hasattr(model, "peft_config"):
@@ -63,6 +64,7 @@ def extend(words: Sequence[str]) -> int:
         return 0
     folder = outcome.output or outcome.work
     if options.report:
+        # The last round first: it is the one that decided.
         shown = report.page(outcome.comparisons[::-1], title="A longer context")
         page.write(folder / "report.html", shown, command_line())
     if options.as_json:
@@ -76,7 +78,7 @@ def extend(words: Sequence[str]) -> int:
 
 
 def _print(outcome: Extended) -> None:
-    """Print the scores and what came of them."""
+    """Print the scores, the choice with its reason, and what was written."""
     from rope_patch.cli.compare import print_scores, print_table
     from rope_patch.extending.choosing import RANKING
 

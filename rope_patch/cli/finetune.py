@@ -13,7 +13,7 @@ from rope_patch.cli.printing import resumable
 from rope_patch.options.finetune import FinetuneOptions, RecipeOptions
 
 SMOKE_REQUIRED = ("model.name=llama", "data.length=512", "output=build/finetuned")
-"""What ``--smoke`` takes where a recipe leaves it open."""
+"""Values that ``--smoke`` uses if neither a recipe nor the command line gives them."""
 
 SMOKE_OVERRIDES = (
     *("model.dtype=float32", "model.attention=sdpa", "model.revision=null", "patch.target_length=1024"),
@@ -22,15 +22,16 @@ SMOKE_OVERRIDES = (
     *("train.save_every=2", "train.log_every=1", "train.liger=false", "evaluation.lengths=256 1024"),
     *("evaluation.samples=1", "evaluation.depths=0.1 0.9", "evaluation.windows=2"),
 )
-"""What ``--smoke`` changes in any recipe: a bundled checkpoint, few and short rows. Patch, LoRA and positions stay."""
+"""Values that ``--smoke`` changes in any recipe, for few and short rows; patch, LoRA and positions stay as they are."""
 
 
 def finetune(words: Sequence[str]) -> int:
-    """Run ``rope-patch finetune`` with the words behind it; return its exit status."""
+    """Run ``rope-patch finetune`` with the words that follow it, and return its exit status."""
     if "--smoke" in words:
         words = [*SMOKE_REQUIRED, *words]
         files = [i for i, word in enumerate(words) if word.endswith((".yaml", ".yml")) and "=" not in word]
-        after = max(files, default=len(SMOKE_REQUIRED) - 1) + 1  # single values go over the smaller ones, files do not
+        # Behind the last file, so that the smaller values replace those of files, but not single values that follow.
+        after = max(files, default=len(SMOKE_REQUIRED) - 1) + 1
         words = [*words[:after], *smaller(parse(FinetuneOptions, words).recipe), *words[after:]]
     options = parse(FinetuneOptions, words)
     recipe = options.recipe
@@ -48,7 +49,7 @@ def finetune(words: Sequence[str]) -> int:
 
 
 def smaller(options: RecipeOptions) -> Iterator[str]:
-    """Yield the changes, such as ``train.steps=4``, after which a run uses the same code and takes about a minute."""
+    """Yield changes such as ``train.steps=4``, with which a run uses the same code and takes about a minute."""
     from rope_patch.training.models import BUNDLED_MODELS
 
     name = (
@@ -59,6 +60,7 @@ def smaller(options: RecipeOptions) -> Iterator[str]:
     yield from SMOKE_OVERRIDES
     yield f"model.name={name}"
     yield f"data.length={512 if options.data.positions == 'full' else 256}"
+    # On a CPU, quantized weights can only be evaluated at the end (see training/setup.py).
     yield f"evaluation.every={2 if options.model.quantization == 'none' else 0}"
     yield f"output={options.output}-smoke"
 
@@ -70,25 +72,26 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> int:
     from rope_patch.training.finetune import finetune as train
 
     warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # without a line of our source
-    hf_logging.disable_progress_bar()  # that of loading weights; the Trainer's own stays
-    warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf")  # PEFT's, of a base's file
+    hf_logging.disable_progress_bar()  # hides the bar of loading weights; the Trainer's own stays
+    warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf")  # PEFT, of a GGUF file
     warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing(_enable)?` is deprecated")
     if threads is not None:
         torch.set_num_threads(threads)
     name = "rope-patch" if os.path.basename(sys.argv[0]) == "rope-patch" else f"python {sys.argv[0]}"
     try:
         result = train(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart)
-    except torch.OutOfMemoryError as error:  # its advice has several lines
+    except torch.OutOfMemoryError as error:  # printed here, since its advice has several lines
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
     except (Exception, KeyboardInterrupt):
-        print(file=sys.stderr)  # below the progress bar
+        print(file=sys.stderr)  # so that the message stands below the progress bar
         raise
-    if not result.results:  # the first process prints
+    if not result.results:  # only the first process has results, and prints
         return 0
     if result.finished_before:
         print(f"{result.folder}: this run was finished before, nothing was trained now")
     before, after = result.results["before"] or {}, result.results["after"]
+    # Without the first number, the score that ranks checkpoints.
     for name in list(after)[1:]:
         earlier = f"{before[name]:.3g} -> " if name in before else ""
         print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {earlier}{after[name]:.3g}")

@@ -1,4 +1,4 @@
-"""``rope-patch fit``: parsing and printing only; what takes long to import waits."""
+"""``rope-patch fit``: parsing and printing only; modules that are slow to import are imported inside functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CARRIES_OVER = (
 
 
 def fit(words: Sequence[str]) -> None:
-    """Run ``rope-patch fit`` with the words behind it."""
+    """Run ``rope-patch fit`` with the words that follow it."""
     options = parse(FitOptions, words)
     from rope_patch import fitting
     from rope_patch.checkpoints.folder_patch import patch_folder
@@ -42,7 +42,7 @@ def fit(words: Sequence[str]) -> None:
     from rope_patch.runtime.folders import check_source, claimed, holds_files, write_atomically
 
     settings, output = options.settings, options.output
-    check_source(options.model, ["config.json"])  # an adapter has none
+    check_source(options.model, ["config.json"])  # an adapter's folder has none, and is refused
     if holds_files(output):
         raise FileExistsError(f"{output} is not empty: give a new folder")
     prepare(options.machine, options.text)
@@ -69,7 +69,7 @@ def fit(words: Sequence[str]) -> None:
 
 
 def described(patch: FittedPatch) -> Iterator[str]:
-    """Yield a line for each table, the changes of the one in use from its start, and what to know before its use."""
+    """Yield a line for each table, the changes of the chosen one from the start, and warnings."""
     from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
     from rope_patch.evaluation.metrics import METRICS, change_sentence
     from rope_patch.fitting.candidates import METRIC_OF

@@ -1,4 +1,4 @@
-"""``rope-patch kv-check``: parsing and printing only; what takes long to import waits."""
+"""``rope-patch kv-check``: parsing and printing only; modules that are slow to import are imported inside functions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rope_patch.runtime import progress
 
 
 def kv_check(words: Sequence[str]) -> None:
-    """Run ``rope-patch kv-check`` with the words behind it."""
-    if "--list" in words:  # without a model
+    """Run ``rope-patch kv-check`` with the words that follow it."""
+    if "--list" in words:  # before parsing, since it needs neither a model nor schemes
         print_presets()
         return
     options, given = parse_given(KvCheckOptions, words)
@@ -36,10 +36,10 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
 
-    if options.report:  # an error without matplotlib comes first
+    if options.report:  # without matplotlib this raises before anything is measured
         importlib.import_module("rope_patch.reports.kv")
     names, compared, machine = (
-        engine.find_schemes(options.schemes),
+        engine.parse_schemes(options.schemes),
         list(map(as_method, options.methods)),
         options.machine,
     )
@@ -54,8 +54,9 @@ def kv_check(words: Sequence[str]) -> None:
             "layer_types": options.patching.layer_types,
             "freeze_at": options.patching.freeze_at,
         }
-        # A factor that is left out comes from the longest length that was asked for.
+        # A factor that is left out follows from the longest requested length.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
+        # Full precision is among the names, and is not a scheme to check.
         counts = (len(names) - 1, len(compared))
         suite, lost = suite_for(loaded, EvalSuite(spec, tokenizer), *counts, given)
         planned = replace(suite.spec, windows=len(suite.windows))
@@ -79,7 +80,7 @@ def kv_check(words: Sequence[str]) -> None:
 
 
 def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
-    """Write a check, and print it; what took long is out before the page, whose failure costs nothing then."""
+    """Write a check and print it; the page comes last, so that an error in it loses no result."""
     from rope_patch.runtime.folders import write_atomically
 
     write_atomically(options.output / "kv-check.json", checked.to_json())

@@ -9,14 +9,14 @@ from typing import Any
 from rope_patch.cli.printing import new_table, show
 
 HEAD_DIM = 128
-"""Features of a head that presets are listed for."""
+"""The number of features of a head for which the bits of presets are listed."""
 
 
 def print_check(checked: Any) -> None:
     """Print a table of verdicts for each length, and a summary."""
     from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
     from rope_patch.evaluation.shown_answers import answers_text, shortest_of_each
-    from rope_patch.kv_evaluation.captions import windows_of
+    from rope_patch.runtime.captions import windows_text
 
     for method in checked.methods:
         if checked.meant(method) != method:
@@ -26,7 +26,7 @@ def print_check(checked: Any) -> None:
     for sentence in checked.summary():
         print(f"- {sentence}")
     print(
-        f"{windows_of(checked.windows, max(checked.lengths))}; "
+        f"{windows_text(checked.windows, max(checked.lengths))}; "
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
     )
     print(
@@ -43,7 +43,7 @@ def print_check(checked: Any) -> None:
 
 
 def _print_length(checked: Any, length: int) -> None:
-    """Print the rows of every method at a length."""
+    """Print the table of all methods and schemes at one length."""
     from rich.markup import escape
 
     from rope_patch.evaluation.metrics import change_text, spans_at
@@ -52,7 +52,7 @@ def _print_length(checked: Any, length: int) -> None:
     metrics, heads = list(spans_at(checked.spec, length)), ["bits"]
     for metric, span in metrics:
         name = str(span.task) if metric.name == "retrieval" else f"{metric.name} {span.task or ''}".strip()
-        # The intervals of prompts are in the files: with several tasks the table would not fit a screen.
+        # Intervals of prompts are only in the files: with several tasks the table would not fit on a screen.
         heads += [name, "change", *(["interval"] if span.task is None else [])]
     heads += ["KL", "top-1"]
     title = f"{checked.model} at {length} tokens"
@@ -78,7 +78,7 @@ def _print_length(checked: Any, length: int) -> None:
 
 
 def print_presets() -> None:
-    """Print the presets with their text, effective bits and source, and the formats that a text may name."""
+    """Print the presets with their text, effective bits and source, and the formats that a scheme's text may name."""
     from rich.markup import escape
 
     from rope_patch.kv_cache.formats import FORMATS

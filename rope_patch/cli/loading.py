@@ -1,4 +1,4 @@
-"""What commands that run a model share: device, data type, tokenizer, model and progress."""
+"""Functions of all commands that run a model: device, data type, tokenizer, model and progress."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from rope_patch.options.shared import Machine
 
 BALANCED = "balanced"
-"""The device that stands for all GPUs, among which accelerate divides the layers."""
+"""The name for all GPUs together, among which accelerate divides the layers."""
 
 
 def prepare(machine: Machine, *texts: str | Path | None) -> None:
-    """Check device and texts before anything is loaded, set CPU threads, and leave progress bars to this package.
+    """Check device and texts before anything is loaded, set CPU threads, and turn off transformers' progress bars.
 
     Args:
-        machine: where a model will run.
-        *texts: files and folders, or words for texts that are built in.
+        machine: the device, data type and threads that a model will run with.
+        *texts: files and folders of text, or the names of built-in texts.
 
     Raises:
         ValueError: an unknown device, or one that is not there.
-        FileNotFoundError: no such text.
+        FileNotFoundError: a text does not exist.
     """
     import torch
     from transformers.utils import logging as hf_logging
@@ -39,10 +39,10 @@ def prepare(machine: Machine, *texts: str | Path | None) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raise unless a model can be put on a device of this machine.
+    """Raise unless this machine has a device that a model can run on.
 
     Args:
-        device: as torch names them, ``"auto"`` or ``"balanced"``.
+        device: the name of a device as torch writes it, ``"auto"`` or ``"balanced"``.
 
     Raises:
         ValueError: an unknown device, or one that is not there.
@@ -59,14 +59,14 @@ def check_device(device: str) -> None:
     if device in ("auto", BALANCED):
         return
     try:
-        float(torch.ones((), device=device))  # which a device without numbers, such as meta, cannot give
-    except Exception as error:  # of many kinds: a backend says in its own way that it is not there
+        float(torch.ones((), device=device))  # a device without numbers, such as meta, raises
+    except Exception as error:  # each backend has its own error for a device that is not there
         reason = str(error).partition("\n")[0]
         raise ValueError(f"no device {device!r} to compute on: {reason}") from None
 
 
 def choose_device(device: str) -> str:
-    """Return a device for torch: ``"auto"`` is the GPU of this process where there is one, and the CPU elsewhere.
+    """Return a device for torch: ``"auto"`` is the GPU of this process if there is one, and otherwise the CPU.
 
     Under ``torchrun`` and ``accelerate launch`` each process has a GPU of its own, and ``"cuda"`` means that one.
     """
@@ -78,10 +78,10 @@ def choose_device(device: str) -> str:
 
 
 def check_patch(method: str | None, options: Mapping[str, Any]) -> None:
-    """Raise where a method is unknown, or options of a patch are given without one.
+    """Raise if a method is unknown, or if options of a patch are given without a method.
 
     Raises:
-        ValueError: a bad method, or an option that no method goes with.
+        ValueError: the method is wrong, or an option is given without a method.
     """
     from rope_patch.methods import as_method
 
@@ -93,14 +93,14 @@ def check_patch(method: str | None, options: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(source: str) -> Any:
-    """Return a checkpoint's tokenizer, or that of an adapter's base where it has none of its own.
+    """Return a checkpoint's tokenizer, or that of an adapter's base if the adapter has none of its own.
 
     Args:
-        source: folder or hub id.
+        source: a folder, a hub id or a GGUF file.
 
     Raises:
         FileNotFoundError: the hub has no such repository.
-        ValueError: no such folder, one without a checkpoint, or no tokenizer that can be loaded.
+        ValueError: there is no such folder, no checkpoint in it, or no tokenizer that can be loaded.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
     from rope_patch.checkpoints.source_files import read_tokenizer
@@ -113,6 +113,7 @@ def load_tokenizer(source: str) -> Any:
     except ValueError as error:
         if Path(source).exists():
             raise
+        # The name is no folder, so the cause is the hub's answer; its first line says enough.
         reason = str(error.__cause__).partition("\n")[0]
         raise FileNotFoundError(f"no folder {source}, and the hub gives no tokenizer of that name: {reason}") from None
 
@@ -121,15 +122,15 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
     """Load a checkpoint, or an adapter over its base, with its patch in place.
 
     Args:
-        source: folder or hub id, or a GGUF file, of which the type of its weights is printed.
-        machine: where the model runs and in which type; ``dtype="auto"`` is that of the checkpoint, or on a CPU what
-            :func:`cpu_type` says.
-        method: patch to apply, as a method string.
+        source: a folder, a hub id or a GGUF file; for a GGUF file the type of its weights is printed.
+        machine: the device and data type that the model runs with; ``dtype="auto"`` means that of the checkpoint, or on
+            a CPU the one that :func:`cpu_type` returns.
+        method: the patch to apply, as a method string.
         **apply_options: options of :func:`rope_patch.apply` for ``method``.
 
     Raises:
-        ValueError: an unknown method, no such folder, or one without a checkpoint.
-        OSError: nothing that can be loaded, or no such repository.
+        ValueError: the method is unknown, or there is no such folder or no checkpoint in it.
+        OSError: there is nothing that can be loaded, or no such repository.
     """
     import torch
 
@@ -145,23 +146,23 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
     if not spread:
         place = torch.device(choose_device(device))
         if any(not _lies_on(parameter.device, place) for parameter in loaded.parameters()):
-            loaded = loaded.to(place)  # which quantized weights refuse: they are on the GPU already
+            loaded = loaded.to(place)  # quantized weights refuse this; they are on the GPU already
         if dtype == "auto" and place.type == "cpu":
             loaded = in_cpu_type(source, loaded)
     return loaded.eval()
 
 
 def cpu_type(stored: Any, capabilities: Mapping[str, Any]) -> Any:
-    """Return the data type that a CPU reads weights of a 16-bit type in: float32 where it has no instructions for them.
+    """Return the data type in which a CPU runs 16-bit weights: float32 if it has no instructions for theirs.
 
     With them SmolLM2-135M reads 512 tokens in bfloat16 in .42 of the time of float32, and its loss agrees (-.002 nats,
     standard error .002); in float16, without them, it takes 3.5 times as long (``benchmarks/results/cpu_dtypes.json``).
-    Every number of 16 bits is a float32 one, too, so float32 rounds nothing. Weights of float32 stay as they are: to
-    round them would change the results.
+    Every 16-bit number is also a float32 number, so float32 rounds nothing. Weights of float32 stay as they are:
+    rounding them would change the results.
 
     Args:
         stored: the data type of the weights.
-        capabilities: of the CPU, as ``torch.cpu.get_capabilities`` tells them; only x86 is known.
+        capabilities: the capabilities of the CPU, as ``torch.cpu.get_capabilities`` returns them; only x86 is known.
     """
     import torch
 
@@ -172,7 +173,7 @@ def cpu_type(stored: Any, capabilities: Mapping[str, Any]) -> Any:
 
 
 def in_cpu_type(source: str, loaded: Any) -> Any:
-    """Return a model on the CPU in the data type for ``--dtype auto``, and say where it is not the checkpoint's."""
+    """Return a model on the CPU in the data type for ``--dtype auto``, and print it if it is not the checkpoint's."""
     import torch
 
     stored = next(loaded.parameters()).dtype
@@ -193,13 +194,13 @@ def _lies_on(device: Any, place: Any) -> bool:
 
 
 def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str | None = None) -> None:
-    """Print how much a command reads, and what is lost where it reads less than was asked for.
+    """Print how much a command reads, and what is lost if it reads less than the options ask for.
 
     Args:
-        tokens: how many tokens are read.
-        lost: a sentence; "" where nothing is.
-        budget: the time that was given [s]; None where the size of the model decides.
-        more: what stands behind the number of tokens; by default the advice to give a time where none is given.
+        tokens: the number of tokens that are read.
+        lost: a sentence about what is lost; "" if nothing is.
+        budget: the time that the user gave [s]; None if the size of the model decides how much is read.
+        more: text that follows the number of tokens; by default the advice to give a time, if none was given.
     """
     if lost:
         print(f"{'for a model of this size' if budget is None else '--budget'}: {lost}", file=sys.stderr)
@@ -210,19 +211,19 @@ def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str |
 
 @contextlib.contextmanager
 def bytes_copied(output: Path, *, hidden: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar of a file that is written.
+    """Show a progress bar while a file is written.
 
     Args:
-        output: the file, for the label.
-        hidden: show nothing.
+        output: the file, whose name the bar shows.
+        hidden: whether nothing is shown.
 
     Yields:
-        A function that takes the bytes that are written so far, and those of all.
+        A function of the number of bytes that are written so far and of the number of all bytes.
     """
     from tqdm import tqdm
 
     looks: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    # What is refused before anything is written shows no bar: it takes less than the delay.
+    # A command that is refused before it writes anything shows no bar, since that takes less than the delay.
     with tqdm(desc=f"writing {output.name}", disable=hidden, delay=0.2, **looks) as bar:
 
         def on_bytes(written: int, total: int) -> None:

@@ -10,7 +10,7 @@ from rope_patch.options.listing import MethodsOptions
 
 
 def methods(words: Sequence[str]) -> None:
-    """Run ``rope-patch methods`` with the words behind it."""
+    """Run ``rope-patch methods`` with the words that follow it."""
     options = parse(MethodsOptions, words)
     from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""From words of the command line to options: argparse divides them, and files of options fill what is left open."""
+"""Turns the words of a command line into options: argparse divides them, and YAML files give further values."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ T = TypeVar("T", bound=OptionSet)
 
 
 class UsageError(ValueError):
-    """Words of the command line that are no options; the message is one line."""
+    """The words of a command line cannot be read as options; the message is one line."""
 
 
 def parse(kind: type[T], words: Sequence[str]) -> T:
-    """Return the options that the words of a command line state; see :func:`parse_given`."""
+    """Return the options that the words of a command line state, as :func:`parse_given` reads them."""
     return parse_given(kind, words)[0]
 
 
 def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]:
     """Return the options that the words of a command line state, and the names of those that were written.
 
-    Where the options have a field ``config``, its YAML files and words ``key=value`` apply in the order in which they
-    stand, a later one over an earlier, then flags. Modules of ``--import`` are imported, since checks of values may ask
-    for what they define. With ``--help`` the help is printed, and the process ends.
+    If the options have a field ``config``, its YAML files and words ``key=value`` apply in the order in which they
+    stand, and flags after them; later values replace earlier ones. Modules of ``--import`` are imported first, since
+    checks of values may need what they define. With ``--help`` the help is printed, and the process ends.
 
     Args:
         kind: the class of the options; its docstring is the text above the help.
-        words: the words of the command line, behind the name of the command.
+        words: the words of the command line that follow the name of the command.
 
     Raises:
-        UsageError: an unknown option, a missing one, or a word that is no value of its option.
-        ValueError: a value out of its bounds, or a file that holds no options.
+        UsageError: an option is unknown or missing, or a word is no value of its option.
+        ValueError: a value is out of its bounds, or a file holds no options.
     """
     known = list(leaves(kind))
     written, rest = _divided(kind, known, words)
@@ -76,17 +76,17 @@ def described(kind: type[OptionSet]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, and which leaves what is required to :func:`parse_given`."""
+    """A parser whose errors are exceptions; :func:`parse_given` checks which options are required."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise in place of an exit."""
+        """Raise :class:`UsageError`, where argparse would end the process."""
         raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", r"\1 needs a value", message))
 
 
 def _divided(
     kind: type[OptionSet], known: Sequence[Option], words: Sequence[str]
 ) -> tuple[dict[tuple[str, ...], Any], list[str]]:
-    """Return the values that words give to options, by the path of each, and the words that belong to none."""
+    """Return the values that words give to options, by the path of the option, and the words that belong to none."""
     arguments = [leaf.flag if leaf.default is MISSING else f"[{leaf.flag}]" for leaf in known if leaf.positional]
     parser = _Parser(
         usage=" ".join(["rope-patch", kind.command, "[options]", *arguments]),
@@ -97,6 +97,7 @@ def _divided(
     )
     for i, option in enumerate(known):
         hint = f" (default: {option.shown})" if option.shown else " (required)" if option.default is MISSING else ""
+        # argparse formats the help with %, so a percent sign is doubled.
         more: dict[str, Any] = {"help": option.help.replace("%", "%%") + hint}
         if option.kind is bool:
             more["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
@@ -108,6 +109,7 @@ def _divided(
         if option.repeated:
             more["action"] = "append"
         parser.add_argument(*option.short, f"--{option.name}", dest=f"option{i}", **more)
+    # Intermixed, so that positional words may stand between flags.
     parsed, rest = parser.parse_known_intermixed_args(words)
     values: dict[tuple[str, ...], Any] = {}
     for name, value in vars(parsed).items():
@@ -120,7 +122,7 @@ def _divided(
 
 
 class _Words(yaml.BaseLoader):  # type: ignore[misc]
-    """Leaves each value but null the word that it is, so that off and 1e-5 mean what they do as a flag."""
+    """A loader that keeps each value but null as text, so that off and 1e-5 mean the same as on the command line."""
 
 
 _Words.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|)$"), ["~", "n", ""])
@@ -131,8 +133,8 @@ def _stated(word: str, known: Mapping[str, Option]) -> Iterator[tuple[tuple[str,
     """Yield the options that a YAML file or a word ``key=value`` states, with their values.
 
     Raises:
-        ValueError: a file that is no YAML, an option that is not known, or a wrong value.
-        OSError: no such file.
+        ValueError: a file is not YAML, an option is not known, or a value is wrong.
+        OSError: there is no such file.
     """
     name, equals, text = word.partition("=")
     where = "" if equals else f"{word}: "
@@ -141,6 +143,7 @@ def _stated(word: str, known: Mapping[str, Option]) -> Iterator[tuple[tuple[str,
             values = yaml.load(Path(word).read_text(encoding="utf-8"), _Words)
         else:
             option = known.get(name)
+            # Only a list in brackets is read as YAML: other text may hold characters that mean something else in YAML.
             listed = option is not None and (option.several or option.repeated) and text[:1] == "["
             values = {name: yaml.load(text, _Words) if listed or text == "null" else text}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

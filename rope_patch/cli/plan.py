@@ -10,7 +10,7 @@ from rope_patch.options.plan import PlanOptions
 
 
 def plan(words: Sequence[str]) -> None:
-    """Run ``rope-patch plan`` with the words behind it."""
+    """Run ``rope-patch plan`` with the words that follow it."""
     options = parse(PlanOptions, words)
     from rope_patch import planning
 

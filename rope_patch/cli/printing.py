@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, and the command itself for reports."""
+"""Printing of all commands: tables for people, JSON for programs, and the command line for reports."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
 
 RESULT_CACHE = "finished.jsonl"
-"""Finished work, in the output folder: the same command reads it when it is run again."""
+"""Name of the file of finished work in the output folder; the same command reads it when it is run again."""
 
 
 def command_line() -> str:
-    """The command as it was typed."""
+    """Return the command line of this process, quoted for a shell."""
     return shlex.join(["rope-patch", *sys.argv[1:]])
 
 
 def print_json(data: Any) -> None:
-    """Print for machines."""
+    """Print JSON."""
+    # NaN is not JSON, and would break the program that reads it: better an error here.
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
 def new_table(*columns: str, title: str = "", right: Collection[str] = (), **looks: Any) -> Table:
-    """Return a table of rich without rows.
+    """Return a table of the package rich without rows.
 
     Args:
-        *columns: the heads.
-        title: above the table.
-        right: heads of the columns that are aligned to the right, whole on a line.
+        *columns: headings of the columns.
+        title: text above the table.
+        right: headings of the columns that are aligned to the right and never wrapped.
         **looks: further arguments of the table.
     """
     from rich import box
@@ -49,7 +50,7 @@ def new_table(*columns: str, title: str = "", right: Collection[str] = (), **loo
 
 
 def show(table: Any, width: int = 140) -> None:
-    """Print a table or text of rich, as wide as the terminal or, elsewhere, as a number of characters."""
+    """Print a table or text of rich, as wide as the terminal, or ``width`` characters wide if there is none."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else width).print(table)
@@ -57,10 +58,10 @@ def show(table: Any, width: int = 140) -> None:
 
 @contextlib.contextmanager
 def resumable(saved: Path, *, again: str = "the same command") -> Iterator[None]:
-    """Where the user interrupts this block, say where finished work is, and how to continue.
+    """If the user interrupts the ``with`` block, print where finished work is, and how to continue.
 
     Args:
-        saved: file or folder of the finished work; nothing is printed where it does not exist.
+        saved: the file or folder of the finished work; nothing is printed if it does not exist.
         again: the command that continues.
     """
     try:

@@ -1,4 +1,4 @@
-"""Commands that several processes run together, under ``torchrun`` or ``accelerate launch``."""
+"""Runs one command in several processes together, under ``torchrun`` or ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
-    """Join the processes of a command for the length of a ``with`` block; the first one alone prints and writes.
+    """Join the processes of a command within a ``with`` block; only the first one prints and writes.
 
     Args:
-        output: folder that the first one claims and creates.
+        output: the folder that the first process locks and creates.
         files: the names of the files that it will write there.
 
     Yields:
-        Whether this process is the first, or the only one.
+        Whether this process is the first or the only one.
     """
     from rope_patch.runtime.folders import folder_to_write
     from rope_patch.runtime.parallel import joined

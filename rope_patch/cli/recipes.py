@@ -10,7 +10,7 @@ from rope_patch.options.recipes import RecipesOptions
 
 
 def recipes(words: Sequence[str]) -> None:
-    """Run ``rope-patch recipes`` with the words behind it."""
+    """Run ``rope-patch recipes`` with the words that follow it."""
     options = parse(RecipesOptions, words)
     from rope_patch import data_path
     from rope_patch.runtime.folders import folder_in_one_move

@@ -9,7 +9,7 @@ from rope_patch.options.checkpoints import RestoreOptions
 
 
 def restore(words: Sequence[str]) -> None:
-    """Run ``rope-patch restore`` with the words behind it."""
+    """Run ``rope-patch restore`` with the words that follow it."""
     options = parse(RestoreOptions, words)
     from rope_patch.checkpoints.folder_patch import restore_folder
 

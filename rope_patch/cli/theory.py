@@ -1,4 +1,4 @@
-"""``rope-patch theory``: parsing and printing only; what takes long to import waits."""
+"""``rope-patch theory``: parsing and printing only; modules that are slow to import are imported inside functions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SCHEMA = 3
 
 
 def theory(words: Sequence[str]) -> None:
-    """Run ``rope-patch theory`` with the words behind it."""
+    """Run ``rope-patch theory`` with the words that follow it."""
     options = parse(TheoryOptions, words)
     table = _plain(options.head_dim or 128, options.rope_theta or 1e4)
     if options.model is not None:
         table = _table_of(options.model)
-    if options.trained_length is not None:  # methods rest on it
+    if options.trained_length is not None:  # the factors and ramps of methods follow from it
         table = replace(table, max_position_embeddings=options.trained_length, original_max_position_embeddings=None)
     length = 4 * table.context if options.length is None else options.length
     result = _study(table, options.model, options.method, length)
@@ -32,7 +32,7 @@ def theory(words: Sequence[str]) -> None:
 
 
 def _plain(head_dim: int, rope_theta: float) -> Any:
-    """Return plain RoPE, trained at 4096 tokens."""
+    """Return a table of plain RoPE, trained at 4096 tokens."""
     from rope_patch.frequencies import geometric
     from rope_patch.tables import RotaryTable
 
@@ -40,7 +40,7 @@ def _plain(head_dim: int, rope_theta: float) -> Any:
 
 
 def _table_of(model: str) -> Any:
-    """Return the base table of a checkpoint, read from its config; of several the one that methods patch by default."""
+    """Return the table of a checkpoint, read from its config; of several, the one that methods patch by default."""
     from rope_patch.checkpoints.folder_patch import skeleton
     from rope_patch.patching.locate import locate
     from rope_patch.tables import choose_layer_types
@@ -50,7 +50,7 @@ def _table_of(model: str) -> Any:
 
 
 def _study(table: Any, model: str | None, method: str, length: int) -> Any:
-    """Return a study of what a method makes of a table."""
+    """Return a study that compares a table before and after a method."""
     from rope_patch.methods import as_method
     from rope_patch.table_facts import Study
 
@@ -63,7 +63,7 @@ def _study(table: Any, model: str | None, method: str, length: int) -> Any:
 
 
 def _print(result: Any) -> None:
-    """Print both tables for people."""
+    """Print the facts about both tables side by side."""
     from rich.markup import escape
 
     from rope_patch.evaluation.numbers import four_digits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,13 +24,16 @@ _NEVER_FILLED = (
 )
 
 
-def cause(measured: Measured, table: RotaryTable, record: PatchRecord | None) -> tuple[str, str]:
+def cause(
+    measured: Measured, table: RotaryTable, record: PatchRecord | None, others: Mapping[str | None, RotaryTable]
+) -> tuple[str, str]:
     """Return what a wrong table probably is, and what to do, a sentence each.
 
     Args:
         measured: what the module computes in the place of the table.
         table: the table that it should compute.
         record: the patch record; None of a model that is not patched.
+        others: the tables of all layer types, for which this one may have been taken.
     """
     found, scaling = measured.inv_freq, measured.attention_scaling
     if found is None or scaling is None:
@@ -53,6 +57,9 @@ def cause(measured: Measured, table: RotaryTable, record: PatchRecord | None) ->
             "the patch is lost: the module computes the table from before the patch",
             f"rope_patch.apply(model, {str(record.to_method())!r}, replace=True), or load the patched folder again",
         )
+    for kind, other in others.items():
+        if other is not table and _same(found, other.inv_freq):
+            return f"it is the table of the {kind} layers", f"{RELOAD}, with rope_parameters of the right layer types"
     if not bool(torch.isfinite(found).all()):
         return _NEVER_FILLED
     if torch.allclose(found.sort().values, expected.sort().values, rtol=1e-4, atol=frequencies.UNROTATED):
@@ -63,7 +70,7 @@ def cause(measured: Measured, table: RotaryTable, record: PatchRecord | None) ->
         )
     if _is_garbage(found, expected):
         return _NEVER_FILLED
-    return _plain(found, table) or _divided(found, expected) or ("it is a table of another kind", RELOAD)
+    return plain(found, table) or _divided(found, expected) or ("it is a table of another kind", RELOAD)
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
@@ -71,11 +78,11 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 
 def _is_garbage(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether numbers cannot be frequencies: negative, all zero, or far outside of any table of this model."""
+    """Tell whether numbers cannot be frequencies: negative, all zero, not falling, or above 1 rad/token."""
     if bool((expected > 0).any()) and not bool((found.abs() > frequencies.UNROTATED).any()):
         return True
     falling = found[frequencies.unrotated(found).logical_not()]
-    return bool((found < -frequencies.UNROTATED).any()) or bool((falling.diff() > 1e-3).any())
+    return bool(((found < -frequencies.UNROTATED) | (found > 1.001)).any()) or bool((falling.diff() > 1e-3).any())
 
 
 def _rounded(dtype: torch.dtype) -> tuple[str, str]:
@@ -88,7 +95,7 @@ def _rounded(dtype: torch.dtype) -> tuple[str, str]:
     )
 
 
-def _plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:
+def plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:
     """Say that a table is plain RoPE of some base; None where it is not."""
     rates = found.double()
     if len(rates) < 2 or float(rates[1]) <= 0 or float((rates[0] - 1).abs()) > 1e-4:

@@ -17,7 +17,7 @@ from rope_patch.checkpoints.tokenizer_length import stated_length
 from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check, Diagnosis
-from rope_patch.diagnosis.in_memory import Subject, layers_of
+from rope_patch.diagnosis.in_memory import Subject, layers_of, unreadable
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.engines.program_readings import PROGRAMS
 from rope_patch.errors import in_one_line
@@ -76,6 +76,7 @@ def _of_model(
     source: str, model: nn.Module, tokenizer_length: float | None, *, in_memory: bool, more: Sequence[Check] = ()
 ) -> Diagnosis:
     """Make every check of a model; ``more`` are checks that were made of its folder."""
+    location = None
     try:
         location = locate(model)
         record, tables = location.record, location.tables
@@ -83,7 +84,7 @@ def _of_model(
         wrong = Check("patch record", DIFFERS, str(error), fix="load the patched folder again")
         return Diagnosis(source, None, {}, {}, (wrong, *more))
     except ValueError as error:
-        unknown = Check("rotary module", UNKNOWN, str(error))
+        unknown = Check("rotary module", UNKNOWN, str(error)) if location is None else unreadable(location, error)
         return Diagnosis(source, None, {}, {}, (unknown, *more))
     generation = getattr(location.model, "generation_config", None)
     subject = Subject(model, location, tokenizer_length, generation, in_memory)

@@ -15,12 +15,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_patch import frequencies
 from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters, peft_model
-from rope_patch.diagnosis.causes import cause
+from rope_patch.diagnosis.causes import RELOAD, cause, plain
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
 from rope_patch.methods.two_tables import TwoTables
 from rope_patch.patching.encode import repeat
 from rope_patch.patching.locate import Location, PatchError, described_table, device_of, holds_adapters_twice
 from rope_patch.patching.measured import Measured, measure
+from rope_patch.patching.older_keys import older_differences
 from rope_patch.patching.record import (
     TableRecord,
     about_two_tables,
@@ -90,6 +91,41 @@ class Subject:
     def context(self) -> int:
         """The context that is meant [tokens]."""
         return next(iter(self.meant.values())).max_position_embeddings
+
+    @property
+    def original_context(self) -> int:
+        """The shortest context that a table was extended from; 0 where none was [tokens]."""
+        return min((table.original_max_position_embeddings or 0 for table in self.meant.values()), default=0)
+
+
+def unreadable(location: Location, reason: ValueError) -> Check:
+    """Say why the tables of a model cannot be read.
+
+    Args:
+        location: where its rotary module is.
+        reason: the error of reading them.
+    """
+    parameters, own = settings_of(location.config).get("rope_parameters"), location.rotary_class
+    if "'rope_theta': None" in str(parameters):
+        return Check(
+            "config",
+            DIFFERS,
+            f"rope_parameters states no rope_theta: {parameters}",
+            "a base, without which no table can be computed",
+            "rope_scaling is the older name of rope_parameters: setting it on a config replaces all of them",
+            "set config.rope_parameters, with rope_theta among them, before the model is built",
+        )
+    parent = next((cls for cls in own.__mro__ if cls.__module__.startswith("transformers.")), own)
+    if parent is not own and type(location.decoder).__module__.startswith("transformers."):
+        return Check(
+            "rotary module",
+            DIFFERS,
+            str(reason),
+            f"cos and sin as {parent.__name__} lays them out, from which {own.__name__} is derived",
+            f"angles may go to other pairs of features than the attention of {type(location.decoder).__name__} turns",
+            f"put {parent.__name__} back in its place",
+        )
+    return Check("rotary module", UNKNOWN, str(reason))
 
 
 def layers_of(location: Location) -> dict[str | None, int]:
@@ -176,27 +212,34 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
     """Compare what the model's class computes with transformers' own function of the rope type."""
     config, where = subject.location.config, "" if kind is None else f" [{kind}]"
     stated = str(dict(table.rope_parameters or {}).get("rope_type", "default"))
-    build = ROPE_INIT_FUNCTIONS.get(stated)
+    build, computed = ROPE_INIT_FUNCTIONS.get(stated), plain(table.inv_freq, table)
     if build is None or "proportional" in stated:
-        what = "plain RoPE of the base that is stated" if table.is_geometric else "a table of its own"
-        yield Check(f"config{where}", HOLDS, f"the model's class computes {what} (rope_type {stated!r})")
-        return
-    try:
-        with torch.device("cpu"), quiet():
-            inv_freq, scaling = build(config, seq_len=1, layer_type=kind)
-    except Exception as error:
-        yield Check(f"config{where}", UNKNOWN, f"transformers cannot compute {stated!r}: {error}", counts=False)
-        return
-    expected = TableRecord.of(replace(table, inv_freq=frequencies.zero_unrotated(inv_freq), attention_scaling=scaling))
-    if expected.matches(TableRecord.of(table)):
-        yield Check(f"config{where}", HOLDS, f"the model's class computes the {stated} table that the config states")
-        return
+        if table.is_geometric or computed is None:
+            what = "plain RoPE of the base that is stated" if table.is_geometric else "a table of its own"
+            yield Check(f"config{where}", HOLDS, f"the model's class computes {what} (rope_type {stated!r})")
+            return
+        expected = f"plain RoPE with a base of {table.rope_theta:g}"
+    else:
+        try:
+            with torch.device("cpu"), quiet():
+                inv_freq, scaling = build(config, seq_len=1, layer_type=kind)
+        except Exception as error:
+            yield Check(f"config{where}", UNKNOWN, f"transformers cannot compute {stated!r}: {error}", counts=False)
+            return
+        meant = replace(table, inv_freq=frequencies.zero_unrotated(inv_freq), attention_scaling=scaling)
+        if TableRecord.of(meant).matches(TableRecord.of(table)):
+            yield Check(
+                f"config{where}", HOLDS, f"the model's class computes the {stated} table that the config states"
+            )
+            return
+        expected = f"the {stated} table of the config, with attention factor {scaling:.6g}"
+    found = "another table" if computed is None else computed[0].partition(":")[0]
     yield Check(
         f"config{where}",
         DIFFERS,
-        f"the model's class does not compute the {stated} table that the config states",
-        f"table {expected.hash} with attention factor {scaling:.6g}",
-        "this model class reads rope_parameters in a way of its own, or leaves a part of it out",
+        f"the class of the rotary module does not compute what the config states: {found}",
+        expected,
+        "this class reads rope_parameters in a way of its own, or leaves a part of it out",
         "rope_patch.apply(model, METHOD) puts the table in place, whatever the class reads",
     )
 
@@ -239,21 +282,28 @@ def module_uses_table(subject: Subject) -> Iterator[Check]:
 
 def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:
     location, name = subject.location, "table in use" + ("" if kind is None else f" [{kind}]")
-    module, context, note = location.module, table.max_position_embeddings, ""
+    module, context = location.module, table.max_position_embeddings
     if table.is_dynamic:
         # Far positions would change a dynamic table, so that a copy is asked, within the lengths of its first state.
         held, first = original_tables(module)[kind].detach().float().cpu(), table.inv_freq
         # At the length of the context itself, transformers would not go back to the first state.
         module, context = copy.deepcopy(module), table.context - 1
         if held.shape == first.shape and not torch.allclose(held, first, rtol=1e-5, atol=frequencies.UNROTATED):
-            note = ". It now holds the table of the last long text: keys that were cached before have another one"
+            yield Check(
+                f"dynamic {name}",
+                DIFFERS,
+                "the module holds the table of the longest text that it has read",
+                "the table of a model that was just loaded",
+                "the same text gives other logits than before, and keys that were cached before have another table",
+                f"{RELOAD}, or rope_patch.apply(model, 'default', freeze_at=LENGTH) for one table at all lengths",
+            )
     records = {key_of(kind): TableRecord.of(table)}
     (measured,) = measure(module, location.layout, records, device_of(location.model), context=context)
     if measured.problem is None:
         yield Check(
             name,
             HOLDS,
-            f"angles agree within {measured.angle_error:.2g} rad up to position {context - 1}{note}",
+            f"angles agree within {measured.angle_error:.2g} rad up to position {context - 1}",
             angle_error=measured.angle_error,
             position=measured.position,
         )
@@ -262,7 +312,7 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
 
 
 def _differs(name: str, measured: Measured, table: RotaryTable, subject: Subject) -> Check:
-    meaning, fix = cause(measured, table, subject.location.record)
+    meaning, fix = cause(measured, table, subject.location.record, subject.meant)
     return Check(
         name,
         DIFFERS,
@@ -284,14 +334,16 @@ def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
     for kind, table in subject.meant.items():
         where = "" if kind is None else f" [{kind}]"
         error = table.max_position_embeddings * float(table.inv_freq.max()) * 2.0**-24
-        state = HOLDS if error < 1 else DIFFERS
+        wrong = (
+            "less than 1 rad",
+            "float32 cannot tell neighbouring positions apart there",
+            "use contexts of at most 16,777,216 tokens",
+        )
         yield Check(
             f"float32{where}",
-            state,
+            HOLDS if error < 1 else DIFFERS,
             f"the fastest pair's angle is known to {error:.2g} rad at position {table.max_position_embeddings}",
-            "less than 1 rad" if state == DIFFERS else "",
-            "float32 cannot tell neighbouring positions apart there" if state == DIFFERS else "",
-            "use contexts of at most 16,777,216 tokens" if state == DIFFERS else "",
+            *(wrong if error >= 1 else ()),
         )
 
 
@@ -299,15 +351,18 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
     """The tokenizer and the generation config state no other context than the config."""
     context, cut = subject.context, subject.tokenizer_length
     if cut is not None:
+        wrong = (
+            f"{context} tokens, the context of the config",
+            "with truncation=True a text is cut before the model reads it",
+            f"tokenizer.model_max_length = {context}",
+        )
         yield Check(
             "tokenizer",
             HOLDS if cut >= context else DIFFERS,
             f"it cuts texts at {int(cut)} tokens" if cut < 1e15 else "it cuts no texts",
-            f"{context} tokens, the context of the config" if cut < context else "",
-            "with truncation=True a text is cut before the model reads it" if cut < context else "",
-            f"tokenizer.model_max_length = {context}" if cut < context else "",
-            # Many published tokenizers cut earlier than their model; a patch promises its context.
-            counts=cut >= context or subject.location.record is not None,
+            *(wrong if cut < context else ("", "", "")),
+            # Many published tokenizers cut earlier than their model; but an extended context is meant to be used.
+            counts=cut >= context or subject.location.record is not None or cut <= subject.original_context,
         )
     longest = getattr(subject.generation_config, "max_length", None)
     if isinstance(longest, int) and longest > context:
@@ -364,6 +419,19 @@ def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
         )
     else:
         yield Check("layer types", HOLDS, f"all {len(types)} layers are of the type that the config states")
+
+
+def keys_agree(subject: Subject) -> Iterator[Check]:
+    """No key of the config contradicts ``rope_parameters``."""
+    wrong = older_differences(subject.location.config.to_dict()) if subject.in_memory else []
+    if wrong:
+        yield Check(
+            "config keys",
+            DIFFERS,
+            "; ".join(wrong),
+            meaning="transformers 5 builds the table from rope_parameters alone: the other key sets nothing",
+            fix="set the value in rope_parameters, before the model is built, and take out the other key",
+        )
 
 
 def transformers_accepts(subject: Subject) -> Iterator[Check]:
@@ -436,6 +504,7 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
 CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     record_is_whole,
     config_describes_table,
+    keys_agree,
     module_uses_table,
     layers_use_their_tables,
     float32_tells_positions_apart,

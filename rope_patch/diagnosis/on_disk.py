@@ -75,14 +75,16 @@ def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         yield Check("tied head", HOLDS, "the head is the embedding, as the config says")
         return
     one, other = rows.values()
-    same = one.shape == other.shape and bool((one == other).all())
+    if one.shape == other.shape and bool((one == other).all()):
+        yield Check("tied head", HOLDS, "the file holds the head twice, with equal values")
+        return
     yield Check(
         "tied head",
-        HOLDS if same else DIFFERS,
-        "the file holds the head twice, with equal values" if same else f"the file holds another {names[id(head)]}",
-        "" if same else "the embedding's values, since the config says tie_word_embeddings",
-        "" if same else "loaders that obey the config drop the head that was trained",
-        "" if same else "set tie_word_embeddings to false in config.json",
+        DIFFERS,
+        f"the file holds another {names[id(head)]}",
+        "the embedding's values, since the config says tie_word_embeddings",
+        "loaders that obey the config drop the head that was trained",
+        "set tie_word_embeddings to false in config.json",
     )
 
 

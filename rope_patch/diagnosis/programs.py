@@ -42,8 +42,6 @@ def _check(row: AuditRow) -> Check:
         # What transformers itself cannot run concerns this process.
         return replace(refused, counts=row.program == OURS)
     built = row.built
-    # Below that, only the attention factor or the context differs.
-    off = row.difference is not None and row.difference > 1e-5
-    apart = f", frequencies off by up to {row.difference:.2%}" if off else ""
+    apart = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"
     found = f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{apart}"
     return replace(check, state=DIFFERS, found=found, meaning=reasons, fix=fix)

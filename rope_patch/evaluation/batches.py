@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from rope_patch.modeling.scoring import fingerprint
+from rope_patch.modeling.scoring import model_hash
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import PartOfCache, add_new
 from rope_patch.runtime.parallel import from_first, gather, processes
+from rope_patch.runtime.result_cache import PartOfCache, add_new
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def is_whole(model: nn.Module) -> bool:
     return not any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
 
 
-def ways(model: nn.Module) -> int:
+def reading_processes(model: nn.Module) -> int:
     """Return how many processes divide the batches among them; 1 if the model is sharded."""
     return processes()[1] if is_whole(model) else 1
 
@@ -67,7 +67,7 @@ class BatchReader(Generic[T]):
         Raises:
             ValueError: the processes read different models, texts or prompts.
         """
-        if ways(model) == 1:
+        if reading_processes(model) == 1:
             for batch in self._named(batches):
                 yield from self._values_of(batch, self._score(batch))
             return
@@ -83,7 +83,7 @@ class BatchReader(Generic[T]):
                 # The progress bar of this process counts a batch of another process when its turn comes.
                 progress.advance(sum(map(self.tokens, batch.items)))
             count += bool(batch.todo)
-        gathered = _gathered(mine, [fingerprint(model), *(name for batch in every for name in batch.todo)])
+        gathered = _gathered(mine, [model_hash(model), *(name for batch in every for name in batch.todo)])
         # The first process writes the file of all results before any other deletes its own part of them.
         from_first(lambda: self._add(gathered))
         self._add(gathered)

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from rope_patch.evaluation.batches import ways
+from rope_patch.evaluation.batches import reading_processes
 from rope_patch.evaluation.key_tokens import tokens_of_spec
 from rope_patch.evaluation.spec import SCALABLE, cost_of, smallest, tokens_computed, tokens_to_read, within
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import Reader, fingerprint, losses
+from rope_patch.modeling.scoring import Reader, losses, model_hash
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.verify import trained_length
-from rope_patch.runtime.finished import ResultCache, key
 from rope_patch.runtime.parallel import from_first
+from rope_patch.runtime.result_cache import ResultCache, key
 
 DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16}
 """Product of parameters and tokens that a command reads by default, by device. On a CPU it allows 89k tokens with a
@@ -112,14 +112,14 @@ def tokens_within(
         # A speed that is measured anew would differ, and with it the windows and prompts: a resumed command would find
         # none of its results.
         cache = ResultCache(finished)
-        name = key(what="speed", model=fingerprint(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
+        name = key(what="speed", model=model_hash(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
         # Where nothing else is finished there is nothing to find, and the machine may have been busy at that time.
         if name not in cache or set(cache) == {name}:
             cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
         return float(cache[name])
 
     # The first process measures for all, because all have to plan the same work.
-    return int(FILLED_SHARE * seconds * from_first(measure)) * ways(model)
+    return int(FILLED_SHARE * seconds * from_first(measure)) * reading_processes(model)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model, trained_length
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import finite, open_cache
+from rope_patch.runtime.result_cache import finite, open_cache
 from rope_patch.tables import RotaryTable
 
 # The version of the layout of comparison.json: raise it when a field changes.
@@ -272,16 +272,20 @@ def compare(
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
     record = locate(model).record
     for method in resolved:  # raises for a bad method before any is measured
-        with under(model, method, record is not None, shared):
+        with patched_with(model, method, record is not None, shared):
             pass
     result_cache = open_cache(resume)
     # Chosen before the first method, so that all methods are measured on the same tokens.
     if suite.spec.longppl and suite.key_tokens is None:
-        with named("LongPPL"):
+        with naming_method("LongPPL"):
             suite.choose_key_tokens(model, resume=result_cache, **shared)
     rows = []
     for name, method in zip(names, resolved, strict=True):
-        with under(model, method, record is not None, shared) as tables, named(name), progress.stage(name):
+        with (
+            patched_with(model, method, record is not None, shared) as tables,
+            naming_method(name),
+            progress.stage(name),
+        ):
             rows.append(Row(name, suite.run(model, resume=result_cache), tables))
     return Comparison(
         rows=tuple(rows),
@@ -310,7 +314,9 @@ def environment(model: nn.Module) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]) -> Iterator[tuple[RotaryTable, ...]]:
+def patched_with(
+    model: nn.Module, method: Method, again: bool, options: dict[str, Any]
+) -> Iterator[tuple[RotaryTable, ...]]:
     """Patch the model within a ``with`` block, and yield the tables in use."""
     # The default of a patched model is the patch that it came with, so nothing is replaced.
     if again and isinstance(method, Default):
@@ -321,7 +327,7 @@ def under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]
 
 
 @contextlib.contextmanager
-def named(method: str) -> Iterator[None]:
+def naming_method(method: str) -> Iterator[None]:
     """Name the method in front of any ValueError that is raised within a ``with`` block."""
     try:
         yield

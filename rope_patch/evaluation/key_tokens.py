@@ -24,12 +24,12 @@ from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.spec import DEFAULT_WINDOWS
 from rope_patch.methods import Default
 from rope_patch.modeling.inputs import check_ids
-from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import Reader, fingerprint, losses
+from rope_patch.modeling.scoring import Reader, losses, model_hash
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.install import patched
-from rope_patch.runtime.finished import key
 from rope_patch.runtime.progress import Progress
+from rope_patch.runtime.result_cache import key
 
 LEAST_GAIN = 2.0
 """Smallest difference between a key token's loss with the short context and its loss with the long one [nats]."""
@@ -164,7 +164,7 @@ def choose_key_tokens(
     """
     reader = Reader(model)
     settings: dict[str, Any] = {"context": context, "short": short_context, "gain": LEAST_GAIN, "loss": LARGEST_LOSS}
-    identity = settings if result_cache is None else settings | {"model": fingerprint(model)}
+    identity = settings if result_cache is None else settings | {"model": model_hash(model)}
 
     def name(window: TokenDocument) -> str:
         ids = hashlib.sha256(window.ids.cpu().numpy().tobytes()).hexdigest()

@@ -16,10 +16,10 @@ from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.window_losses import SCHEMA, DocumentSums, PerplexityResult, Window
 from rope_patch.modeling.inputs import check_ids
-from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
-from rope_patch.runtime.finished import key, open_cache
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses, model_hash
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime.progress import Progress
+from rope_patch.runtime.result_cache import key, open_cache
 
 
 @torch.no_grad()
@@ -81,8 +81,8 @@ def perplexity(
     result_cache = open_cache(resume)
     # Another cache, other chunks or other ranges give other numbers, so they are part of every key.
     settings = {"edges": edges, "chunk": chunk} | known
-    # The fingerprint reads every weight of the model, so it is computed only where keys are stored.
-    identity = settings | {"model": fingerprint(model) if resume is not None else ""}
+    # The hash reads every weight of the model, so it is computed only where keys are stored.
+    identity = settings | {"model": model_hash(model) if resume is not None else ""}
     tally = DocumentSums(edges)
 
     def score(items: list[Window], size: int) -> list[dict[str, Any]]:

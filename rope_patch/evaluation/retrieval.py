@@ -23,10 +23,10 @@ from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.spec import check_tasks
 from rope_patch.evaluation.tasks import TASKS, Task
-from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, model_hash
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.finished import key, open_cache
+from rope_patch.runtime.result_cache import key, open_cache
 from rope_patch.runtime.text import did_you_mean
 
 # A part of the keys of the result cache: raise it when what is stored for a haystack changes.
@@ -214,8 +214,8 @@ def retrieval(
     stops = _stops(model, tokenizer)
     # Stop tokens cut the output, and another cache or chunk may change it, so they are part of every key.
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
-    # The fingerprint reads every weight of the model, so it is computed only where keys are stored.
-    identity = settings | {"model": fingerprint(model) if resume is not None else ""}
+    # The hash reads every weight of the model, so it is computed only where keys are stored.
+    identity = settings | {"model": model_hash(model) if resume is not None else ""}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, seed=spec.seed, sample=sample)

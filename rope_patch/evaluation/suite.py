@@ -31,7 +31,7 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.two_tables import switch_of
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import open_cache
+from rope_patch.runtime.result_cache import open_cache
 
 ANSWERED_SHARE = 0.75
 """Share of the prompts within its trained length that an unpatched model must answer; otherwise the task is too hard

@@ -16,9 +16,9 @@ from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.writing import from_dict
 from rope_patch.planning import plan
-from rope_patch.runtime.finished import key
 from rope_patch.runtime.folders import folder_in_one_move
 from rope_patch.runtime.parallel import from_first, processes
+from rope_patch.runtime.result_cache import key
 
 DEFAULT_ROWS = 200
 """Number of rows of a training where no time is given; fewer teach little."""
@@ -145,13 +145,13 @@ def train(
         recipe["data"]["source"] = options.train_text
     # Another training has another folder: a run goes on with an interrupted training only if it is the same.
     folder = work / f"adapter-{key(recipe=recipe)[:8]}"
-    with elsewhere(model):
+    with moved_to_cpu(model):
         finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
     return folder
 
 
 @contextmanager
-def elsewhere(model: PreTrainedModel) -> Iterator[None]:
+def moved_to_cpu(model: PreTrainedModel) -> Iterator[None]:
     """Keep a model in the CPU's memory within a ``with`` block, so that another has room on the GPU."""
     device = model.device
     if device.type != "cpu":

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rope_patch.fitting import fit, held_out_spec
 from rope_patch.fitting.fit_cost import tokens_to_fit
-from rope_patch.modeling.scoring import fingerprint
+from rope_patch.modeling.scoring import model_hash
 from rope_patch.options.fit import FitSettings
-from rope_patch.runtime.finished import ResultCache, key
+from rope_patch.runtime.result_cache import ResultCache, key
 
 FIT_POSITIONS = "pose"
 
@@ -22,7 +22,7 @@ def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, re
     Returns:
         The table as a method string, and whether it is better than its start; else it is the start.
     """
-    cache, name = ResultCache(resume), key(fitted=fingerprint(model), length=length, positions=FIT_POSITIONS)
+    cache, name = ResultCache(resume), key(fitted=model_hash(model), length=length, positions=FIT_POSITIONS)
     if name not in cache:
         patch = fit(model, tokenizer, target_length=length, positions=FIT_POSITIONS)
         # The fitted table is a candidate like the others: it is patched when it is measured.

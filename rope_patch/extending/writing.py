@@ -26,12 +26,12 @@ from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.writing import to_dict, to_yaml
 from rope_patch.patching.install import patched
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import finite
 from rope_patch.runtime.folders import (
     folder_in_one_move,
     is_gguf,
     write_atomically,
 )
+from rope_patch.runtime.result_cache import finite
 
 RECORD_FILE = "rope_patch_extend.json"
 SCHEMA = 1

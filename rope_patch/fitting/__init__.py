@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.suite import ANSWERED_SHARE, EvalSuite
 from rope_patch.fitting.candidates import RETRIEVAL_TASK, Candidate, Evaluator, best
-from rope_patch.fitting.rows import Rows
-from rope_patch.fitting.running import FitRun
+from rope_patch.fitting.draw_rows import DrawnRows
+from rope_patch.fitting.fit_run import FitRun
 from rope_patch.fitting.texts import second_domain, split_text
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.evaluation import EvalSpec
@@ -148,7 +148,7 @@ def fit(
     second = second_domain(tokenizer, data, spec.longest, spec.windows)
     cut: dict[str, Any] = {"positions": settings.positions, "trained": trained, "target": target_length}
     cut["seed"] = settings.seed
-    rows = Rows(tokenizer, text, answers=retrieval > 0, **cut)
+    rows = DrawnRows(tokenizer, text, answers=retrieval > 0, **cut)
     first = apply(model, method, target_length=target_length)
     try:
         run = FitRun(method, rows, Evaluator(model, suite, second), retrieval)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rope_patch.evaluation.spec import DEFAULT_WINDOWS, SCALABLE, smaller, tokens_to_read
-from rope_patch.fitting.rows import tokens_of_step
-from rope_patch.fitting.running import checks
+from rope_patch.fitting.draw_rows import step_tokens
+from rope_patch.fitting.fit_run import checks
 from rope_patch.options.evaluation import EvalSpec
 
 
@@ -22,7 +22,7 @@ def tokens_to_fit(spec: EvalSpec, steps: int, positions: str) -> int:
     evaluations = 1 + len(checks(steps)) + (steps - (steps + 1) // 2 > 1)
     # the windows of the second domain are as many as of the first
     once = tokens_to_read(spec) + (spec.windows or DEFAULT_WINDOWS) * spec.longest
-    return steps * tokens_of_step(positions, spec.lengths[0], spec.longest) + evaluations * once
+    return steps * step_tokens(positions, spec.lengths[0], spec.longest) + evaluations * once
 
 
 def affordable(spec: EvalSpec, steps: int, positions: str, most: int) -> EvalSpec:

@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from rope_patch.harness.rows import RequestRow, answer_tokens, grouped
+from rope_patch.harness.request_rows import RequestRow, answer_tokens, group_requests
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
@@ -107,7 +107,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             if len(context) + len(continuation) - 1 > self.max_length:
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
-        rows = grouped(requests, self._table_of)
+        rows = group_requests(requests, self._table_of)
         bar = self._bar("loglikelihood", sum(len(row.ids) for row in rows), disable_tqdm)
         # Windows of a rolling request come in batches of a given size, all of which share the bar of that request.
         with bar if override_bs is None else contextlib.nullcontext():

@@ -19,7 +19,7 @@ from rope_patch.harness.answering_model import AnsweringLM
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method
-from rope_patch.modeling.scoring import Reader, fingerprint
+from rope_patch.modeling.scoring import Reader, model_hash
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import key_of
@@ -205,7 +205,7 @@ class RopePatchLM(AnsweringLM):
         """
         answers = cache_hook.dbdict
         if answers is not None:
-            identity = f"{fingerprint(self.model)}/{self.max_length}/{self.scheme}"
+            identity = f"{model_hash(self.model)}/{self.max_length}/{self.scheme}"
             if len(answers) and answers.get(IDENTITY_ENTRY) != identity:
                 raise ValueError("the file of --use_cache holds answers of another model or patch: give another path")
             answers[IDENTITY_ENTRY] = identity

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from rope_patch.modeling.modes import attending_with
+from rope_patch.modeling.temporary_modes import attending_with
 
 if TYPE_CHECKING:
     from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
@@ -40,7 +40,7 @@ _READING: WeakKeyDictionary[nn.Module, _Reading] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def running(run: SchemeRun, model: nn.Module) -> Iterator[None]:
+def attending_by(run: SchemeRun, model: nn.Module) -> Iterator[None]:
     """Let a model attend through :func:`attend`, by a run's plans; of several runs the latest counts.
 
     Models have runs of their own, and runs may end in any order.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rope_patch.kv_cache.attention import running
+from rope_patch.kv_cache.attention import attending_by
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
@@ -61,7 +61,7 @@ class CacheMaker:
 
 
 @contextlib.contextmanager
-def noting_turns(location: Location, run: SchemeRun) -> Iterator[None]:
+def recording_turns(location: Location, run: SchemeRun) -> Iterator[None]:
     """Record the latest cos and sin of each pair from a model's rotary module within a ``with`` block."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -121,11 +121,11 @@ def quantized(
 
     with contextlib.ExitStack() as stack:
         if planned.key.pre:
-            stack.enter_context(noting_turns(location, run))
+            stack.enter_context(recording_turns(location, run))
         decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
         stack.callback(decoder.register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
         if exact and {planned.key.format, planned.value.format} != {
             "none"
         }:  # full precision is the model's own, bit for bit
-            stack.enter_context(running(run, root))
+            stack.enter_context(attending_by(run, root))
         yield CacheMaker(root.config, run, f"{planned} {'exact' if exact else 'streaming'}")

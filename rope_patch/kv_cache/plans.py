@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from rope_patch.kv_cache.block_rounding import at_least_float, fake_quantize
 from rope_patch.kv_cache.schemes import Scheme, Side
-from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.sources import LayerSource, find_sources, split_pairs
+from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import locate
 
 Tokens = TypeVar("Tokens", int, Tensor)
@@ -32,7 +32,7 @@ class LayerPlan:
         exact: (head_dim,) features of keys that stay in full precision whatever the scheme says, or None.
     """
 
-    layer: LayerSource
+    layer: AttentionLayer
     scheme: Scheme
     sides: dict[str, Side]
     exact: Tensor | None = None
@@ -96,12 +96,14 @@ def plan_layers(model: nn.Module, scheme: Scheme) -> dict[int, LayerPlan]:
 
     Raises:
         ValueError: a skipped layer that the model does not have, or a model whose keys cannot be found (see
-            ``find_sources``).
+            ``find_attention_layers``).
     """
     root: Any = locate(model).model
     size = root.get_input_embeddings().num_embeddings
     with in_eval_mode(model):
-        layers = find_sources(model, torch.arange(PROBE_TOKENS) * max(1, size // (2 * PROBE_TOKENS)) % size).layers
+        layers = find_attention_layers(
+            model, torch.arange(PROBE_TOKENS) * max(1, size // (2 * PROBE_TOKENS)) % size
+        ).layers
     owners = {layer.index: layer.keys_of for layer in layers}
     for index in scheme.skip:
         if index not in owners:

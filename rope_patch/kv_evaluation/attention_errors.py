@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_patch.kv_cache.attention import running
-from rope_patch.kv_cache.cache import noting_turns
+from rope_patch.kv_cache.attention import attending_by
+from rope_patch.kv_cache.cache import recording_turns
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.statistics import pairs_of
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
 
@@ -71,8 +71,8 @@ def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tup
     progress = Progress(len(token_ids))
     with (
         in_eval_mode(model),
-        noting_turns(location, plain),
-        running(plain, root),
+        recording_turns(location, plain),
+        attending_by(plain, root),
         progress.within_pass(decoder, len(token_ids)),
     ):
         decoder(input_ids=token_ids[None].to(device_of(root.get_input_embeddings())), use_cache=False)

@@ -11,8 +11,8 @@ import torch
 from rope_patch.analysis.outliers import OUTLIER_RATIO
 from rope_patch.evaluation.numbers import percent
 from rope_patch.kv_evaluation.attention_errors import LayerErrors
-from rope_patch.kv_evaluation.captions import listed
 from rope_patch.modeling.statistics import Capture
+from rope_patch.runtime.captions import indices_text
 
 NAMED_SHARE = 2 / 3
 """Layers that cost at least this share of the worst layer's cost are named."""
@@ -44,9 +44,9 @@ class Attribution:
     def __str__(self) -> str:
         """Say where the cost comes from."""
         if not self.pairs:
-            return f"{'values of ' if self.values > self.keys else ''}{listed('layer', self.worst)}"
+            return f"{'values of ' if self.values > self.keys else ''}{indices_text('layer', self.worst)}"
         left = "" if self.left is None else f" ({percent(self.left)} with these in full precision)"
-        return f"{listed('layer', self.worst)}, {listed('pair', self.pairs)}{left}"
+        return f"{indices_text('layer', self.worst)}, {indices_text('pair', self.pairs)}{left}"
 
 
 def worst_layers(costs: Mapping[int, float], tolerance: float) -> tuple[int, ...]:

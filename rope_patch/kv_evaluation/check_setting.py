@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.modeling.scoring import fingerprint
+from rope_patch.modeling.scoring import model_hash
 from rope_patch.modeling.statistics import Capture
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import finite, key
+from rope_patch.runtime.result_cache import finite, key
 from rope_patch.tables import RotaryTable
 
 COMPARED_WINDOWS = 2
@@ -66,7 +66,7 @@ class Setting:
         with progress.all_of(tokens):
             if self.result_cache is None:
                 return measure()
-            mark = key(model=fingerprint(self.model), **about)
+            mark = key(model=model_hash(self.model), **about)
             if mark not in self.result_cache:
                 self.result_cache[mark] = finite(measure())
             return self.result_cache[mark]

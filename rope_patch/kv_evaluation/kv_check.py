@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.compare import environment, named, under
+from rope_patch.evaluation.compare import environment, naming_method, patched_with
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import MethodInPlace, Setting
-from rope_patch.kv_evaluation.measuring import measure, measure_attribution
+from rope_patch.kv_evaluation.measure_scheme import measure, measure_attribution
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.token_count import tokens_to_attribute
-from rope_patch.kv_evaluation.verdicts import CheckRow, find_verdict
+from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import name_of
@@ -33,7 +33,7 @@ from rope_patch.patching.install import for_target
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import open_cache
+from rope_patch.runtime.result_cache import open_cache
 from rope_patch.tables import RotaryTable
 
 
@@ -49,7 +49,7 @@ def check_spec(spec: EvalSpec) -> None:
         raise ValueError("LongPPL is measured by compare: give longppl=False")
 
 
-def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
+def parse_schemes(names: Sequence[str]) -> dict[str, Scheme]:
     """Return the schemes to measure by the names they were given, full precision first.
 
     Args:
@@ -109,7 +109,7 @@ def kv_check(
     limits = limits or Limits()
     if isinstance(schemes, str):
         raise ValueError(f"schemes must be a list of schemes, got {schemes!r}")
-    asked = find_schemes(schemes)
+    asked = parse_schemes(schemes)
     suite = as_suite(spec, tokenizer)
     if isinstance(methods, str) or not methods:
         raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
@@ -125,13 +125,13 @@ def kv_check(
 
     @contextlib.contextmanager
     def in_place(label: str) -> Iterator[tuple[RotaryTable, ...]]:
-        with under(model, resolved[label], record is not None, options) as tables, named(label):
+        with patched_with(model, resolved[label], record is not None, options) as tables, naming_method(label):
             yield tables
 
     for label in resolved:  # what does not fit raises before anything is measured
         with in_place(label):
             for name, scheme in asked.items():
-                with named(name):
+                with naming_method(name):
                     plan_layers(model, scheme)
     rows, captures = [], {}
     for label in resolved:
@@ -168,4 +168,4 @@ def _measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Sch
 
 
 def _unsafe(setting: Setting, row: CheckRow, base: CheckRow) -> bool:
-    return any(find_verdict(row, base, length, setting.limits).kind == "unsafe" for length in setting.lengths)
+    return any(verdict_of(row, base, length, setting.limits).kind == "unsafe" for length in setting.lengths)

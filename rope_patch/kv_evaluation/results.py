@@ -9,13 +9,13 @@ from typing import Any
 
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
-from rope_patch.kv_evaluation.captions import counted
-from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, find_verdict, label
+from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, label, verdict_of
 from rope_patch.modeling.statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
-from rope_patch.runtime.finished import finite
+from rope_patch.runtime.captions import count_text
+from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 4
 
@@ -109,15 +109,15 @@ class KVCheck:
             result = self.rows[0].scores.retrieval[str(span.task)]
             task = f" ({span.task})" if len(self.spec.tasks) > 1 else ""
             sentences.append(
-                f"{counted(len(result.samples(length)), 'prompt')} of {length} tokens in "
-                f"{counted(len(result.haystacks(length)), 'haystack')}{task}: a loss below "
+                f"{count_text(len(result.samples(length)), 'prompt')} of {length} tokens in "
+                f"{count_text(len(result.haystacks(length)), 'haystack')}{task}: a loss below "
                 f"{self.change(self.rows[0], metric, span).high:.0%} could not be told apart from chance"
             )
         return sentences
 
     def verdict(self, row: CheckRow, length: int) -> Verdict:
         """Return whether a scheme is safe at a length."""
-        return find_verdict(row, self.of(row.method)[0], length, self.limits)
+        return verdict_of(row, self.of(row.method)[0], length, self.limits)
 
     def summary(self) -> list[str]:
         """Return what to do: what is safe everywhere, then a sentence per method and length."""

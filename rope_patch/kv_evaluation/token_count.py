@@ -14,7 +14,7 @@ from rope_patch.evaluation.budget import default_tokens, suite_within
 from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS
-from rope_patch.kv_evaluation.measuring import readings
+from rope_patch.kv_evaluation.measure_scheme import passes_of_attribution
 from rope_patch.options.evaluation import EvalSpec
 
 
@@ -39,7 +39,7 @@ def tokens_to_check(spec: EvalSpec, schemes: int, methods: int) -> int:
 
 def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
     """Return the tokens that each unsafe scheme adds under each method."""
-    return readings(layers) * _compared(spec)
+    return passes_of_attribution(layers) * _compared(spec)
 
 
 def suite_for(

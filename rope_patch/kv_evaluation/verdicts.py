@@ -82,7 +82,7 @@ class CheckRow:
         return (self.key_bits + self.value_bits) / 2
 
 
-def find_verdict(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Verdict:
+def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Verdict:
     """Return whether a scheme is safe, as the metrics together say.
 
     Unsafe where one of them is; safe where all are. For perplexity: unsafe where the whole interval of its change lies

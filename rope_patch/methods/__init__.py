@@ -1,13 +1,14 @@
 """The methods: frozen dataclasses that map a table found in a checkpoint to a new one.
 
-Adding a method is one class: its name, its fields with defaults, its checks, and the expression of its frequencies.
-The registry, method strings, the command line and the tests pick it up from there. Classes of a user's own are found
-in the running script, in modules that :func:`rope_patch.registry.import_modules` imports, and in installed packages.
+A new method is one class: its name, its fields with defaults, its checks, and the expression of its frequencies. The
+registry, method strings, the command line and the tests find it there. Classes of a user's own are found in the running
+script, in modules that :func:`rope_patch.registry.import_modules` imports, and in installed packages.
 """
 
 from rope_patch.methods.base import METHODS, Chain, Method, Scaling
 from rope_patch.methods.parameters import field_help, number
 
+# Not sorted: methods are listed everywhere in the order in which their classes are defined.
 from rope_patch.methods.p_rope import Default, NoPE, Partial, PRope, PRopeReversed  # isort: skip
 from rope_patch.methods.base_frequency import ABF, NTK  # isort: skip
 from rope_patch.methods.interpolation import PI, Llama3, MrRope, Resonance, Yarn  # isort: skip

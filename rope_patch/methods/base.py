@@ -17,30 +17,31 @@ from rope_patch.registry import Registry
 from rope_patch.tables import RotaryTable
 
 METHODS: Registry[type[Method]] = Registry("method", "rope_patch.methods")
-"""Method name to class, in the order of definition; what installed packages offer comes last."""
+"""Method name to class, in the order of definition; classes of installed packages come last."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """Base of every method.
+    """Base class of every method.
 
-    A subclass names itself (``class PI(Method, name="pi")``), declares its parameters as dataclass fields with
-    defaults, :func:`~rope_patch.methods.number` where they have bounds, and gives the frequencies in :meth:`inv_freq`.
-    Whatever else it says is optional: :meth:`scaling`, :meth:`rope_parameters`, :meth:`check_table`, and
-    ``recomputes``. A field ``replace_scaling`` hands it the plain table of the base found.
+    A subclass names itself (``class PI(Method, name="pi")``), declares its parameters as dataclass fields with defaults
+    (:func:`~rope_patch.methods.number` for those with bounds), and gives the frequencies in :meth:`inv_freq`. The rest
+    is optional: :meth:`scaling`, :meth:`rope_parameters`, :meth:`check_table`, and ``recomputes``. A method with a
+    field ``replace_scaling`` gets the plain table of the checkpoint's base if that is true.
     """
 
     name: ClassVar[str] = ""
     recomputes: ClassVar[bool] = False
-    """Whether the table is computed anew from ``rope_theta``: then one that is not plain RoPE is refused."""
+    """Whether the table is computed anew from ``rope_theta``; a table that is not plain RoPE is then refused."""
     extends: ClassVar[bool] = False
-    """Whether the table reaches further by numbers that say nothing of how far (a base, a list): no factor is checked
-    beside such a method."""
+    """Whether the table reaches further by numbers that do not tell how far (a base, a list). In a chain with such a
+    method no factor is checked against a target."""
 
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         """Register the class under ``name``."""
         super().__init_subclass__(**kwargs)
         if name:
+            # Otherwise the error would come only when the method is first applied.
             if cls.inv_freq is Method.inv_freq and cls.__call__ is Method.__call__:
                 raise ValueError(f"the method {name!r} must define inv_freq")
             cls.name = name
@@ -49,32 +50,35 @@ class Method:
     def __post_init__(self) -> None:
         kinds = typing.get_type_hints(type(self))
         for f in fields(self):
+            # From a method string or a command line every value comes as text.
             value = convert(f.name, getattr(self, f.name), kinds[f.name])
+            # The dataclass is frozen, so an ordinary assignment raises.
             object.__setattr__(self, f.name, value)
+            # The bounds of a list hold for each of its numbers.
             for one in value if isinstance(value, tuple) else () if value is None else (value,):
                 check_bounds(f.name, one, f.metadata)
         self.check()
 
     def check(self) -> None:
-        """Raise ValueError when parameters do not go together."""
+        """Raise ValueError if parameters do not go together."""
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies: (pairs,) float32 [rad/token]; those of the argument are not changed."""
         raise NotImplementedError
 
     def scaling(self, table: RotaryTable) -> float:
-        """Return the factor on cos and sin: the table's own, unless a method says otherwise."""
+        """Return the factor on cos and sin; unless a method overrides this, it is that of the table."""
         return table.attention_scaling
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
-        """Return how transformers itself says the new table, ``rope_theta`` included; None where it has no type."""
+        """Return the ``rope_parameters`` from which transformers computes the new table; None if it cannot."""
         return None
 
     def check_table(self, table: RotaryTable) -> None:
-        """Raise ValueError for a table that the method is not for."""
+        """Raise ValueError if the method is not made for this table."""
 
     def __call__(self, table: RotaryTable) -> RotaryTable:
-        """Return the new table; the very one found, with its encoding, where nothing changes."""
+        """Return the new table; if nothing changes, return the same object, which keeps its encoding."""
         if getattr(self, "replace_scaling", False):
             table = table.plain()
         if self.recomputes and not table.is_geometric:
@@ -84,38 +88,39 @@ class Method:
             )
         self.check_table(table)
         inv_freq, scaling = self.inv_freq(table), self.scaling(table)
+        # Compared as `becomes` stores them: frequencies too small to rotate anything count as zero.
         if torch.equal(frequencies.zero_unrotated(inv_freq), table.inv_freq) and scaling == table.attention_scaling:
             return table
         return table.becomes(inv_freq, rope_parameters=self.rope_parameters(table), attention_scaling=scaling)
 
     @property
     def named_layer_types(self) -> tuple[str, ...]:
-        """The layer types that the method, or a step of it, is for by name."""
+        """The layer types that the method, or one of its steps, names; its table is for these alone."""
         kind = getattr(self, "layer_type", None)
         return () if kind is None else (kind,)
 
     @property
     def needs_target(self) -> bool:
-        """Whether a factor was left out, to be taken from a target."""
+        """Whether a factor was left out, which a target length has to fill in."""
         return False
 
     def for_target(self, table: RotaryTable, target_length: int | None) -> Method:
-        """Return the method for a target: a factor that was left out is filled in, a given one is checked.
+        """Return the method for a target length: a factor that was left out is filled in, a given one is checked.
 
         Args:
-            table: the table found.
-            target_length: the context asked for [tokens]; None where none was named.
+            table: the table of the checkpoint.
+            target_length: the requested context length [tokens]; None if there is none.
 
         Raises:
-            ValueError: neither a factor nor a target, or two that contradict each other.
+            ValueError: there is neither a factor nor a target, or the two contradict each other.
         """
         return self
 
     def on_tables(self, tables: Sequence[RotaryTable], target_length: int | None) -> Method:
-        """Return the method for a target as :meth:`for_target` does, with the one factor that all tables need.
+        """Return the method for a target length as :meth:`for_target` does, with the one factor that all tables need.
 
         Raises:
-            ValueError: as ``for_target``, or tables that need different factors.
+            ValueError: as in :meth:`for_target`, or the tables need different factors.
         """
         methods = [self.for_target(table, target_length) for table in tables]
         if len(names := {str(method): None for method in methods}) > 1:
@@ -125,8 +130,9 @@ class Method:
         return methods[0]
 
     def extended_to(self, tables: Sequence[RotaryTable], target_length: int | None) -> Method:
-        """Return :meth:`on_tables`, and refuse a target that the checkpoint reaches without a patch."""
-        drops = getattr(self, "replace_scaling", False)  # what reached further than the trained context
+        """Return the result of :meth:`on_tables`, and refuse a target that the checkpoint reaches without a patch."""
+        # If the checkpoint's scaling is dropped, only the context before that scaling is reached without the method.
+        drops = getattr(self, "replace_scaling", False)
         least = tables[0].context if drops else max(tables[0].context, tables[0].max_position_embeddings)
         if target_length is not None and target_length < least:
             raise ValueError(
@@ -135,15 +141,15 @@ class Method:
         return self.on_tables(tables, target_length)
 
     def reach(self, table: RotaryTable) -> int | None:
-        """Return the context that the method's factor stretches a table to [tokens]; None where it states none."""
+        """Return the context that the method's factor stretches a table to [tokens]; None if it has no factor."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``{"method": name, parameter: value, …}``, JSON-ready."""
+        """Return ``{"method": name, parameter: value, …}`` as JSON values."""
         return {"method": self.name, **asdict(self)}
 
     def __str__(self) -> str:
-        """Write the method as a method string: the leading parameter, and whatever is not at its default."""
+        """Return the method string: the first parameter, and those that differ from their defaults."""
         shown = []
         for i, f in enumerate(fields(self)):
             value = getattr(self, f.name)
@@ -153,24 +159,24 @@ class Method:
 
 
 def check_count(name: str, values: Sequence[float] | None, table: RotaryTable) -> None:
-    """Raise unless a list that is given has one number for each pair of a table."""
+    """Raise ValueError unless a list, if given, has one number for each pair of a table."""
     if values is not None and len(values) != table.pairs:
         raise ValueError(f"{name} needs one number per pair: {table.path} has {table.pairs}, got {len(values)}")
 
 
 @dataclass(frozen=True)
 class Scaling(Method):
-    """Base of the methods whose ``factor`` stretches the context; left out, it is taken from ``target_length``."""
+    """Base class of the methods whose ``factor`` stretches the context; the default follows from a target length."""
 
     factor: float | None = number(None, least=1)
 
     def context_of(self, table: RotaryTable) -> int:
-        """Return the context that the factor multiplies [tokens]: the one before any scaling of the checkpoint's."""
+        """Return the context that the factor multiplies [tokens]: the one before any scaling of the checkpoint."""
         return table.context
 
     @property
     def needs_target(self) -> bool:
-        """Whether the factor was left out."""
+        """Whether the factor was left out, so that a target length has to fill it in."""
         return self.factor is None
 
     @property
@@ -178,18 +184,18 @@ class Scaling(Method):
         """The factor.
 
         Raises:
-            ValueError: it was left out.
+            ValueError: the factor was left out.
         """
         if self.factor is None:
             raise ValueError(f"{self.name} needs a factor, or a target_length to take it from: {self.name}:factor=4")
         return self.factor
 
     def for_target(self, table: RotaryTable, target_length: int | None) -> Scaling:
-        """Return the method with its factor."""
+        """Return the method with its factor filled in or checked."""
         return self.stretched(self.context_of(table), target_length)
 
     def stretched(self, context: float, target_length: int | None) -> Scaling:
-        """Return the method with the factor that takes a context [tokens] to a target."""
+        """Return the method with the factor that stretches a context to a target length [tokens]."""
         if target_length is None:
             return replace(self, factor=self.stretch)
         needed = max(1.0, target_length / context)
@@ -209,12 +215,13 @@ class Scaling(Method):
 
 @dataclass(frozen=True)
 class Chain(Method):
-    """Methods applied from left to right, each to the table the one before it left."""
+    """Several methods applied from left to right, each to the table that the one before it returned."""
 
     steps: tuple[Method, ...] = ()
     name: ClassVar[str] = "chain"
 
     def __post_init__(self) -> None:
+        # A chain within a chain is the same as its steps; so equal chains compare equal and have one method string.
         flat = tuple(inner for step in self.steps for inner in (step.steps if isinstance(step, Chain) else (step,)))
         if any(step.name == "two_tables" for step in flat):
             raise ValueError("a chain holds methods of one table: chain the short and the long method, each on its own")
@@ -230,24 +237,26 @@ class Chain(Method):
 
     @property
     def named_layer_types(self) -> tuple[str, ...]:
-        """The layer types that any step names."""
+        """The layer types that the steps name."""
         return tuple(kind for step in self.steps for kind in step.named_layer_types)
 
     @property
     def needs_target(self) -> bool:
-        """Whether any step needs one."""
+        """Whether any step needs a target length."""
         return any(step.needs_target for step in self.steps)
 
     def for_target(self, table: RotaryTable, target_length: int | None) -> Chain:
-        """Return the chain with the one factor that may be left out filled in; all factors count towards the target."""
+        """Return the chain with its missing factor filled in; the product of all factors has to reach the target."""
         scaling = [step for step in self.steps if isinstance(step, Scaling)]
         bare = [step for step in scaling if step.factor is None]
         if len(bare) > 1:
             raise ValueError(f"at most one method of a chain may leave its factor out: {self}")
+        # The base or list of such a step may reach the target, so the factors alone need not.
         if not bare and any(step.extends for step in self.steps):
             return self
         steps = [step if isinstance(step, Scaling) else step.for_target(table, None) for step in self.steps]
         if scaling:
+            # If no factor is missing, the last one is checked, given the others.
             chosen = bare[0] if bare else scaling[-1]
             others = math.prod(step.stretch for step in scaling if step is not chosen)
             filled = chosen.stretched(scaling[0].context_of(table) * others, target_length)
@@ -255,7 +264,7 @@ class Chain(Method):
         return Chain(tuple(steps))
 
     def reach(self, table: RotaryTable) -> int | None:
-        """Return what all factors together stretch the context to [tokens]; None without any."""
+        """Return the context that all factors together reach [tokens]; None if no step has one."""
         scaling = [step for step in self.steps if isinstance(step, Scaling)]
         if not scaling or self.needs_target or any(step.extends for step in self.steps):
             return None
@@ -266,5 +275,5 @@ class Chain(Method):
         return {"method": "chain", "steps": [step.to_dict() for step in self.steps]}
 
     def __str__(self) -> str:
-        """Join the steps with ``+``."""
+        """Return the method strings of the steps, joined with ``+``."""
         return "+".join(map(str, self.steps))

@@ -1,4 +1,4 @@
-"""Methods that change the base."""
+"""Methods that compute the table from another base."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ABF(Method, name="abf"):
     recomputes: ClassVar[bool] = True
 
     def check(self) -> None:
-        """One of the two at most; 500000 when neither is given."""
+        """Raise unless at most one of the two is given; without either, the base is 500000."""
         if self.rope_theta is not None and self.factor is not None:
             raise ValueError(f"abf takes rope_theta or factor, not both: got {self.rope_theta} and {self.factor}")
         if self.rope_theta is None and self.factor is None:

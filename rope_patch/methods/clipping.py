@@ -18,7 +18,7 @@ from rope_patch.tables import RotaryTable
 class Truncated(Method, name="truncated"):
     """Truncated basis: zero the slow frequencies.
 
-    Two forms. ``cutoff_low``, ``cutoff_high`` and ``floor`` [rad/token] are Giraffe's: ``f >= high`` is kept,
+    There are two forms. ``cutoff_low``, ``cutoff_high`` and ``floor`` [rad/token] are Giraffe's: ``f >= high`` is kept,
     ``low < f < high`` becomes ``floor``, ``f <= low`` becomes zero (Pal et al., arXiv:2308.10882). ``context`` [tokens]
     zeroes every pair that never completes a turn within it, ``f < 2 pi / context`` (Jonasson, arXiv:2503.01832, eq. 15,
     used as a cut; also HoPE and the critical dimension of Liu et al. 2024); it defaults to the trained context.
@@ -30,7 +30,7 @@ class Truncated(Method, name="truncated"):
     floor: float = number(0.0, least=0, unit="rad/token")
 
     def check(self) -> None:
-        """One form at a time, cutoffs in order."""
+        """Raise unless the parameters belong to one form, and the cutoffs are in order."""
         cutoffs = (self.cutoff_low, self.cutoff_high)
         if (self.cutoff_low is None) != (self.cutoff_high is None):
             raise ValueError(f"cutoff_low and cutoff_high come together, got {cutoffs[0]} and {cutoffs[1]}")
@@ -46,7 +46,7 @@ class Truncated(Method, name="truncated"):
             raise ValueError(f"cutoffs must satisfy 0 <= cutoff_low <= cutoff_high, got {cutoffs[0]} and {cutoffs[1]}")
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Cut the table found."""
+        """Return the table of the checkpoint with its slow frequencies cut off."""
         inv_freq = table.inv_freq
         if self.cutoff_low is None or self.cutoff_high is None:
             bound = frequencies.offset_frequency_bound(self.context or table.context)
@@ -62,14 +62,14 @@ class CoPE(Method, name="cope"):
     """CoPE: fade the slowest pairs out by half a cosine, where p-RoPE cuts them off.
 
     ``share`` of all pairs, rounded to whole pairs, is faded: the first of them keeps its frequency, the slowest becomes
-    unrotated. The paper fades 20 of 64. Fewer than two leave the table as it is. *Source*: arXiv:2602.05258, applied
-    to the table found as in the authors' code (hrlics/CoPE at ed52ba5).
+    unrotated. The paper fades 20 of 64 pairs. A share of fewer than two pairs leaves the table as it is. *Source*:
+    arXiv:2602.05258, applied to the table of the checkpoint as in the authors' code (hrlics/CoPE at ed52ba5).
     """
 
     share: float = number(20 / 64, least=0, most=1)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Fade the slow end of the table found."""
+        """Return the table of the checkpoint with its slow end faded out."""
         count = round(self.share * table.pairs)
         if count <= 1:
             return table.inv_freq

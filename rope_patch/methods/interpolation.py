@@ -19,18 +19,18 @@ from rope_patch.tables import RotaryTable
 class PI(Scaling, name="pi"):
     """Position interpolation: every frequency divided by ``factor``.
 
-    The factor multiplies the context that the table found states, scaled or not. *Source*: Chen et al.,
-    arXiv:2306.15595; it is alpha = 1/factor of arXiv:2309.16039.
+    The factor multiplies the context that the checkpoint states, whether its table is scaled or not. *Source*: Chen et
+    al., arXiv:2306.15595; the factor is 1/alpha in arXiv:2309.16039.
     """
 
     replace_scaling: bool = False
 
     def context_of(self, table: RotaryTable) -> int:
-        """Return the context of the table that is divided: the stated one, or the first if its scaling is dropped."""
+        """Return the context of the table that is divided: the stated one, or that before a scaling that is dropped."""
         return table.context if self.replace_scaling else table.max_position_embeddings
 
     def check_table(self, table: RotaryTable) -> None:
-        """Refuse one that was interpolated before: factors would multiply."""
+        """Refuse a table that was interpolated before: the factors would multiply."""
         if table.rope_type == "linear":
             scaled = (table.rope_parameters or {}).get("factor")
             raise ValueError(
@@ -39,11 +39,11 @@ class PI(Scaling, name="pi"):
             )
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Divide the table found."""
+        """Return the frequencies of the checkpoint divided by the factor."""
         return table.inv_freq / self.stretch
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
-        """Type ``linear``, which divides plain RoPE alone."""
+        """Return parameters of type ``linear``; None if the table is not plain RoPE, which alone that type divides."""
         if not table.is_geometric:
             return None
         return {"rope_type": "linear", "rope_theta": table.rope_theta, "factor": self.stretch}
@@ -51,7 +51,7 @@ class PI(Scaling, name="pi"):
 
 @dataclass(frozen=True)
 class _ByTurns(Scaling):
-    """What YaRN and MrRoPE share: pairs are divided by how often they turn in the trained context."""
+    """Base class of YaRN and MrRoPE, which divide a pair according to how often it turns in the trained context."""
 
     beta_fast: float = number(32.0, above=0)
     beta_slow: float = number(1.0, above=0)
@@ -61,12 +61,12 @@ class _ByTurns(Scaling):
     recomputes: ClassVar[bool] = True
 
     def check(self) -> None:
-        """``beta_fast`` above ``beta_slow``."""
+        """Raise unless ``beta_fast`` is above ``beta_slow``."""
         if self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast must exceed beta_slow, got {self.beta_fast} and {self.beta_slow}")
 
     def check_table(self, table: RotaryTable) -> None:
-        """Refuse a base for which the number of turns does not fall from pair to pair."""
+        """Refuse a base with which the number of turns does not fall from pair to pair."""
         if table.rope_theta <= 1:
             raise ValueError(f"{self.name} needs rope_theta > 1, got {table.rope_theta}")
 
@@ -81,7 +81,7 @@ class _ByTurns(Scaling):
         return frequencies.yarn_scaling(self.stretch)
 
     def _ramp(self, table: RotaryTable) -> dict[str, Any]:
-        """Return what decides by how much each pair is divided."""
+        """Return the arguments that decide by how much each pair is divided."""
         ends = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
         return {"factor": self.stretch, "context": self.context_of(table), **ends}
 
@@ -101,7 +101,7 @@ class Yarn(_ByTurns, name="yarn"):
     mscale_all_dim: float | None = None
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return the NTK-by-parts table over the base found."""
+        """Return the NTK-by-parts table of the checkpoint's base."""
         return frequencies.yarn(table.rope_theta, table.rotary_dim, truncate=self.truncate, **self._ramp(table))
 
     def scaling(self, table: RotaryTable) -> float:
@@ -111,7 +111,7 @@ class Yarn(_ByTurns, name="yarn"):
         return frequencies.yarn_scaling(self.stretch, self.mscale, self.mscale_all_dim)
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
-        """Type ``yarn``; what is at transformers' own default is left out."""
+        """Return parameters of type ``yarn``, without those that are at transformers' own default."""
         given = {name: getattr(self, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
         given |= {} if self.truncate else {"truncate": False}
         return {
@@ -134,7 +134,7 @@ class MrRope(_ByTurns, name="mrrope"):
     """
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return MrRoPE-Pro's table over the base found."""
+        """Return MrRoPE-Pro's table of the checkpoint's base."""
         return frequencies.mrrope(table.rope_theta, table.rotary_dim, **self._ramp(table))
 
 
@@ -152,7 +152,7 @@ class Llama3(Scaling, name="llama3"):
     recomputes: ClassVar[bool] = True
 
     def check(self) -> None:
-        """The high factor above the low one."""
+        """Raise unless ``high_freq_factor`` is above ``low_freq_factor``."""
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor must exceed low_freq_factor, got {self.high_freq_factor} and {self.low_freq_factor}"
@@ -163,12 +163,12 @@ class Llama3(Scaling, name="llama3"):
         return self.original_max_position_embeddings or table.context
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Smooth the plain table."""
+        """Return the plain table of the checkpoint's base with Llama 3.1's smoothing."""
         plain = frequencies.geometric(table.rope_theta, table.rotary_dim)
         return frequencies.llama3(plain, context=self.context_of(table), **self._smoothing())
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
-        """Type ``llama3``."""
+        """Return parameters of type ``llama3``."""
         context = self.context_of(table)
         given = {"rope_type": "llama3", "rope_theta": table.rope_theta, "original_max_position_embeddings": context}
         return given | self._smoothing()
@@ -183,14 +183,14 @@ class Llama3(Scaling, name="llama3"):
 
 @dataclass(frozen=True)
 class Resonance(Method, name="resonance"):
-    """Resonance RoPE: every wavelength rounded to a whole number of tokens. Made for the end of a chain.
+    """Resonance RoPE: every wavelength rounded to a whole number of tokens. It is made for the end of a chain.
 
     Angles repeat exactly only as far as float32 allows; the authors' code wraps the positions instead
     (sheryc/resonance_rope at 4a7f5a7). *Source*: arXiv:2403.00071, sec. 3.
     """
 
     def check_table(self, table: RotaryTable) -> None:
-        """Refuse one with a wavelength that rounds to 0."""
+        """Refuse a table with a wavelength that rounds to 0."""
         fastest = float(frequencies.wavelength(table.inv_freq).min())
         if fastest <= 0.5:
             raise ValueError(
@@ -198,5 +198,5 @@ class Resonance(Method, name="resonance"):
             )
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Round the wavelengths of the table found; unrotated pairs keep theirs, which is infinite."""
+        """Return frequencies of whole wavelengths; those of unrotated pairs are infinite and stay so."""
         return 2 * math.pi / torch.round(frequencies.wavelength(table.inv_freq))

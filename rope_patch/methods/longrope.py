@@ -20,8 +20,8 @@ class LongRope(Method, name="longrope"):
     """LongRoPE: each frequency divided by a factor of its own; all ones by default.
 
     ``attention_factor`` defaults to ``sqrt(1 + ln(factor) / ln(L))`` with ``L`` the trained context, which is 1 for the
-    default ``factor`` 1. One list only: a short and a long table that differ would switch during generation and break
-    cached keys. *Source*: Ding et al., arXiv:2402.13753.
+    default ``factor`` 1. There is one list only: a short and a long table that differ would switch during generation,
+    and cached keys would no longer fit. *Source*: Ding et al., arXiv:2402.13753.
     """
 
     factors: tuple[float, ...] | None = number(None, above=0)
@@ -30,10 +30,10 @@ class LongRope(Method, name="longrope"):
     extends: ClassVar[bool] = True
 
     def for_target(self, table: RotaryTable, target_length: int | None) -> LongRope:
-        """Return the method: its list decides how far the table reaches.
+        """Return the method unchanged: its list decides how far the table reaches.
 
         Raises:
-            ValueError: a target, and no list.
+            ValueError: there is a target but no list.
         """
         if target_length is not None and self.factors is None:
             raise ValueError(
@@ -42,24 +42,24 @@ class LongRope(Method, name="longrope"):
         return self
 
     def check_table(self, table: RotaryTable) -> None:
-        """Refuse one of another number of pairs."""
+        """Refuse a table with another number of pairs."""
         check_count("factors", self.factors, table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Divide the table found by the factors."""
+        """Return the frequencies of the checkpoint divided by the factors."""
         if table.is_geometric:
             return frequencies.longrope(table.rope_theta, self._factors(table))
         return table.inv_freq / frequencies.table_of(self._factors(table))
 
     def scaling(self, table: RotaryTable) -> float:
-        """Return ``attention_factor``, or what LongRoPE computes from the factor, times the scaling found."""
+        """Return ``attention_factor``, or the checkpoint's scaling times what LongRoPE computes from the factor."""
         if self.attention_factor is not None:
             return self.attention_factor
         grown = 1 + math.log(self.factor) / math.log(table.context) if self.factor > 1 else 1.0
         return math.sqrt(grown) * table.attention_scaling
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
-        """Type ``longrope``, which divides plain RoPE alone."""
+        """Return parameters of type ``longrope``; None if the table is not plain RoPE, which is all it divides."""
         if not table.is_geometric:
             return None
         return longrope_parameters(self._factors(table), table, attention_scaling=self.scaling(table))
@@ -69,7 +69,7 @@ class LongRope(Method, name="longrope"):
 
 
 def longrope_parameters(factors: Sequence[float], table: RotaryTable, *, attention_scaling: float) -> dict[str, Any]:
-    """Return the longrope form that every loader of transformers rebuilds one fixed table from.
+    """Return the longrope parameters from which every loader of transformers rebuilds one fixed table.
 
     Both lists are equal, so nothing switches; ``original_max_position_embeddings`` equals ``max_position_embeddings``,
     so no engine derives a scaling of its own. vLLM takes the scaling from the ``mscale`` keys; they are written only

@@ -1,4 +1,4 @@
-"""Methods that leave pairs unrotated: p-RoPE, reversed, partial and none at all; and the one that does nothing."""
+"""Methods that leave pairs unrotated: p-RoPE, reversed p-RoPE, partial rotary and NoPE; and the identity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Default(Method, name="default"):
     """The table as found, unchanged: the identity, bit for bit, on every checkpoint."""
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return the frequencies found."""
+        """Return the frequencies of the checkpoint."""
         return table.inv_freq
 
 
@@ -38,7 +38,7 @@ class NoPE(Method, name="nope"):
     temperature: float = number(0.0, least=0)
 
     def check(self) -> None:
-        """Both together."""
+        """Raise unless both parameters are given, or neither."""
         if (self.factor is None) != (self.temperature == 0):
             raise ValueError(
                 f"factor and temperature come together: logits are multiplied by 1 + temperature * ln(factor), got "
@@ -46,16 +46,17 @@ class NoPE(Method, name="nope"):
             )
 
     def scaling(self, table: RotaryTable) -> float:
-        """Return the scaling found times the square root of what multiplies the logits."""
+        """Return the scaling of the checkpoint times the square root of the factor on the logits."""
+        # The root, since cos and sin scale queries and keys, and a logit is a product of both.
         grown = 1.0 if self.factor is None else math.sqrt(1 + self.temperature * math.log(self.factor))
         return table.attention_scaling * grown
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Zero every frequency."""
+        """Return zero for every pair."""
         return torch.zeros_like(table.inv_freq)
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
-        """As p-RoPE encodes it, which has no scaling."""
+        """Return the encoding of p-RoPE with p = 0; None if there is a temperature, for which it has no scaling."""
         return None if self.temperature else PRope(p=0.0).rope_parameters(table)
 
 
@@ -75,12 +76,12 @@ class PRope(Method, name="p_rope"):
     p: float = number(0.75, least=0, most=1)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Zero the frequencies from pair ``int(p * rotary_dim // 2)`` on."""
+        """Return the frequencies, zero from pair ``int(p * rotary_dim // 2)`` on."""
         rotated = int(self.p * table.rotary_dim // 2)
         inv_freq = torch.where(_index(table) < rotated, table.inv_freq, 0)
         if 0 < rotated < table.pairs and self.rope_parameters(table) is not None:
             kept = frequencies.geometric(table.rope_theta, table.rotary_dim, rotated)
-            # A proportional table whose factor is not 1, or one that was edited, is of other frequencies.
+            # A proportional table whose factor is not 1, or one that was edited, has other frequencies, which are kept.
             if torch.allclose(kept, inv_freq[:rotated], rtol=1e-6, atol=0.0):
                 inv_freq[:rotated] = kept
         return inv_freq
@@ -102,7 +103,7 @@ class PRopeReversed(Method, name="p_rope_reversed"):
     p: float = number(0.75, least=0, most=1)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Zero all but the last ``int(p * rotary_dim // 2)`` frequencies."""
+        """Return the frequencies, all but the last ``int(p * rotary_dim // 2)`` zero."""
         return torch.where(_index(table) >= table.pairs - int(self.p * table.rotary_dim // 2), table.inv_freq, 0)
 
 
@@ -120,7 +121,7 @@ class Partial(Method, name="partial"):
     recomputes: ClassVar[bool] = True
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Recompute the first pairs over the smaller dimension."""
+        """Return the first pairs' frequencies recomputed over the smaller dimension, and zero for the rest."""
         rotated = int(self.p * table.rotary_dim // 2)
         inv_freq = torch.zeros_like(table.inv_freq)
         if rotated:

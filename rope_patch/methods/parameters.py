@@ -1,4 +1,4 @@
-"""The parameters of methods: how they are declared, checked, and read from text and written to it."""
+"""Declares the parameters of methods, checks them, reads them from text and writes them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def number(
     """Declare a parameter with bounds, which hold for every number of a list.
 
     Args:
-        default: None for a parameter that may be left out.
-        above: a number that the value exceeds.
-        least: the least value.
-        most: the greatest value; together with ``least``.
-        unit: of the value, for the message.
+        default: the default value; None for a parameter that may be left out.
+        above: the number that the value must exceed.
+        least: the smallest value that is allowed.
+        most: the largest value that is allowed; it needs ``least``.
+        unit: the unit of the value, for error messages.
     """
     return field(default=default, metadata={"above": above, "least": least, "most": most, "unit": unit})
 
@@ -38,12 +38,12 @@ def check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
 
 
 def field_help(f: Field[Any]) -> str:
-    """Return ``name=default`` of a parameter as a method string writes it; empty value where it has none."""
+    """Return ``name=default`` of a parameter as a method string writes it; ``name=…`` if it has no default."""
     return f"{f.name}={written(f.default) if f.default is not MISSING and f.default is not None else '…'}"
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """Convert to the declared field type: float, int, bool, str, a tuple of floats, each possibly with None."""
+    """Return a value in the declared type: float, int, bool, str, a tuple of floats, each possibly with None."""
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     options = typing.get_args(kind) if union else (kind,)
     if type(None) in options:
@@ -57,6 +57,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         return words[str(value).lower()]
     if kind in (int, float):
         converted = _number(name, value, kind)
+        # Tables are float32: beyond these a number would become infinite, or lose its digits as it nears 0.
         if converted and not 1e-37 < abs(converted) < 1e37:
             raise ValueError(f"{name} must be a number that float32 holds, got {value!r}")
         return converted
@@ -92,7 +93,7 @@ def _number(name: str, value: Any, kind: type) -> float | int:
 
 
 def written(value: Any) -> str:
-    """Write a value so that a method string reads it back: no comma, no plus sign."""
+    """Return a value as text that a method string reads back: without a comma or a plus sign."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

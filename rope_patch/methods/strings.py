@@ -1,7 +1,8 @@
-"""Methods from any form in which they are given: a method string, a name with parameters, an object, a dict, a list.
+"""Reads methods from any form: a method string, a name with parameters, an object, a dict or a list.
 
 A method string is ``NAME[:key=value…]``; several are chained with ``+``, applied from left to right. With
-``LONG@LENGTH[@SHORT]`` sequences of up to LENGTH tokens are read under the table of SHORT, by default the one found.
+``LONG@LENGTH[@SHORT]`` sequences of up to LENGTH tokens are read under the table of SHORT, by default that of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def parse(text: str) -> Method:
     """Return the method of a method string, ``NAME[:key=value…][+NAME…]``, or of two, ``LONG@LENGTH[@SHORT]``.
 
     Raises:
-        ValueError: an unknown name or parameter (with the nearest known one), or a value out of range.
+        ValueError: a name or parameter is unknown (the nearest known one is named), or a value is out of range.
 
     Example:
         >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
@@ -41,7 +42,7 @@ def parse(text: str) -> Method:
 
 
 def _parse_chain(text: str) -> Method:
-    steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # 1e+20 is one number
+    steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # the + of 1e+20 joins no methods
     return steps[0] if len(steps) == 1 else Chain(tuple(steps))
 
 
@@ -62,7 +63,7 @@ def create(name: str, /, **params: Any) -> Method:
     """Return the method ``name`` with ``params``; strings are converted to each field's type.
 
     Raises:
-        ValueError: unknown method or parameter, or a value out of range.
+        ValueError: the method or a parameter is unknown, or a value is out of range.
 
     >>> create("p_rope", p="0.5")
     PRope(p=0.5)
@@ -77,7 +78,7 @@ def create(name: str, /, **params: Any) -> Method:
 
 
 def from_dict(data: Mapping[str, Any]) -> Method:
-    """Return the method that ``to_dict`` described; unknown keys are refused.
+    """Return the method that ``to_dict`` described; an unknown key raises ValueError.
 
     >>> from_dict({"method": "pi", "factor": 8})
     PI(factor=8.0, replace_scaling=False)

@@ -1,4 +1,4 @@
-"""A table given number by number."""
+"""A rotary table given number by number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Table(Method, name="table"):
     """Any table: what fits, searches and imports produce. The table found by default.
 
     ``values`` are frequencies [rad/token], fast to slow, one per pair; ``attention_scaling`` defaults to the one found.
-    With a ``layer_type`` the tables of others are left alone: so a chain gives each its own.
+    With a ``layer_type`` the tables of other layers stay as they are, so a chain of such methods gives each layer type
+    its own table.
     """
 
     values: tuple[float, ...] | None = number(None, least=0, unit="rad/token")
@@ -27,10 +28,10 @@ class Table(Method, name="table"):
     extends: ClassVar[bool] = True
 
     def for_target(self, table: RotaryTable, target_length: int | None) -> Table:
-        """Return the method: its values decide how far the table reaches.
+        """Return the method unchanged: its values decide how far the table reaches.
 
         Raises:
-            ValueError: a target, and no values.
+            ValueError: there is a target but no values.
         """
         if target_length is not None and self.values is None:
             raise ValueError(
@@ -39,16 +40,16 @@ class Table(Method, name="table"):
         return self
 
     def check_table(self, table: RotaryTable) -> None:
-        """Refuse one of another number of pairs."""
+        """Refuse a table with another number of pairs."""
         if self._is_for(table):
             check_count("values", self.values, table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Put the values in."""
+        """Return the values, or the frequencies of the checkpoint if there are none for this table."""
         return table.inv_freq if self.values is None or not self._is_for(table) else frequencies.table_of(self.values)
 
     def scaling(self, table: RotaryTable) -> float:
-        """Return ``attention_scaling``, by default the one found."""
+        """Return ``attention_scaling``, by default that of the checkpoint."""
         given = self.attention_scaling
         return table.attention_scaling if given is None or not self._is_for(table) else given
 

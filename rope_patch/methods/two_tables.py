@@ -1,4 +1,4 @@
-"""Two tables: one for sequences up to a length, another for longer ones."""
+"""A method of two tables: one for sequences up to a length, another for longer ones."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class TwoTables(Method):
 
     Attributes:
         long: the method for sequences that reach beyond ``switch_at``.
-        short: the method for all others; by default none.
-        switch_at: the greatest length under the short table [tokens].
+        short: the method for all other sequences; by default none, which leaves the checkpoint's table.
+        switch_at: the greatest sequence length that is read under the short table [tokens].
 
     Raises:
-        ValueError: two tables within one of the two, or a length below 1.
+        ValueError: one of the two has two tables itself, or the length is below 1.
     """
 
     long: Method
@@ -42,7 +42,7 @@ class TwoTables(Method):
 
     @property
     def replace_scaling(self) -> bool:
-        """Whether the long method starts again from the plain table."""
+        """Whether the long method starts from the plain table, without the checkpoint's scaling."""
         return bool(getattr(self.long, "replace_scaling", False))
 
     @property
@@ -52,7 +52,7 @@ class TwoTables(Method):
 
     @property
     def needs_target(self) -> bool:
-        """Whether the factor of the long method is still to be filled in."""
+        """Whether the factor of the long method was left out, so that a target length has to fill it in."""
         return self.long.needs_target
 
     def __call__(self, table: RotaryTable) -> RotaryTable:
@@ -74,7 +74,8 @@ class TwoTables(Method):
         """Return the method with the factor of the long table filled in.
 
         Raises:
-            ValueError: as for the two methods, or a target that the short table alone would serve.
+            ValueError: as for the long method, or the short method has no factor, or the target does not exceed
+                ``switch_at``.
         """
         if target_length is not None and target_length <= self.switch_at:
             raise ValueError(
@@ -86,11 +87,11 @@ class TwoTables(Method):
         return replace(self, long=self.long.for_target(table, target_length))
 
     def reach(self, table: RotaryTable) -> int | None:
-        """Return the context that the long table reaches [tokens]; None where it states none."""
+        """Return the context that the long table reaches [tokens]; None if its method has no factor."""
         return self.long.reach(table)
 
     def warnings(self, tables: Sequence[RotaryTable]) -> list[str]:
-        """Return a warning where sequences up to the switch are longer than the short table reaches."""
+        """Return a warning if sequences below the switch may be longer than the short table reaches."""
         reached = min(self.short.reach(table) or table.max_position_embeddings for table in tables)
         if self.short.extends or self.switch_at <= reached:
             return []
@@ -100,22 +101,22 @@ class TwoTables(Method):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return both methods and the length, JSON-ready."""
+        """Return both methods and the length as JSON values."""
         parts = {"long": self.long.to_dict(), "short": self.short.to_dict()}
         return {"method": self.name, **parts, "switch_at": self.switch_at}
 
     def __str__(self) -> str:
-        """Write the method string ``LONG@LENGTH[@SHORT]``."""
+        """Return the method string ``LONG@LENGTH[@SHORT]``."""
         string = f"{self.long}@{self.switch_at}"
         return string if self.short == Default() else f"{string}@{self.short}"
 
 
 def check_one_table(method: Method, what: str) -> None:
-    """Raise ValueError for a method of two tables where there can be one.
+    """Raise ValueError for a method of two tables where only one table is possible.
 
     Args:
-        method: any method.
-        what: what has one table, as the subject of the message.
+        method: the method that is checked.
+        what: the subject of the message, which has one table, such as ``"a model in training"``.
     """
     if isinstance(method, TwoTables):
         raise ValueError(f"{what} has one table, and {method} has two: give the long method alone, {method.long}")

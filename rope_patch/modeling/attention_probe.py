@@ -1,7 +1,7 @@
 """Attention functions of our own, and what a model's attention layers were given while they ran.
 
 A model attends through any function that is registered with transformers' ``AttentionInterface``, in a block of
-:func:`~rope_patch.modeling.modes.attending_with`. The one registered here attends causally and records
+:func:`~rope_patch.modeling.temporary_modes.attending_with`. The one registered here attends causally and records
 the queries, keys and values.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from rope_patch.modeling.modes import attending_with
+from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.locate import device_of
 
 ATTENTION_NAME = "rope_patch_probe"

@@ -1,8 +1,8 @@
 """Streaming statistics of queries, keys and values before rotation, of every layer and head, in one forward pass.
 
-Hooks stand where :mod:`rope_patch.modeling.sources` has found the states; the model reads as it always does, through
-its decoder alone, so that no logits exist. Each state is reduced where it appears, a slice of tokens at a time. What
-is kept does not grow with the text.
+Hooks stand where :mod:`rope_patch.modeling.attention_layers` has found the states; the model reads as it always does,
+through its decoder alone, so that no logits exist. Each state is reduced where it appears, a slice of tokens at a time.
+What is kept does not grow with the text.
 
 The numbers are those of Jonasson (arXiv:2503.01832) and of Barbero et al. (arXiv:2410.06205, sec. 4): mean
 vector, mean norm and circular deviation of each rotary pair.
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.inputs import text_digest, token_rows
-from rope_patch.modeling.sources import LayerSource, split_pairs
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
 from rope_patch.modeling.streaming import stream
 from rope_patch.patching.locate import locate
@@ -37,8 +37,8 @@ def capture(
 ) -> Capture:
     """Measure a model's queries, keys and values before rotation on a text.
 
-    Layers, heads and layouts are found by measurement, see :mod:`rope_patch.modeling.sources`; attention runs through
-    whatever implementation the model uses. The model is in eval mode meanwhile, and left as it was.
+    Layers, heads and layouts are found by measurement, see :mod:`rope_patch.modeling.attention_layers`; attention runs
+    through whatever implementation the model uses. The model is in eval mode meanwhile, and left as it was.
 
     Args:
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
@@ -52,12 +52,13 @@ def capture(
     Raises:
         TypeError: not a transformers model.
         ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have; a model without a rotary
-            table, or whose states cannot be found (see ``find_sources``); NaN or infinite states, by name and position.
+            table, or whose states cannot be found (see ``find_attention_layers``); NaN or infinite states, by name and
+            position.
     """
     rows = token_rows(token_ids)
     sums: dict[tuple[int, str], _StateSums] = {}
 
-    def visit(layer: LayerSource, role: str, states: Tensor, row: int, start: int) -> None:
+    def visit(layer: AttentionLayer, role: str, states: Tensor, row: int, start: int) -> None:
         state_sums = sums.get((layer.index, role))
         if state_sums is None:
             state_sums = sums[layer.index, role] = _StateSums(layer, role, states)
@@ -79,7 +80,7 @@ def capture(
 class _StateSums:
     """Running sums over the states of one role of a layer: float32 within a slice of tokens, float64 across slices."""
 
-    def __init__(self, layer: LayerSource, role: str, states: Tensor) -> None:
+    def __init__(self, layer: AttentionLayer, role: str, states: Tensor) -> None:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
         # Sums stay where the states are, so that an accelerator is not waited for; not every one has doubles.
@@ -137,7 +138,7 @@ class _StateSums:
         )
 
 
-def _layer_capture(layer: LayerSource, sums: Mapping[str, _StateSums]) -> LayerCapture:
+def _layer_capture(layer: AttentionLayer, sums: Mapping[str, _StateSums]) -> LayerCapture:
     table = layer.table
     stated = table.max_position_embeddings
     return LayerCapture(

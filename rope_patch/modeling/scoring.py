@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
-from rope_patch.modeling.modes import attending_with
 from rope_patch.modeling.prefill import ATTENTION_NAME, RoomyLayer
+from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.rotary import PatchedRotary
@@ -265,7 +265,7 @@ UNHASHED_KEYS = ("transformers_version", "_name_or_path", "architectures", "dtyp
 """
 
 
-def fingerprint(model: nn.Module) -> str:
+def model_hash(model: nn.Module) -> str:
     """Return a digest of a model's config, tables, adapters, forward hooks and weights, every bit of them.
 
     Finished work of an interrupted run is kept under it, so it must differ wherever a result could: a few values of

@@ -13,8 +13,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from rope_patch.modeling.attention_layers import split_pairs
 from rope_patch.modeling.attention_probe import ROLES
-from rope_patch.modeling.sources import split_pairs
 from rope_patch.runtime.folders import write_atomically
 
 SCHEMA = 2

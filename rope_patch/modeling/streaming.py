@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.inputs import check_ids, token_rows
-from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.sources import LayerSource, find_sources
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.two_tables import reaching
@@ -24,7 +24,7 @@ SLICE_TOKENS = {"cpu": 512}
 ``LARGE_SLICE_TOKENS``, since a small kernel costs as much as a large one there."""
 LARGE_SLICE_TOKENS = 4096
 
-Visit = Callable[[LayerSource, str, Tensor, int, int], None]
+Visit = Callable[[AttentionLayer, str, Tensor, int, int], None]
 """Called with states as they appear: layer, role, states (tokens, heads, head_dim) float32 before rotation, the row of
 the text and the position of the first of them."""
 
@@ -37,7 +37,7 @@ def stream(
     *,
     chunk: int | None = None,
     layers: Sequence[int] | None = None,
-) -> tuple[LayerSource, ...]:
+) -> tuple[AttentionLayer, ...]:
     """Read a text and call a function with the states of its layers as they appear.
 
     Args:
@@ -62,11 +62,11 @@ def stream(
         root: Any = location.model
         embedding = root.get_input_embeddings()
         check_ids(rows, embedding.num_embeddings)
-        sources = find_sources(model, rows[0])
-        shown = sources.pick(layers)
+        attention = find_attention_layers(model, rows[0])
+        shown = attention.pick(layers)
         place, received = (0, 0), 0  # row of the text, and the position at which the pass begins
 
-        def passing_on(layer: LayerSource, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def passing_on(layer: AttentionLayer, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
             def show(module: nn.Module, args: Any, output: Tensor) -> None:
                 nonlocal received
                 received += 1
@@ -87,9 +87,9 @@ def stream(
             for start in range(0, len(row), size):
                 place, received = (number, start), 0
                 ids = row[None, start : start + size].to(device_of(embedding))
-                with progress.within_pass(sources.decoder, ids.numel()), reaching(location.module, len(row)):
-                    cache = {cache_argument(sources.decoder): past, "use_cache": past is not None}
-                    sources.decoder(input_ids=ids, **cache)
+                with progress.within_pass(attention.decoder, ids.numel()), reaching(location.module, len(row)):
+                    cache = {cache_argument(attention.decoder): past, "use_cache": past is not None}
+                    attention.decoder(input_ids=ids, **cache)
                 if received != len(shown) * len(ROLES):
                     raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")
         progress.finish()

@@ -1,7 +1,7 @@
-"""What can be set, declared once: the options of every command, as dataclasses of plain values.
+"""Declares the options of every command once, as dataclasses of plain values.
 
-The command line, YAML files, checks of values and pages follow from their fields (:mod:`rope_patch.options.fields`).
-Nothing here imports torch.
+The command line, YAML files, checks of values and the pages of documentation follow from their fields
+(:mod:`rope_patch.options.fields`). Nothing here imports torch, so that ``--help`` is fast.
 """
 
 from rope_patch.options.analyze import AnalyzeOptions

@@ -11,14 +11,14 @@ from rope_patch.options.fields import OptionSet, contained, number, option, path
 from rope_patch.options.shared import Machine, Patching
 
 P_VALUES = (0.9, 0.75, 0.5, 0.25)
-"""Values of p that p-RoPE is tried with."""
+"""Values of p with which p-RoPE is tried by default."""
 P_TOLERANCE = 0.01
-"""The relative increase in perplexity up to which a p is recommended."""
-_MOST_LAYERS = 10_000  # more than any model has: a range is not made longer than this
+"""Default of the relative increase in perplexity up to which a p is recommended."""
+_MOST_LAYERS = 10_000  # more than any model has: 0-999999999 would fill the memory
 
 
 def read_layers(text: str) -> tuple[int, ...] | None:
-    """Read "0 3-5" as 0, 3, 4, 5; None for nothing.
+    """Return the layers that a text such as "0 3-5" names; None for an empty text, which means all.
 
     >>> read_layers("0 3-5"), read_layers("")
     ((0, 3, 4, 5), None)
@@ -34,7 +34,7 @@ def read_layers(text: str) -> tuple[int, ...] | None:
 
 
 def read_head(text: str) -> tuple[int, int]:
-    """Read "3.0" as layer 3, head 0.
+    """Return layer and head of a text such as "3.0".
 
     >>> read_head("3.0")
     (3, 0)
@@ -117,7 +117,7 @@ class AnalyzeOptions(OptionSet, command="analyze"):
     as_json: bool = shared.as_json()
 
     def __post_init__(self) -> None:
-        """Check the values, and leave out what is named twice."""
+        """Check the values, and drop repeated heads and values of p."""
         super().__post_init__()
         for name in ("heads", "p_values"):
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))

@@ -50,7 +50,7 @@ class ApplyOptions(OptionSet, command="apply"):
         """Return the parameters of the method by name.
 
         Raises:
-            ValueError: a word that is not of the form key=value.
+            ValueError: a parameter is not of the form key=value.
         """
         params = {}
         for item in self.parameters:

@@ -1,4 +1,4 @@
-"""What an evaluation measures: a value that can be written down, compared and hashed."""
+"""The spec of an evaluation: a value that can be written to JSON, compared and hashed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, flag, number, tokens, whole, word
 
 CHAT_TEMPLATES = ("auto", "on", "off")
-"""Whether prompts go through the chat template of the tokenizer; ``"auto"`` means: where it has one."""
+"""Choices for whether prompts go through the tokenizer's chat template; ``"auto"`` means: if it has one."""
 
 DEFAULT_HAYSTACK = "noise"
 """The text that retrieval prompts hide their answers in by default. SmolLM2-135M-Instruct finds 6 of 6 passkeys in 1024
@@ -24,12 +24,12 @@ tokens of it, and 3 of 6 in ``"builtin"``, mostly code (``benchmarks/results/ans
 class EvalSpec(OptionSet):
     """What is measured: perplexity by position, and retrieval at every length and depth.
 
-    ``compare``, ``extend``, ``kv_check``, ``fit`` and the fine-tuning recipe take one, so that the same numbers mean
-    the same measurement everywhere. Lengths and depths are put in order. The tasks are looked up where they are asked,
-    since a module of the user's own may add some.
+    ``compare``, ``extend``, ``kv_check``, ``fit`` and the fine-tuning recipe take a spec, so that the same numbers mean
+    the same measurement everywhere. Lengths and depths are put in order. The names of tasks are checked only when they
+    are asked, since a module of the user's own may add tasks.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
 
     Example:
         >>> EvalSpec(lengths=[512, 256]).lengths
@@ -112,7 +112,7 @@ class EvalSpec(OptionSet):
 
     @property
     def longest(self) -> int:
-        """The longest prompt, and the window of text [tokens]."""
+        """The longest prompt length, which is also the length of a window of text [tokens]."""
         return self.lengths[-1]
 
     def edge_at(self, position: int) -> int:
@@ -121,25 +121,27 @@ class EvalSpec(OptionSet):
 
     @property
     def edges(self) -> list[int]:
-        """Edges of the position buckets of perplexity; every length is among them [tokens]."""
+        """The edges of the position buckets of perplexity; every length is among them [tokens]."""
+        # Without an edge at 1: the first token is not predicted, so a bucket from 0 to 1 would be empty.
         return sorted({*range(0, self.longest, self.bucket_width), *self.lengths, 0} - {1})
 
     @property
     def bucket_width(self) -> int:
-        """Width of the position buckets [tokens]."""
+        """The width of the position buckets [tokens]."""
         return max(2, self.longest // 16) if self.bucket is None else self.bucket
 
     @property
     def rows(self) -> int:
-        """Windows of text that are read side by side."""
+        """The number of windows of text that are read as one batch."""
         return 1 if self.chunk is not None else max(1, self.batch_tokens // self.longest)
 
     @property
     def sha256(self) -> str:
-        """Digest of the whole spec. The texts themselves have digests of their own in the results."""
+        """SHA-256 of the whole spec; the texts have digests of their own in the results."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as JSON values."""
+        # Through JSON, so that tuples are lists and the spec equals one that was read from a file.
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values

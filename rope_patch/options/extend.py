@@ -17,9 +17,10 @@ CANDIDATES = ("yarn", "yarn:mscale=1.5:mscale_all_dim=1", "ntk", "abf:factor=4",
 
 @dataclass(frozen=True)
 class ExtendSettings(OptionSet):
-    """What a run of ``extend`` does; arguments of :func:`rope_patch.extend`, and what ``extend.yaml`` holds.
+    """The settings of a run: the arguments of :func:`rope_patch.extend`, and the contents of ``extend.yaml``.
 
-    The spec measures the length to reach; a run adds shorter lengths, and reads as much as its rounds say.
+    The spec holds the length to reach. A run adds shorter lengths, and its rounds decide how much text and how many
+    prompts are read.
     """
 
     model: str = shared.model()
@@ -64,7 +65,7 @@ class ExtendSettings(OptionSet):
     machine: Machine = contained(Machine)
 
     def __post_init__(self) -> None:
-        """Check the values; the unpatched model is no candidate, and none competes twice."""
+        """Check the values, and drop repeated methods and ``"default"``, which is always measured."""
         super().__post_init__()
         methods = tuple(dict.fromkeys(method for method in self.methods if method != "default"))
         if not methods and not self.fit:

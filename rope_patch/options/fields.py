@@ -1,7 +1,8 @@
-"""Field types that declare an option once: its help, unit, bounds, and how a word of the command line is read.
+"""Functions that declare an option once: its help, its unit, its bounds, and how a word of the command line is read.
 
 A dataclass that inherits from :class:`OptionSet` declares its fields with the functions below. The command line, YAML
-files, the pages of documentation and the checks of values follow from that; no name, default or help is written again.
+files, the pages of documentation and the checks of values follow from that, so that no name, default or help is written
+twice.
 
 >>> @dataclass(frozen=True)
 ... class Reading(OptionSet):
@@ -35,30 +36,30 @@ _OPTION_KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """What is said of one option.
+    """The description of one option.
 
     Attributes:
         help: a description for users; the default is added to it.
-        metavar: what stands for the value in the help; "" for a flag, which has none.
-        read: turns a word into a value where its kind does not say how, and raises a ValueError that says what is
-            wrong with the word.
-        kind: the type of a value: numbers are stored as Python's own, whatever library they are of, a ``Path`` as one,
-            and a ``PathLike`` as text.
-        least: the smallest value.
-        most: the largest value.
-        above: what the value must be larger than.
-        below: what the value must be smaller than.
-        unit: the unit of the value, for the messages of the bounds.
-        choices: all values; empty where there are no fixed ones.
-        several: the option holds a tuple, which is written as one word, separated by commas or spaces.
-        repeated: the option holds a tuple, and is given once for each item.
-        empty: a tuple may have no items although the default has some.
-        optional: the value may be None although the default is not.
-        positional: on the command line the value stands without a name.
-        name: on the command line, without dashes; by default that of the field.
+        metavar: the placeholder of the value in the help, such as ``TOKENS``; "" for a flag, which has no value.
+        read: a function that turns a word into a value, if the kind is not enough for that; it raises a ValueError that
+            says what is wrong with the word.
+        kind: the type of a value: numbers are stored as Python's own, whatever library they come from, a path as a
+            ``Path``, and for ``PathLike`` as text.
+        least: the smallest value that is allowed.
+        most: the largest value that is allowed.
+        above: the number that a value must exceed.
+        below: the number that a value must stay below.
+        unit: the unit of the value, for error messages.
+        choices: all allowed values; empty if there is no fixed set of them.
+        several: whether the option holds a tuple that is written as one word, its items separated by commas or spaces.
+        repeated: whether the option holds a tuple and is given once for each item.
+        empty: whether a tuple may have no items although the default has some.
+        optional: whether the value may be None although the default is not.
+        positional: whether the value stands on the command line without a name.
+        name: the name on the command line, without dashes; by default that of the field.
         short: other names on the command line, such as ``-o``.
-        default: the value that it has otherwise; ``dataclasses.MISSING`` where it must be given.
-        path: names of the fields that lead to it from the class whose :func:`leaves` it is of.
+        default: the value if none is given; ``dataclasses.MISSING`` if one must be given.
+        path: the names of the fields that lead to the option from the class that :func:`leaves` was called with.
     """
 
     help: str
@@ -88,13 +89,13 @@ class Option:
 
     @property
     def key(self) -> str:
-        """The option in files and in Python: the name of its field, behind that of its section if it has one."""
+        """The name in files and in Python: that of the field, behind that of its section if it has one."""
         section, dot, _ = self.name.rpartition(".")
         return f"{section}{dot}{self.path[-1]}"
 
     @property
     def shown(self) -> str:
-        """The default for people; "" where there is none, or nothing to say of it."""
+        """The default as the help shows it; "" if there is none, or if it means that nothing is set."""
         if self.default is MISSING or self.default is None or self.default is False or self.default == ():
             return ""
         items = self.default if isinstance(self.default, tuple) else (self.default,)
@@ -103,12 +104,13 @@ class Option:
     def _shown(self, value: Any) -> str:
         if value is True:
             return "on"
+        # As users write lengths: 8k, not 8192.
         if self.unit == "tokens" and value % 1024 == 0 and value:
             return f"{value // 1024}k"
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def value_of(self, word: str) -> Any:
-        """Return the value that a word means; the word itself where it means none, which :meth:`checked` refuses."""
+        """Return the value that a word means, or the word itself if it means none; :meth:`checked` then refuses it."""
         if self.read is not None:
             return self.read(word)
         if self.kind is bool:
@@ -121,11 +123,11 @@ class Option:
         """Return a value as it is stored: a list as a tuple, a whole number as Python's own.
 
         Args:
-            name: of the option, for the message.
-            value: as a user of Python gives it.
+            name: the name of the option, for the error message.
+            value: the value as a user gave it in Python, or as :meth:`value_of` read it.
 
         Raises:
-            ValueError: a value of another kind, or out of its bounds.
+            ValueError: the value is of another kind, or out of its bounds.
         """
         if not (self.several or self.repeated):
             return self._one(name, value)
@@ -136,6 +138,7 @@ class Option:
     def _one(self, name: str, value: Any) -> Any:
         if self.kind is int:
             try:
+                # Accepts NumPy's whole numbers, and refuses 4.0 as well as "4".
                 value = operator.index(value)
             except TypeError:
                 raise ValueError(f"{name} must be a whole number, got {value!r}") from None
@@ -168,16 +171,16 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionSet:
-    """A dataclass whose fields are options; the values are checked when it is made.
+    """A dataclass whose fields are options. The values are checked when an object is made.
 
-    ``class TasksOptions(OptionSet, command="tasks")`` are the options of a command, and its docstring is the command's
-    help.
+    ``class TasksOptions(OptionSet, command="tasks")`` holds the options of a command, and its docstring is the help of
+    that command.
     """
 
     command: ClassVar[str] = ""
 
     def __init_subclass__(cls, command: str = "") -> None:
-        """Keep the name of the command."""
+        """Store the name of the command."""
         super().__init_subclass__()
         cls.command = command
 
@@ -185,11 +188,13 @@ class OptionSet:
         """Check every value."""
         for one in fields(self):
             option, value = one.metadata.get(_OPTION_KEY), getattr(self, one.name)
+            # None means that the option is not set, so the bounds do not hold for it.
             if option is None or (value is None and (option.optional or one.default is None)):
                 continue
             checked = option.checked(one.name, value)
             if checked == () and not option.empty and one.default != ():
                 raise ValueError(f"{one.name} is empty: give at least one")
+            # The dataclass is frozen, so an ordinary assignment raises.
             object.__setattr__(self, one.name, checked)
 
 
@@ -214,7 +219,7 @@ path = partial(option, metavar="PATH", kind=Path)
 
 
 def flag(help: str, default: bool = False, **more: Any) -> Any:
-    """Return a field for what is either on or off."""
+    """Return a field for an option that is either on or off."""
     return option(help, default, metavar="", kind=bool, **more)
 
 
@@ -222,12 +227,13 @@ def contained(kind: type[OptionSet], *, without: Sequence[str] = (), section: bo
     """Return a field for options that others contain, under names of their own on the command line.
 
     Args:
-        kind: the options.
-        without: fields that are no options here: they keep their values.
-        section: name them with the field in front, as in ``--model.name``.
-        **values: other defaults than those of the kind.
+        kind: the class of the options that are contained.
+        without: the fields of that class that are not options here and keep their values.
+        section: whether their names have the name of this field in front, as in ``--model.name``.
+        **values: defaults that differ from those of the class.
     """
     required = [one.name for one in fields(kind) if one.default is MISSING and one.name not in values]
+    # If an inner option must be given, so must the whole.
     default: Any = MISSING if required else kind(**values)
     return field(default=default, metadata={"kind": kind, "without": without, "section": section, "values": values})
 
@@ -239,9 +245,9 @@ def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) ->
     """Yield the options of a class and of those that it contains, in their order.
 
     Args:
-        kind: the class.
-        without: fields to leave out.
-        **values: other defaults than those of the class.
+        kind: the class whose options are listed.
+        without: the fields that are left out.
+        **values: defaults that differ from those of the class.
     """
     for one in fields(kind):
         what = one.metadata
@@ -258,11 +264,11 @@ def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) ->
 
 
 def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
-    """Return options made of the values of their leaves.
+    """Return an object of options, made of the values of its leaves.
 
     Args:
-        kind: the class.
-        values: the values by the path of their option; options that are left out keep their defaults.
+        kind: the class of the object.
+        values: the values by the path of their option; options without a value keep their defaults.
     """
     arguments: dict[str, Any] = {}
     for one in fields(kind):
@@ -274,5 +280,6 @@ def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
             except ValueError as error:
                 raise ValueError(f"{one.name}.{error}" if one.metadata["section"] else str(error)) from None
         elif inner:
+            # What is left of the path of a leaf is empty.
             arguments[one.name] = inner[()]
     return kind(**arguments)

@@ -173,10 +173,10 @@ class EvaluationOptions(OptionSet):
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions(OptionSet):
-    """All options of a run: what its YAML files hold.
+    """All options of a run, as its YAML files hold them.
 
     Raises:
-        ValueError: a value out of range, or two that exclude each other.
+        ValueError: a value is out of its range, or two values exclude each other.
     """
 
     model: ModelOptions = contained(ModelOptions, section=True)
@@ -229,23 +229,23 @@ class RecipeOptions(OptionSet):
 
     @property
     def target_length(self) -> int:
-        """Context that the model is patched for [tokens]."""
+        """The context length that the model is patched for [tokens]."""
         return self.patch.patching.target_length or self.data.length
 
     @property
     def warmup_steps(self) -> int:
-        """Steps over which the learning rate rises."""
+        """The number of steps over which the learning rate rises."""
         warmup = self.train.warmup
         return round(warmup * self.train.steps) if warmup < 1 else int(warmup)
 
     @property
     def save_every(self) -> int:
-        """Steps between checkpoints."""
+        """The number of steps between checkpoints."""
         return self.train.save_every or self.evaluation.every or max(1, self.train.steps // 5)
 
     @property
     def evaluation_lengths(self) -> tuple[int, ...]:
-        """Prompt lengths of the evaluation [tokens]."""
+        """The prompt lengths of the evaluation, in rising order [tokens]."""
         return tuple(sorted(self.evaluation.lengths or (self.target_length,)))
 
 

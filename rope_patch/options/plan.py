@@ -9,12 +9,12 @@ from rope_patch.options.fields import OptionSet, contained, flag, tokens, whole,
 
 ALL_LINEAR = "all-linear"
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes per entry."""
+"""Size of one weight or activation in each data type [bytes]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(OptionSet):
-    """One way to train: everything that the memory of a step depends on beside the shape of the model."""
+    """All options that the memory of a training step depends on, beside the shape of the model."""
 
     length: int = tokens("The length of the training sequences.")
     batch: int = whole("Sequences per step on each GPU, or on each group that shares a sequence.", 1, least=1)
@@ -53,12 +53,12 @@ class StepOptions(OptionSet):
 
     @property
     def element(self) -> int:
-        """Bytes per entry of weights and activations."""
+        """The size of one weight or activation [bytes]."""
         return BYTES_PER_ELEMENT[self.dtype]
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Tokens whose activations one GPU holds."""
+        """The number of tokens whose activations one GPU holds."""
         return self.batch * self.length / self.context_parallel
 
 

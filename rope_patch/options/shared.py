@@ -1,4 +1,4 @@
-"""Options that several commands have: the checkpoint, the patch, the machine, and what is written."""
+"""Options that several commands have: the checkpoint, the patch, the machine and the output."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Machine(OptionSet):
 
 
 def model(default: Any = MISSING) -> Any:
-    """Return the field of a checkpoint or adapter."""
+    """Return the field for a checkpoint or adapter."""
     return word(
         "A checkpoint or a PEFT adapter: a local folder, a Hugging Face hub id or a GGUF file. An adapter is loaded "
         "onto its base model, with the rotary patch that it was trained under.",
@@ -74,24 +74,24 @@ def model(default: Any = MISSING) -> Any:
 
 
 def checkpoint() -> Any:
-    """Return the field of a checkpoint that is no adapter."""
+    """Return the field for a checkpoint that is no adapter."""
     return word("A checkpoint: a local folder, a Hugging Face hub id or a GGUF file.", metavar="MODEL", positional=True)
 
 
 def output(folder: str) -> Any:
-    """Return the field of the folder for results, with its default."""
+    """Return the field for the folder of results, with its default."""
     return path("The folder to write the results to.", Path(folder), metavar="FOLDER", short=("-o",))
 
 
 def new_output(
     help: str = "The folder to write. It must be new or empty, unless --force is given.", metavar: str = "FOLDER"
 ) -> Any:
-    """Return the field of a new folder or file, which must be given."""
+    """Return the field for a new folder or file, which must be given."""
     return path(help, metavar=metavar, short=("-o",))
 
 
 def methods(default: Any = MISSING) -> Any:
-    """Return the field of the methods to compare."""
+    """Return the field for the methods to compare."""
     return word(
         'The methods to compare, separated by spaces, for example "default yarn:factor=4 p_rope:p=0.5". "default" is '
         "the model as it is; rope-patch methods lists the others.",
@@ -102,7 +102,7 @@ def methods(default: Any = MISSING) -> Any:
 
 
 def method() -> Any:
-    """Return the field of a method that the model is patched with first."""
+    """Return the field for a method that the model is patched with before anything else."""
     return word(
         "Patch the model with this method first, for example yarn:factor=4. Parameters are written as NAME:key=value, "
         "and several methods are joined with +.",
@@ -112,7 +112,7 @@ def method() -> Any:
 
 
 def budget() -> Any:
-    """Return the field of a time to aim at."""
+    """Return the field for the time that a run may take."""
     return option(
         "Roughly how long the run may take, such as 5m, 30m or 2h. To fit, it reads less text and fewer prompts, so "
         "that results are less certain; the command says what is left out.",
@@ -126,7 +126,7 @@ def budget() -> Any:
 
 
 def chunk() -> Any:
-    """Return the field of the tokens of a forward pass."""
+    """Return the field for the number of tokens in a forward pass."""
     return tokens(
         "Read long inputs in chunks of this size: slower, but memory holds little more than the KV cache. By default "
         "each input is read at once.",
@@ -135,27 +135,27 @@ def chunk() -> Any:
 
 
 def gpu_memory() -> Any:
-    """Return the field of a GPU's memory."""
+    """Return the field for the memory of a GPU."""
     return number("The memory of one GPU in GiB, as nvidia-smi shows it.", 80.0, metavar="GIB", above=0)
 
 
 def seed() -> Any:
-    """Return the field of the random seed."""
+    """Return the field for the random seed."""
     return whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
 
 
 def force() -> Any:
-    """Return the field that allows to overwrite."""
+    """Return the field that allows overwriting the output."""
     return flag("Write the output even if that folder or file is already there.")
 
 
 def report() -> Any:
-    """Return the field of the HTML report."""
+    """Return the field for whether the HTML report is written."""
     return flag("Write the HTML report. It needs matplotlib: pip install 'rope_patch[plots]'.", True)
 
 
 def imports() -> Any:
-    """Return the field of a user's own modules; they are imported before any other option is read."""
+    """Return the field for modules of the user's own, which are imported before any other option is read."""
     return word(
         "A Python module of yours to import first, which defines methods, tasks, metrics or cache formats. Repeat it "
         "for more.",
@@ -167,5 +167,5 @@ def imports() -> Any:
 
 
 def as_json() -> Any:
-    """Return the field that prints for programs."""
+    """Return the field for whether the result is printed as JSON."""
     return flag("Print the result as JSON, for use in scripts.", name="json")

@@ -1,4 +1,4 @@
-"""Options as values of YAML and JSON, and back."""
+"""Writes options as YAML and JSON, and reads them back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T", bound=OptionSet)
 
 
 def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return options of the values that :func:`to_dict` gives; those that are left out keep their defaults.
+    """Return options from the values that :func:`to_dict` gives; options without a value keep their defaults.
 
     Args:
         kind: the class of the options.
         values: the values by the names of their fields; a section is a dictionary of its own.
 
     Raises:
-        ValueError: an unknown name, or a value out of its bounds.
+        ValueError: a name is unknown, or a value is out of its bounds.
     """
     options: T = build(kind, dict(stated({leaf.key: leaf for leaf in leaves(kind)}, values)))
     return options
@@ -33,15 +33,15 @@ def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
 def stated(
     known: Mapping[str, Option], values: Mapping[str, Any], where: str = ""
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path of every option that values state, as YAML or JSON gives them, and its value.
+    """Yield the path and the value of every option among values that come from YAML or JSON.
 
     Args:
-        known: options by their keys.
+        known: the known options by their keys.
         values: the values by key; a section is a dictionary of its own, or empty.
-        where: what messages begin with.
+        where: the beginning of error messages, such as the name of the file.
 
     Raises:
-        ValueError: an unknown option, or a value of another kind.
+        ValueError: an option is unknown, or a value is of another kind.
     """
     sections = {key.rpartition(".")[0] for key in known}
     for name, value in values.items():
@@ -57,10 +57,10 @@ def stated(
 
 
 def read_value(option: Option, value: Any, where: str) -> Any:
-    """Return the value of an option; words are read.
+    """Return the value of an option, read from text if it is given as text.
 
     Raises:
-        ValueError: a word that is no value of the option; ``where`` names it.
+        ValueError: the text is no value of the option; the message begins with ``where``.
     """
     if option.several and isinstance(value, str):
         value = value.replace(",", " ").split()
@@ -82,12 +82,12 @@ def to_dict(options: OptionSet) -> dict[str, Any]:
 
 
 def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> str:
-    """Return options as YAML, the help of each in a comment beside it, or above it where it is long.
+    """Return options as YAML, with the help of each in a comment beside it, or above it if it is long.
 
     Args:
-        options: the values.
-        comments: whether comments are written.
-        width: longest line of a comment [characters].
+        options: the options to write.
+        comments: whether the help is written, as comments.
+        width: the longest line of a comment [characters].
     """
     if not comments:
         return str(yaml.safe_dump(to_dict(options), sort_keys=False, allow_unicode=True))
@@ -98,6 +98,7 @@ def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> s
             section = own
             lines += ["", f"{section}:"] if section else [""]
         indent = "  " if own else ""
+        # Dumped within a list and cut out of its brackets: a bare value would end with a line of three dots.
         stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
         line = f"{indent}{name}: {stated}"
         beside = f"{line:<31} # {leaf.help}"
@@ -107,9 +108,9 @@ def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> s
 
 
 def _values(options: OptionSet) -> Iterator[tuple[Option, Any]]:
-    """Yield every option with its value, as YAML has it."""
+    """Yield every option with its value as YAML writes it."""
     for leaf in leaves(type(options)):
         value: Any = functools.reduce(getattr, leaf.path, options)
         if leaf.unit == "s" and value is not None:
-            value = f"{value}s"  # as a time is typed
+            value = f"{value}s"  # as a time is typed, such as 90s
         yield leaf, [*value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value

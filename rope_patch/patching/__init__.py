@@ -1,1 +1,1 @@
-"""A patch: found, encoded, put in, verified."""
+"""Patch a model: locate its rotary module, encode new tables in its config, install them, verify them."""

@@ -13,6 +13,7 @@ CACHE_ARGUMENTS = ("past_key_values", "cache")
 
 def arguments_of(module: nn.Module) -> list[str]:
     """Return the names of the arguments of a module's forward pass, in their order."""
+    # Of the class, because a hook of accelerate replaces the forward pass of the instance; without `self`.
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 

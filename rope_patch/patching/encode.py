@@ -34,7 +34,7 @@ class PatchRequest:
     """The options of :func:`rope_patch.apply`, which says what they mean.
 
     Raises:
-        ValueError: options that no model could take.
+        ValueError: ``target_length`` is not a whole number above 0.
     """
 
     layer_types: Sequence[str] | None = None
@@ -44,12 +44,13 @@ class PatchRequest:
 
     def __post_init__(self) -> None:
         length = self.target_length
+        # Python's True is an int, and would be a context of one token.
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise ValueError(f"target_length must be a whole number of tokens >= 1, got {length!r}")
 
     @classmethod
     def of(cls, record: PatchRecord) -> PatchRequest:
-        """Return the options by which a patch is made again."""
+        """Return the options that repeat the patch of a record."""
         kinds = None if record.layer_types == (None,) else [str(kind) for kind in record.layer_types]
         return cls(kinds, record.target_length, True, record.freeze_at)
 
@@ -59,10 +60,10 @@ class TableChange:
     """What a patch changes, in a model or in a file.
 
     Attributes:
-        method: what is applied.
-        before: the tables found, by layer type.
-        after: the tables in use.
-        record: what ``config.rope_patch`` says.
+        method: the method that is applied, with every parameter resolved.
+        before: the tables before the patch, by layer type.
+        after: the tables after the patch, by layer type; a table that is not patched is the same object as before.
+        record: the patch record that ``config.rope_patch`` holds.
     """
 
     method: Method
@@ -72,7 +73,7 @@ class TableChange:
 
     @property
     def unstated(self) -> str | None:
-        """Say so where the tables reach further than the context that the config states."""
+        """A warning if the tables reach further than the context that the config states; otherwise None."""
         reached = [self.method.reach(self.before[kind]) or 0 for kind in self.record.layer_types]
         stated, furthest = self.record.stated_length, max(reached)
         if furthest <= stated:
@@ -106,8 +107,8 @@ class PatchPlan(TableChange):
     """A patch that is not in place yet.
 
     Attributes:
-        short: the tables of short sequences, of the patched layer types; empty where there is one table for all.
-        settings: what the config is to say.
+        short: the tables of short sequences, by patched layer type; empty if one table serves all lengths.
+        settings: the rotary settings that the config will hold.
     """
 
     short: Tables
@@ -115,21 +116,22 @@ class PatchPlan(TableChange):
 
 
 def encode(location: Location, method: Method, options: PatchRequest, *, recorded: bool = False) -> PatchPlan:
-    """Apply a method to the base tables of a model, and find config settings that encode what comes of them.
+    """Apply a method to the base tables of a model, and find config settings that encode the new tables.
 
     From the settings the model's own rotary class rebuilds every table, to the last bit. The native encoding of each
-    table is tried first, then the longrope form; what counts is what that class makes of the config after a round trip
-    through JSON. Tables whose last bits no factor reaches are canonicalised.
+    table is tried first, then the longrope form; an encoding is accepted if that class rebuilds the table from the
+    config after a round trip through JSON. A table whose last bits no longrope factor reaches is replaced by the one
+    that the nearest factors give.
 
     Args:
-        location: where the model keeps its rotary module.
-        method: the method.
-        options: which tables are patched, and the context that they are to reach and the config is to state.
-        recorded: the method is of a patch record: its factor is not checked again.
+        location: the location of the model's rotary module.
+        method: the method that makes the new tables.
+        options: the options say which tables are patched, and which context they reach and the config states.
+        recorded: whether the method comes from a patch record, so that its factor is resolved already.
 
     Raises:
-        ValueError: bad options, a method that is not for these tables, or tables that no config of transformers gives,
-            or not without changing what others read.
+        ValueError: the options are wrong, the method is not for these tables, no config of transformers gives the new
+            tables, or none gives them without changing what other modules read.
     """
     before = location.static_tables(options.freeze_at)
     chosen = choose_layer_types(before, options.layer_types, method.named_layer_types)
@@ -141,12 +143,15 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
     base_settings = settings_of(config)
     length = options.target_length or int(config.max_position_embeddings)
     settings = base_settings | {"max_position_embeddings": length}
+    # Keys that some families need beside the tables, tried only after the settings without them.
     extras: list[dict[str, Any]] = [{}]
     if getattr(config, "is_heterogeneous", False):
         extras.append({READ_GLOBAL: True})
     if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
         extras.append({"head_dim": config.hidden_size // config.num_attention_heads})
     for kind, table in list(after.items()):
+        # A table that is left alone keeps its own encoding. One that was edited by hand or frozen has none that gives
+        # it, so it is encoded although the method does not touch it.
         if table is not before[kind] or table.rope_parameters is None or location.tables[kind].is_dynamic:
             stated = replace(table, max_position_embeddings=length)
             after[kind], settings = _encode_table(location, stated, [settings | extra for extra in extras])
@@ -165,7 +170,7 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
 
 
 def repeat(location: Location, record: PatchRecord) -> PatchPlan:
-    """Return the plan of a patch that a record describes, made from the base tables again."""
+    """Return the plan of the patch that a record describes, computed again from the base tables."""
     options = PatchRequest.of(record)
     return encode(location, record.to_method(), options, recorded=True)
 
@@ -173,17 +178,18 @@ def repeat(location: Location, record: PatchRecord) -> PatchPlan:
 def _encode_table(
     location: Location, table: RotaryTable, starts: Sequence[dict[str, Any]]
 ) -> tuple[RotaryTable, dict[str, Any]]:
-    """Return a table as a config states it, and the settings that do: the first that the model's own code reads so.
+    """Return a table with its encoding, and the first settings from which the model's own code rebuilds it.
 
     Args:
-        location: where the model keeps its rotary module.
-        table: the table.
-        starts: the settings to state it in, in order.
+        location: the location of the model's rotary module.
+        table: the table that is encoded.
+        starts: alternative settings to which the encoding is added, tried in this order.
 
     Raises:
-        ValueError: no config of transformers gives the table, or not without changing what others read.
+        ValueError: no config of transformers gives the table, or none without changing what other modules read.
     """
     kind = table.layer_type
+    # The reason of the attempt that failed last is the one that is shown.
     reason = "the table it rebuilds is another"
     for settings in starts:
         for candidate in _encodings(location, table):
@@ -214,7 +220,7 @@ def _encode_table(
 
 
 def _encodings(location: Location, table: RotaryTable) -> Iterator[RotaryTable]:
-    """Yield the encodings of a table, each as it is and with what other readers of the config may need."""
+    """Yield the encodings of a table, each first as it is and then with keys that other readers may need."""
     for candidate in _own_encodings(table):
         for parameters in completed(location, table.layer_type, candidate.rope_parameters or {}):
             yield replace(candidate, rope_parameters=parameters)
@@ -226,6 +232,8 @@ def _own_encodings(table: RotaryTable) -> Iterator[RotaryTable]:
         yield table
         if table.other_keys:  # a partial factor the family ignores must not be read by the native type
             yield replace(table, rope_parameters={k: v for k, v in native.items() if k not in table.other_keys})
+    # The longrope form divides each pair by a factor of its own, so it states any table. The last bits follow from the
+    # factors: the table is computed from them as the loader does it, and then compared with `torch.equal`.
     factors = frequencies.longrope_factors(table.inv_freq, table.rope_theta)
     form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
     inv_freq = frequencies.zero_unrotated(frequencies.longrope(table.rope_theta, factors))
@@ -236,6 +244,7 @@ def _own_encodings(table: RotaryTable) -> Iterator[RotaryTable]:
 
 def _same_table(rotary: nn.Module, table: RotaryTable) -> bool:
     built = original_tables(rotary)[table.layer_type]
+    # A native type leaves a tiny frequency where our tables hold 0: both mean an unrotated pair.
     return torch.equal(frequencies.zero_unrotated(built), table.inv_freq) and (
         scaling_of(rotary, table.layer_type) == table.attention_scaling
     )
@@ -245,7 +254,7 @@ def _same_table(rotary: nn.Module, table: RotaryTable) -> bool:
 
 
 def completed(location: Location, layer_type: str | None, encoding: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield an encoding, then with more and more of the keys of the base config, which other readers may need."""
+    """Yield an encoding as it is, then with more and more keys of the base config that other readers may need."""
     yield dict(encoding)
     looked_up = {keys[-1] for _, keys in location.probe.lookups}
     if looked_up or location.probe.builders:
@@ -258,7 +267,12 @@ def completed(location: Location, layer_type: str | None, encoding: Mapping[str,
 
 
 def change_for_readers(location: Location, config: PreTrainedConfig) -> str | None:
-    """Say what other readers of ``rope_parameters`` would do otherwise under a config; None where they do the same."""
+    """Say what other readers of ``rope_parameters`` would do differently under a config; None if they do the same.
+
+    Args:
+        location: the location of the model's rotary module, with the probe that found the other readers.
+        config: the config that would replace the base config.
+    """
     base, probe = location.base_config, location.probe
     if config.rope_parameters == base.rope_parameters:
         return None
@@ -272,6 +286,7 @@ def change_for_readers(location: Location, config: PreTrainedConfig) -> str | No
             return f"{reader} would read {'.'.join(map(str, keys))} as {new}, and it is {old}"
     if not probe.builders:
         return None
+    # What a module reads while it is built shows only in what it keeps, so the model is built once more.
     built = without_weights(location.model, location.configs, settings_of(config))
     kept = None if built is None else kept_by(built, probe.builders)
     if kept is None or probe.kept is None:

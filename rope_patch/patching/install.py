@@ -26,20 +26,20 @@ logger = hf_logging.get_logger("rope_patch")
 
 @dataclass(frozen=True, eq=False)
 class Patch(TableChange):
-    """A patch in place."""
+    """A patch that is in place in a model."""
 
     _module: PatchedRotary
     _location: Location
-    _configs: Sequence[tuple[Mapping[str, Any], Any]]  # the settings and the record of each, before the patch
+    _configs: Sequence[tuple[Mapping[str, Any], Any]]  # the settings and the record of each config before the patch
 
     @classmethod
     def joined(cls, first: Patch, last: Patch, **more: Any) -> Self:
         """Return the last of two patches of a model, as one whose :meth:`restore` undoes both.
 
         Args:
-            first: a patch that ``last`` has replaced.
-            last: the patch in place.
-            **more: the other fields of the class.
+            first: the patch that ``last`` has replaced.
+            last: the patch that is in place.
+            **more: values of the fields that a subclass adds.
         """
         own = {each.name: getattr(last, each.name) for each in fields(Patch)}
         return cls(**own | {"_location": first._location, "_configs": first._configs}, **more)
@@ -52,15 +52,15 @@ class Patch(TableChange):
         belongs to the thread: do not yield inside it.
 
         Args:
-            tokens: one number for all rows of the batch, or one for each [tokens].
+            tokens: the length for all rows of the batch, or one length for each row [tokens].
 
         Raises:
-            ValueError: no whole numbers above 0.
+            ValueError: a length is not a whole number above 0.
         """
         return reaching(self._module, tokens)
 
     def restore(self) -> None:
-        """Undo the patch: the model is as it was before ``apply``.
+        """Undo the patch, so that the model is as it was before ``apply``.
 
         Raises:
             PatchError: another patch has replaced this one, or it was undone already.
@@ -68,13 +68,14 @@ class Patch(TableChange):
         location = self._location
         if location.model.get_submodule(location.path) is not self._module:
             raise PatchError(f"the patch {self.method} is no longer in place: nothing to restore")
+        # Two models can share a config object; undoing this patch must not undo what it says of the other model.
         if getattr(location.config, "rope_patch", None) != self.record.to_dict():
             raise PatchError(f"the config no longer says {self.method}: is it shared with another model?")
         follow_device(location.module, location.model)
         self.reinstate()
 
     def reinstate(self) -> None:
-        """Put back what was there before the patch, whatever is in place now."""
+        """Put back the module and settings from before the patch, whatever is in place now."""
         self._location.put(self._location.module)
         for config, (settings, record) in zip(self._location.configs, self._configs, strict=True):
             write_config(config, settings, record)
@@ -94,27 +95,29 @@ def apply(
     """Patch a model's rotary tables in place.
 
     The module that holds them is swapped for a :class:`PatchedRotary`, which no cast or re-initialisation can change,
-    and ``config.rope_parameters`` is rewritten so that ``save_pretrained`` gives a folder plain transformers loads with
-    equal logits. On any error the model is as it was. A KV cache that was filled before belongs to the other table.
+    and ``config.rope_parameters`` is rewritten so that ``save_pretrained`` gives a folder that plain transformers loads
+    with equal logits. On any error the model is as it was. A KV cache that was filled before the patch cannot be used
+    after it: its keys were rotated by the other table.
 
     Args:
         model: a causal language model of transformers, bare or under PEFT, quantization or ``torch.compile``.
         method: a name with ``params``, a method string (``"yarn:factor=4"``), a method object, or a sequence of them.
             ``"yarn:factor=4@8192"`` (:class:`~rope_patch.TwoTables`) leaves sequences of up to 8192 tokens as they are.
-        layer_types: which tables to patch on models with one per layer type; ``("full_attention",)`` by default.
-        target_length: the context to state in the config [tokens]; unchanged by default. A ``factor`` that is left out
-            is taken from it, one that does not reach it is refused.
-        replace: replace an earlier patch, starting again from the table and the config before it. What was changed in
-            the config since then is dropped, with a warning.
-        freeze_at: length at which to freeze a ``dynamic`` or two-table ``longrope`` checkpoint [tokens].
-        **params: the method's parameters.
+        layer_types: layer types whose tables are patched, on models with a table for each layer type;
+            ``("full_attention",)`` by default.
+        target_length: context that the config will state [tokens]; unchanged by default. If ``factor`` is left out, it
+            follows from the target; a factor that does not reach the target is refused.
+        replace: whether to replace an earlier patch, starting again from the table and the config before it. Changes
+            to the config since then are dropped, with a warning.
+        freeze_at: length at which a ``dynamic`` or two-table ``longrope`` checkpoint is frozen [tokens].
+        **params: parameters of the method, if it is given by its name.
 
     Returns:
         The patch, with the tables before and after and ``restore()``.
 
     Raises:
-        ValueError: bad parameters, a factor that contradicts the target, a model without a rotary table that can be
-            patched, or whose layers use none.
+        ValueError: a parameter is wrong, the factor contradicts the target, or the model has no rotary table that can
+            be patched or no layer that uses it.
         PatchError: the model is patched already.
     """
     options = PatchRequest(layer_types, target_length, replace, freeze_at)
@@ -125,7 +128,7 @@ def apply(
 
 
 def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callable[[str], None]) -> Patch:
-    """Read a model, make new tables, find settings that encode them, check, install."""
+    """Locate the tables of a model, compute new ones, encode them, check that the model can take them, install them."""
     location = locate(model)
     location.check_base()
     warnings = []
@@ -141,14 +144,16 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
 
 
 def install(location: Location, plan: PatchPlan) -> Patch:
-    """Put a plan into a model: the only step that changes it. On any error the model is as it was."""
+    """Put a plan into a model, the only step that changes the model. On any error the model is as it was."""
     options: Any = {"keep_float32": location.keeps_float32, "layout": location.layout}
     if isinstance(plan.method, TwoTables):
         options |= {"short": plan.short, "switch_at": plan.method.switch_at}
     module = (TwoTableRotary if plan.short else PatchedRotary)(plan.after, location.original, **options)
     module.train(location.module.training)
     hook = getattr(location.module, "_hf_hook", None)
-    if hook is not None:  # of accelerate, which dispatches
+    # A model that accelerate has spread over devices moves the inputs of each module by a hook.
+    if hook is not None:
+        # accelerate is imported only where it is in use already.
         from accelerate.hooks import add_hook_to_module
 
         add_hook_to_module(module, hook)
@@ -159,20 +164,27 @@ def install(location: Location, plan: PatchPlan) -> Patch:
         location.put(module)
         for config in location.configs:
             write_config(config, plan.settings, record)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         patch.reinstate()
         raise
-    for kind in module.tables:  # before any compiler looks at the module
+    # The cache of tables is filled before torch.compile traces the module, which then sees a constant tensor.
+    for kind in module.tables:
         module.table(kind, device_of(location.model))
     return patch
 
 
 def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: Callable[[str], None]) -> None:
-    """Refuse a model that cannot take a plan, and give the warnings about one that can.
+    """Refuse a model that cannot take a plan, and give warnings about one that can.
+
+    Args:
+        location: the location of the model's rotary module.
+        plan: the plan that would be installed.
+        warnings: warnings that are given after those about the base tables.
+        warn: the function that is called with each warning.
 
     Raises:
         ValueError: no layer uses the table (ALiBi, layers without rotary embeddings), something else reads the config,
-            or the model calls its rotary embedding with what a patched one cannot answer.
+            or the model calls its rotary embedding with arguments that a patched one cannot take.
     """
     name, method, before = location.name, plan.method, plan.before
     warnings = [*location.warnings, *warnings]
@@ -193,6 +205,7 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
         others = [n for n, part in location.model.named_modules() if part not in inside and original_tables(part)]
         if others:
             warnings.append(f"the decoder alone is patched: {', '.join(others)} keep their tables")
+    # Only after every check: a model that is refused is not warned about.
     for warning in warnings:
         warn(warning)
 
@@ -211,12 +224,13 @@ def _refuse_a_second_patch(location: Location) -> None:
 
 @contextlib.contextmanager
 def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator[Patch]:
-    """Patch a model for the length of a ``with`` block; undone at its end, also after an exception.
+    """Patch a model for the length of a ``with`` block, and undo the patch at its end, also after an exception.
 
-    Takes what :func:`apply` takes.
+    The arguments are those of :func:`apply`.
     """
     own = {each.name: options.pop(each.name) for each in fields(PatchRequest) if each.name in options}
     chosen = as_method(method, **options)
+    # The block may be entered many times, so each warning is given once.
     patch = _apply(model, chosen, PatchRequest(**own), logger.warning_once)
     try:
         yield patch
@@ -225,10 +239,10 @@ def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator
 
 
 def reapply(model: nn.Module, record: PatchRecord) -> Patch:
-    """Apply what a record says to a model and check that the tables come out the same.
+    """Repeat the patch of a record on a model, and check that the tables come out the same.
 
     Raises:
-        PatchError: the model's base tables are not those the record was made on.
+        PatchError: the model's base tables are not those that the record was made on.
     """
     location = locate(model)
     location.check_base()
@@ -245,7 +259,7 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo every patch of a model, also one that was loaded from a patched folder: base tables, base config.
+    """Undo the patch of a model, also of one that was loaded from a patched folder: base tables and base config return.
 
     Raises:
         PatchError: the model is not patched.
@@ -263,13 +277,14 @@ def restore(model: nn.Module) -> None:
 def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Give an unpatched model the rotary settings of another config, and the table that they describe."""
     location = locate(model)
+    # First, since the table is built from the config.
     for config in location.configs:
         write_config(config, settings, None)
     _reset(location, build_rotary(location.rotary_class, location.config), settings)
 
 
 def _reset(location: Location, original: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Put an original module into a model, and its settings into the configs, without a record."""
+    """Put an original module into a model, and its settings into the configs, and remove the record."""
     follow_device(original, location.model)
     location.put(original)
     for config in location.configs:
@@ -277,7 +292,7 @@ def _reset(location: Location, original: nn.Module, settings: Mapping[str, Any])
 
 
 def follow_device(module: nn.Module, model: nn.Module) -> None:
-    """Bring an original module that was set aside to where the model now is, without touching its dtype."""
+    """Move an original module that was set aside to the model's present device, without changing its dtype."""
     if not isinstance(module, PatchedRotary) and not any(b.is_meta for b in module.buffers()):
         module.to(device=device_of(model))
 
@@ -290,17 +305,17 @@ def for_target(
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
 ) -> Method:
-    """Return a method with the factor that :func:`apply` would take from a target where it was left out.
+    """Return a method with the factor that :func:`apply` would derive from a target, if the factor was left out.
 
     Args:
-        model: to be patched.
-        method: in any form.
-        target_length: to be reached [tokens].
-        layer_types: as for ``apply``.
-        freeze_at: as for ``apply``.
+        model: the model that will be patched.
+        method: the method, in any form that :func:`apply` takes.
+        target_length: the context that the method has to reach [tokens].
+        layer_types: layer types whose tables will be patched, chosen as :func:`apply` chooses them.
+        freeze_at: length at which a dynamic table is frozen first [tokens].
 
     Raises:
-        ValueError: a bad method, or tables that need different factors.
+        ValueError: the method is wrong, or the tables need different factors.
     """
     chosen = as_method(method)
     if not chosen.needs_target:

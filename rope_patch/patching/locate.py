@@ -1,4 +1,4 @@
-"""Where a model keeps its rotary embedding, and all that is known of it, read once."""
+"""Where a model has its rotary module, and everything that is known about it, read once."""
 
 from __future__ import annotations
 
@@ -31,26 +31,27 @@ from rope_patch.patching.two_tables import TwoTableRotary, attach
 from rope_patch.tables import RotaryTable, Tables, other_keys
 
 _POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
+# A probe builds the model's layers again, which takes longer than all other steps of a patch together.
 _probes: dict[Any, Probe] = {}
 
 
 class PatchError(ValueError):
-    """A patch that is missing, doubled, altered, or not what the model really uses."""
+    """A patch is missing, doubled or altered, or it is not what the model really uses."""
 
 
 @dataclass(frozen=True, eq=False)
 class Location:
-    """Where a model keeps its rotary embedding, and all that is known of it.
+    """Where a model has its rotary module, and everything that is known about it.
 
-    What costs time is read when it is first asked for, and kept: a location describes the model as it was then.
+    What costs time is read when it is first asked for, and stored: a location describes the model as it was then.
 
     Attributes:
-        model: the model of transformers, without what is wrapped around it.
-        decoder: its text decoder, which runs the rotary embedding.
+        model: the model of transformers, without PEFT's and other wrappers.
+        decoder: the text decoder of the model, which runs the rotary embedding.
         path: the name of the rotary module in the model.
         module: the rotary module, original or patched.
-        configs: those that say the rotary settings; the text decoder's comes first.
-        record_data: what that one says in ``rope_patch``; None on an unpatched model.
+        configs: the configs that hold rotary settings; the text decoder's comes first.
+        record_data: the ``rope_patch`` entry of the text decoder's config; None on an unpatched model.
     """
 
     model: PreTrainedModel
@@ -75,7 +76,7 @@ class Location:
         """The patch record of the config, checked; None on an unpatched model.
 
         Raises:
-            PatchError: it is malformed, or was altered.
+            PatchError: the record is malformed, or it was altered.
         """
         try:
             return None if self.record_data is None else PatchRecord.from_dict(self.record_data)
@@ -84,7 +85,7 @@ class Location:
 
     @cached_property
     def base_config(self) -> PreTrainedConfig:
-        """The text decoder's config as it is, or was before the patch."""
+        """The text decoder's config as it is on an unpatched model, or as it was before the patch."""
         if self.record is None:
             return self.config
         with blamed_on(_ALTERED):
@@ -92,7 +93,7 @@ class Location:
 
     @property
     def patched(self) -> PatchedRotary | None:
-        """The rotary module, where it is a patched one."""
+        """The rotary module, if it is a patched one; otherwise None."""
         return self.module if isinstance(self.module, PatchedRotary) else None
 
     @property
@@ -107,16 +108,17 @@ class Location:
 
     @cached_property
     def rebuilt(self) -> nn.Module:
-        """What that class builds from the base config."""
+        """A module that :attr:`rotary_class` builds from the base config."""
         return build_rotary(self.rotary_class, self.base_config)
 
     @cached_property
     def original(self) -> nn.Module:
-        """The original module as it is, or was before the patch."""
+        """The original module: the one in place on an unpatched model, or the one from before the patch."""
         if self.patched is not None:
             return self.patched.original
         if self.record is None:
             return self.module
+        # A patched folder that plain transformers loaded: the module in place is transformers' own, with our table.
         with blamed_on(_ALTERED):
             return self.rebuilt
 
@@ -134,26 +136,26 @@ class Location:
 
     @property
     def tables(self) -> Tables:
-        """The base tables: those in use, or in use before the patch.
+        """The base tables: those in use, or those in use before the patch.
 
         Raises:
-            ValueError: a rotary embedding of another kind, or a config that does not state its context.
+            ValueError: the rotary embedding is of another kind, or the config does not state its context.
         """
         return self._base[0]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is unusual about the base tables."""
+        """Sentences on what is unusual about the base tables."""
         return self._base[1]
 
     def static_tables(self, freeze_at: int | None) -> Tables:
-        """Return the base tables as a patch starts from them: none of them changes with the length.
+        """Return the base tables from which a patch starts; none of them changes with the length.
 
         Args:
-            freeze_at: the length at which a dynamic table is taken [tokens].
+            freeze_at: the length at which a dynamic table is frozen [tokens].
 
         Raises:
-            ValueError: a dynamic table and no length, or a length and no dynamic table.
+            ValueError: there is a dynamic table and no length, or a length and no dynamic table.
         """
         dynamic = [table for table in self.tables.values() if table.is_dynamic]
         if freeze_at is not None and not dynamic:
@@ -168,14 +170,15 @@ class Location:
         return {**self.tables, **frozen}
 
     def check_base(self) -> None:
-        """Raise PatchError unless the base that a patched model's record describes is the base it was made on."""
+        """Raise PatchError unless the record's ``base_config`` gives the base tables that the record holds."""
         record = self.record
         if record is not None and not same_tables(records_of(self.static_tables(record.freeze_at)), record.base_tables):
             raise PatchError("the rope_patch record was altered: its base_config does not give its base tables")
 
     @property
     def keeps_float32(self) -> bool:
-        """Whether the original module returns float32 whatever the model computes in (OLMo's), or casts (Llama's)."""
+        """Whether the original module always returns float32 (OLMo's), or casts to the model's dtype (Llama's)."""
+        # It is called, because no attribute or config says this.
         returned = call(self.rebuilt, next(iter(self.tables)), _POSITIONS[:, :1], torch.bfloat16)
         return self.layout.parts(returned)[0].dtype == torch.float32
 
@@ -183,9 +186,10 @@ class Location:
     def probe(self) -> Probe:
         """What a copy of the model without weights shows; a probe of an equal model is used again."""
         settings = settings_of(self.base_config)
+        # The whole config is part of the key, since it decides which layers there are.
         key = (type(self.model), self.model.config.to_json_string(use_diff=False), str(settings))
         if key not in _probes:
-            if len(_probes) == 256:
+            if len(_probes) == 256:  # a process may go through any number of models
                 _probes.clear()
             _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables, self.layout)
         return _probes[key]
@@ -198,6 +202,7 @@ class Location:
         """Make ``module`` the model's rotary embedding."""
         parent, _, name = self.path.rpartition(".")
         holder = self.model.get_submodule(parent)
+        # A patch of two tables has hooks on the model: they come and go with its module.
         two = isinstance(module, TwoTableRotary) or isinstance(getattr(holder, name), TwoTableRotary)
         setattr(holder, name, module)
         if two:
@@ -211,8 +216,8 @@ def locate(model: nn.Module) -> Location:
     """Find the one rotary embedding of a model's text decoder, through PEFT, ``torch.compile`` and DDP wrappers.
 
     Raises:
-        TypeError: not a transformers model.
-        ValueError: no rotary table, or several modules with tables of their own.
+        TypeError: it is not a model of transformers.
+        ValueError: the model has no rotary table, or several modules with tables of their own.
     """
     base = _unwrapped(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
@@ -234,13 +239,14 @@ def locate(model: nn.Module) -> Location:
         )
     module = modules[0]
     path = next(name for name, child in base.named_modules() if child is module)
+    # Mostly one object, but after a copy or in a multimodal model they can be several, and each has to say the same.
     configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
     distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
     return Location(base, decoder, path, module, tuple(distinct.values()), getattr(configs[0], "rope_patch", None))
 
 
 def not_a_model(given: Any) -> TypeError:
-    """Return the error for something in the place of a model of transformers."""
+    """Return the error for an argument that should be a model of transformers."""
     hint = f": load it with rope_patch.load({str(given)!r})" if isinstance(given, str | PathLike) else ""
     return TypeError(f"expected a transformers model, got {type(given).__name__}{hint}")
 
@@ -253,7 +259,7 @@ def _unwrapped(model: Any) -> PreTrainedModel:
 
 
 def _layers_of(model: Any) -> Iterator[Any]:
-    """Yield a model and what is in it, down to the model of transformers."""
+    """Yield a model and the models inside its wrappers, down to the model of transformers."""
     while True:
         yield model
         if hasattr(model, "_orig_mod"):  # torch.compile
@@ -272,7 +278,7 @@ def holds_adapters_twice(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first real parameter."""
+    """Return the device of a model's first parameter that is not on the meta device."""
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
 
@@ -283,16 +289,18 @@ def device_of(model: nn.Module) -> torch.device:
 def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     """Return the base tables of a model, and warnings of what is unusual about them.
 
-    A buffer that a cast has rounded is read as the table its config describes, one that was edited by hand as it is.
+    A buffer that a cast has rounded is read as the table that its config describes. One that was edited by hand is read
+    as it is.
 
     Raises:
-        ValueError: a rotary embedding of another kind, or a config that does not state its context.
+        ValueError: the rotary embedding is of another kind, or the config does not state its context.
     """
     original, config = location.original, location.base_config
     context: Any = getattr(config, "max_position_embeddings", None)
     tables: dict[str | None, RotaryTable] = {}
     try:
         for kind, buffer in original_tables(location.rebuilt).items():
+            # Of a module that was just built: the model's own may be rounded, on another device or on none.
             tables[kind] = described_table(location, location.rebuilt, config, kind)
             _check_kind(location, tables[kind], buffer.float())
     except Exception as error:
@@ -317,13 +325,13 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
 
 
 def described_table(location: Location, module: nn.Module, config: PreTrainedConfig, kind: str | None) -> RotaryTable:
-    """Return a table as a module that was built from a config holds it.
+    """Return the table that a module of transformers holds, with what the config says about it.
 
     Args:
-        location: where the model keeps its rotary module.
-        module: the module of transformers that was built.
-        config: the config of which it was built.
-        kind: the layer type; None where all layers share a table.
+        location: the location of the model's rotary module.
+        module: a module of transformers that was built from ``config``.
+        config: the config from which the module was built.
+        kind: the layer type of the table; None if all layers share one.
     """
     encoding = encoding_of(config, kind)
     context: Any = getattr(config, "max_position_embeddings", None)
@@ -342,17 +350,21 @@ def described_table(location: Location, module: nn.Module, config: PreTrainedCon
 
 
 def _rope_type(module: nn.Module, kind: str | None, encoding: Mapping[str, Any]) -> str:
-    """Return the type of a table: what its module calls it (HunYuan knows a static kind of dynamic), or its config."""
+    """Return the type of a table as its module names it, or else its config.
+
+    The module comes first, since HunYuan's has a static kind of the type that its config calls dynamic.
+    """
     named = getattr(module, "rope_type", None)
     named = named.get(kind) if isinstance(named, Mapping) else named
     return named if isinstance(named, str) else str(encoding.get("rope_type", "default"))
 
 
 def _check_kind(location: Location, table: RotaryTable, inv_freq: Tensor) -> None:
-    """Raise unless calling the module gives cos and sin of position x inv_freq, in a layout that is known."""
+    """Raise ValueError unless calling the module gives cos and sin of position x inv_freq, in a known layout."""
     if not torch.isfinite(inv_freq).all():
         raise ValueError("its table holds numbers that are not finite")
-    positions = _POSITIONS[:, :4] if table.is_dynamic else _POSITIONS  # far positions would change a dynamic table
+    # Far positions would change a dynamic table.
+    positions = _POSITIONS[:, :4] if table.is_dynamic else _POSITIONS
     layout = location.layout
     cos, sin = layout.parts(call(location.rebuilt, table.layer_type, positions))
     angles = positions[..., None].float() * inv_freq
@@ -364,13 +376,20 @@ def _check_kind(location: Location, table: RotaryTable, inv_freq: Tensor) -> Non
 
 
 def _as_in_use(table: RotaryTable, buffer: Tensor, scaling: float) -> tuple[RotaryTable, list[str]]:
-    """Reconcile what the config describes with what the buffer holds."""
+    """Return the table that a patch has to start from, and warnings.
+
+    Args:
+        table: the table that the config describes.
+        buffer: the ``inv_freq`` that the model's module holds: (pairs,) [rad/token].
+        scaling: the attention factor that this module holds.
+    """
     if buffer.is_meta:
         return table, []
     in_use, same_scaling = buffer.detach().float().cpu(), scaling == table.attention_scaling
     if same_scaling and torch.allclose(in_use, table.inv_freq, rtol=1e-6, atol=frequencies.UNROTATED):
         return table, []
     error = float(((in_use - table.inv_freq).abs() / table.inv_freq.clamp_min(frequencies.UNROTATED)).max())
+    # Rounding is an accident of `.to(bfloat16)`, so it is undone; any other difference is taken as intended.
     for dtype in (torch.bfloat16, torch.float16):
         if same_scaling and torch.equal(in_use, table.inv_freq.to(dtype).float()):
             warning = f"{table.name} was rounded to {dtype} by a cast (up to {error:.2%} off)"
@@ -383,5 +402,5 @@ def _as_in_use(table: RotaryTable, buffer: Tensor, scaling: float) -> tuple[Rota
 
 
 def _by_numbers(table: RotaryTable, inv_freq: Tensor, scaling: float) -> RotaryTable:
-    """Return a table that its config does not describe."""
+    """Return a table with other numbers, which no config describes."""
     return replace(table, inv_freq=inv_freq, attention_scaling=scaling, rope_type="custom", rope_parameters=None)

@@ -1,4 +1,4 @@
-"""What a rotary module really computes, found by calling it."""
+"""Measure what a rotary module really computes, by calling it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rope_patch.patching.two_tables import reaching
 
 _UNDER_LONG_TABLE = 10**15
 """A length under the long table of any patch [tokens]."""
+# Position 1 shows the frequencies themselves. The far positions multiply a small relative error until it can be seen.
 _POSITIONS = (0, 1, 2, 3, 17, 101, 1009, 4093)
 
 
@@ -24,15 +25,15 @@ class Measured:
     """What a rotary module computes in the place of one table.
 
     Attributes:
-        key: the layer type of the table, ``"all"`` where all layers share one.
-        expected: the table with which it was compared.
-        problem: what differs, in a line; None where nothing does.
-        inv_freq: (pairs,) float32, the frequencies in use: the angles at position 1 [rad/token]. None where the module
-            cannot be called, or has another number of pairs.
-        attention_scaling: the attention factor in use.
-        angle_error: the largest difference of an angle from the expected one [rad]; None as for ``inv_freq``, and where
-            an angle is not finite.
-        position: the position of that angle [tokens].
+        key: the layer type of the table; ``"all"`` if all layers share one.
+        expected: the table with which the module was compared.
+        problem: a line on what differs; None if nothing does.
+        inv_freq: (pairs,) float32, the frequencies in use, which are the angles at position 1 [rad/token]; None if the
+            module cannot be called, or has another number of pairs.
+        attention_scaling: the attention factor in use; None if ``inv_freq`` is.
+        angle_error: the largest difference of an angle from the expected one [rad]; None if ``inv_freq`` is, or if an
+            angle is not finite.
+        position: the position of that angle [tokens]; None if ``angle_error`` is.
     """
 
     key: str
@@ -57,9 +58,9 @@ def measure(
 
     Args:
         module: the rotary module that is called.
-        layout: how it lays out cos and sin.
+        layout: the layout in which the module returns cos and sin.
         tables: the expected tables, by layer type.
-        device: the device to call it on.
+        device: the device on which the module is called.
         reach: the length that is stated to a module of two tables; no position is beyond it [tokens].
         context: a length whose last position is compared, too [tokens].
     """
@@ -92,6 +93,7 @@ def _measured(
     in_use, scaling = got[0, 1].angle().float(), float(got[0, 1].abs().mean())
     if not bool(torch.isfinite(torch.view_as_real(got)).all()):
         return Measured(key, table, f"[{key}] cos and sin are not finite", in_use, scaling)
+    # `off` compares cos and sin, which the attention factor changes, too; `turned` compares the angles alone.
     off = torch.view_as_real(got - wanted).abs().amax(-1)
     turned = (got * wanted.conj()).angle().abs()[0].amax(-1)
     # float32 angles carry a relative error of 6e-8; a table off by 1e-5 shows at the far positions.
@@ -100,9 +102,9 @@ def _measured(
     if bool((excess > 0).any()):
         pair = int(excess[0].amax(0).argmax())
         turns = math.atan2(float(sin[0, 1, pair]), float(cos[0, 1, pair]))
-        problem = (
-            f"[{key}] cos and sin are off by up to {float(off.max()):.3g}: pair {pair} turns {turns:.6g} rad/token, "
-            f"expected {table.inv_freq[pair]:.6g}"
-        )
+        what = f"pair {pair} turns {turns:.6g} rad/token, expected {table.inv_freq[pair]:.6g}"
+        if math.isclose(turns, table.inv_freq[pair], rel_tol=1e-6):
+            what = f"they are multiplied by {scaling:.6g}, expected {table.attention_scaling:.6g}"
+        problem = f"[{key}] cos and sin are off by up to {float(off.max()):.3g}: {what}"
     worst = int(turned.argmax())
     return Measured(key, table, problem, in_use, scaling, float(turned[worst]), int(positions[0, worst]))

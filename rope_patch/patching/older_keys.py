@@ -11,23 +11,27 @@ from rope_patch.runtime.folders import write_atomically
 
 _SHARE = "partial_rotary_factor"
 OLDER_FAIL = "this table needs transformers 5"
-"""A base on which transformers 4 fails, for tables that it would lose."""
+"""A value of the base on which transformers 4 fails, for tables that it would otherwise lose in silence."""
 
 _OLDER_BASES = {
     **dict.fromkeys(("gemma3_text", "gemma3n_text"), ("rope_theta", "rope_local_base_freq")),
     **dict.fromkeys(("modernbert", "modernbert-decoder"), ("global_rope_theta", "local_rope_theta")),
 }
-"""The keys of version 4 for the bases of full and of sliding attention, in families that have both there."""
+"""The keys in which version 4 has the bases of full and of sliding attention, for families that have both there."""
 
 
 def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys at the top of config.json by which transformers 4, and engines that follow it, say the same.
+    """Return the keys at the top of config.json that tell transformers 4, and engines that follow it, the same tables.
 
-    They repeat ``rope_parameters``, since transformers 5 takes ``rope_scaling`` in its place where both are there.
-    Where version 4 has one scaling for all layer types it is that of full attention. For tables that it cannot
-    express, of sliding layers that are not plain and of families that came later, it is given a base that it fails on,
-    instead of none; so do the releases of version 5 in which Olmo 3 has one table. What they make of
-    every family that it knows is in ``benchmarks/results/older_loaders.json``.
+    They repeat ``rope_parameters``, since transformers 5 reads ``rope_scaling`` instead if both are there. If version 4
+    has one scaling for all layer types, it is that of full attention. Some tables cannot be expressed: those of sliding
+    layers that are not plain, and of families that came later. For these the base is a value on which version 4 fails,
+    because without a base it would take its default; the releases of version 5 in which Olmo 3 has one table fail on
+    it, too. What version 4 computes for every family that it knows is in ``benchmarks/results/older_loaders.json``.
+
+    Args:
+        model_type: the ``model_type`` of the config.
+        parameters: the ``rope_parameters`` of the config.
     """
     if any(isinstance(value, Mapping) for value in parameters.values()):
         names = _OLDER_BASES.get(model_type)
@@ -56,7 +60,13 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
 def one_base_keys(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the keys of OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
 
-    Transformers 4 and SGLang read these. None where tables of two layer types are not of that kind.
+    Transformers 4 and SGLang read these.
+
+    Args:
+        parameters: the ``rope_parameters`` of the config.
+
+    Returns:
+        The keys; None if the tables of the two layer types differ in more than that scaling.
     """
     full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
     if full is None or sliding is None or sliding.get("rope_type", "default") != "default":
@@ -65,9 +75,9 @@ def one_base_keys(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that holds a patch record; in others the one of the text decoder."""
+    """Return the part of a config.json that holds a patch record, or without one the part of the text decoder."""
     parts = [config]
-    for part in parts:  # which grows on the way
+    for part in parts:  # the list grows while it is read, so that nested configs are visited, too
         if "rope_patch" in part:
             return part
         parts += [value for value in part.values() if isinstance(value, dict)]
@@ -78,7 +88,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 def add_older_keys(folder: str | Path) -> None:
     """Add the keys by which transformers 4 reads the tables to a checkpoint's config.json.
 
-    A plain ``save_pretrained`` writes what transformers 5 reads alone, and version 4 takes such a folder for unpatched.
+    A plain ``save_pretrained`` writes only what transformers 5 reads, and version 4 reads such a folder as unpatched.
 
     Raises:
         OSError: the folder cannot be written.
@@ -91,7 +101,7 @@ def add_older_keys(folder: str | Path) -> None:
 
 
 def older_differences(config: Mapping[str, Any]) -> list[str]:
-    """Return how what a config.json tells transformers 4 differs from what it tells transformers 5."""
+    """Return the differences between what a config.json tells transformers 4 and what it tells transformers 5."""
     text = text_part(dict(config))
     parameters = text.get("rope_parameters")
     if not isinstance(parameters, Mapping):
@@ -104,6 +114,8 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
         return []
     expected = older_keys(str(text.get("model_type")), complete)
     stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}
+    if isinstance(stated.get("rope_scaling"), Mapping):
+        stated["rope_scaling"] = {**base, **stated["rope_scaling"]}
     if text.get("model_type") == "olmo3" and stated == one_base_keys(complete):
         return []
     return [

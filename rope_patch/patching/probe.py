@@ -1,10 +1,11 @@
-"""What a copy of a model without weights shows: whether its layers use their tables, and what else reads the config.
+"""Find out from a copy of a model without weights whether its layers use their tables, and what else reads the config.
 
 The attention of DeepSeek takes a softmax scale from ``rope_parameters`` when it is built, that of Ministral 3 looks up
-a temperature and a length while it runs, Moonshine's encoder builds a table of its own. A patch changes the table
-alone, so an encoding must leave all that as it is. Who reads what is seen by running the model's own code: it is built
-from its config on the meta device, without weights or numbers, so that what is sharded, offloaded or quantized is not
-touched, and its ``rope_parameters`` note each key that is looked up, and the module whose code does it.
+a temperature and a length while it runs, and Moonshine's encoder builds a table of its own. A patch changes the table
+alone, so its encoding must leave all of these as they are. The readers are found by running the model's own code. The
+copy is built from the config on the meta device, without weights or numbers, so that sharded, offloaded or quantized
+weights are not touched. The copy's ``rope_parameters`` note each key that is looked up, and the module whose code looks
+it up.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from rope_patch.tables import Tables
 PROBE_TOKENS = 8
 
 Read = tuple[nn.Module, tuple[str | None, ...]]
-"""A module, and the keys that its code looked up in ``rope_parameters``, one within the other; None for all of them."""
+"""A module, and the path of keys that its code looked up in ``rope_parameters``; a last key of None means all keys."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a copy of a model without weights shows; nothing of a class that needs more than its config.
+    """What a copy of a model without weights shows; it is empty if the model's class needs more than its config.
 
     Attributes:
-        refusals: by layer type, why a table cannot be patched.
-        builders: names of the modules of the decoder that read ``rope_parameters`` while they are built.
-        kept: what these keep of it, as :func:`kept_by` returns it.
-        lookups: what classes of the decoder look up while they run, each with the keys that lead to it.
-        outside: the classes outside the decoder that read the same ``rope_parameters``.
+        refusals: reasons why tables cannot be patched, by layer type.
+        builders: names of the decoder's modules that read ``rope_parameters`` while they are built.
+        kept: values that these modules keep, as :func:`kept_by` returns them.
+        lookups: classes of the decoder that read ``rope_parameters`` while they run, each with the path of keys that it
+            looks up.
+        outside: names of the classes outside the decoder that read the same ``rope_parameters``.
     """
 
     refusals: Mapping[str | None, str] = field(default_factory=dict)
@@ -61,16 +63,16 @@ def probe(
 ) -> Probe:
     """Build a model without weights, run its decoder, and note what reads its ``rope_parameters``.
 
-    What fails there for other reasons is left to be found out in use.
+    A failure of the copy for other reasons refuses nothing: whether the model runs is found out in use.
 
     Args:
-        model: the model.
-        decoder: its text decoder.
-        path: the name of its rotary module.
-        configs: those that say the rotary settings.
-        settings: what they say before any patch.
-        tables: the tables before any patch.
-        layout: how the rotary module lays out cos and sin.
+        model: the model that is copied without its weights.
+        decoder: the text decoder of the model.
+        path: the name of the rotary module in the model.
+        configs: the configs that hold rotary settings.
+        settings: the rotary settings before any patch.
+        tables: the tables before any patch, by layer type.
+        layout: the layout in which the rotary module returns cos and sin.
     """
     reads: list[Read] = []
     built = without_weights(model, configs, settings, reads)
@@ -78,12 +80,14 @@ def probe(
         return Probe()
     rotary = built.get_submodule(path)
     copied = built.get_submodule(next(name for name, module in model.named_modules() if module is decoder))
-    own, inside = set(built.modules()) - {rotary}, set(copied.modules())  # some build modules that they do not keep
+    # Some models build modules that they do not keep, and those do not count as readers.
+    own, inside = set(built.modules()) - {rotary}, set(copied.modules())
     building = {module for module, _ in reads if module in own}
     builders = tuple(name for name, module in built.named_modules() if module in building & inside)
     kept = kept_by(built, builders)
     reads.clear()
     failures: list[Exception] = []
+    # A layer that fails on meta tensors must not hide what the layers after it do.
     for module in copied.modules():
         if module not in (copied, rotary):
             module.forward = _passing_on(module.forward, failures)
@@ -107,26 +111,29 @@ def without_weights(
     settings: Mapping[str, Any],
     reads: list[Read] | None = None,
 ) -> nn.Module | None:
-    """Return a copy of a model on the meta device; None of a class that needs more than its config.
+    """Return a copy of a model on the meta device; None if the model's class needs more than its config.
 
     Args:
-        model: the model.
-        configs: those of its configs that say the rotary settings.
-        settings: what they say in the copy.
-        reads: where to note what is read of ``rope_parameters``.
+        model: the model that is copied.
+        configs: the configs of the model that hold rotary settings.
+        settings: the rotary settings of the copy.
+        reads: a list to which every look-up in ``rope_parameters`` is added; without it none is noted.
     """
+    # The memo of deepcopy tells which part of the copied config belongs to which of `configs`.
     copies: dict[int, Any] = {}
     config: Any = copy.deepcopy(model.config, copies)
     stating = [copies[id(each)] for each in configs if id(each) in copies]
     for own in stating:
         write_config(own, settings, None)
         if reads is not None:
+            # Not by setattr, which would run the config's validators.
             own.__dict__["rope_parameters"] = _Noted(own.rope_parameters, reads)
     for own in (config, *stating):
         own._attn_implementation_internal = "eager"  # others may have kernels without a meta form
         own.__dict__.pop("quantization_config", None)
     try:
         with torch.device("meta"), quiet():
+            # Without gradients of its own: those of the marked cos and sin are what _run looks for.
             built: nn.Module = type(model)(config).eval().requires_grad_(False)
             return built
     except Exception:  # classes that are not made from their config alone
@@ -134,11 +141,19 @@ def without_weights(
 
 
 def kept_by(built: nn.Module, names: Sequence[str]) -> dict[tuple[str, str], Any] | None:
-    """Return what modules keep from when they were built, by module and attribute; None where that cannot be seen."""
+    """Return the plain values that modules hold since they were built, by module and attribute.
+
+    Args:
+        built: a copy of a model on the meta device.
+        names: the names of the modules.
+
+    Returns:
+        The values; None if a module has a buffer, whose numbers cannot be seen on the meta device.
+    """
     kept = {}
     for name in names:
         module = built.get_submodule(name)
-        if any(True for _ in module.buffers(recurse=False)):  # which have no numbers here
+        if any(True for _ in module.buffers(recurse=False)):
             return None
         for attribute, value in vars(module).items():
             if isinstance(value, bool | int | float | str | tuple | list | None):
@@ -147,7 +162,7 @@ def kept_by(built: nn.Module, names: Sequence[str]) -> dict[tuple[str, str], Any
 
 
 class _Noted(dict[str, Any]):
-    """The ``rope_parameters`` of a config, which note the modules whose code reads them."""
+    """A ``rope_parameters`` dict that notes which modules read it."""
 
     def __init__(self, values: Mapping[str, Any], reads: list[Read], path: tuple[str, ...] = ()) -> None:
         nested = {
@@ -157,12 +172,16 @@ class _Noted(dict[str, Any]):
         self.reads, self.path = reads, path
 
     def note(self, key: str | None) -> None:
-        """Note that somebody reads a key, or all keys; of what is nested in this mapping, the nested one notes it."""
+        """Note the module whose code reads a key, or all keys if ``key`` is None.
+
+        If the value is a nested dict, nothing is noted here: that dict notes what is read of it.
+        """
         nested = isinstance(super().get(str(key)), _Noted)
+        # The reader is the nearest caller with a module as its `self`. Frame 0 is this method, 1 the dict's method.
         frame = None if nested else sys._getframe(2)
         while frame is not None:
             reader = frame.f_locals.get("self")
-            if isinstance(reader, PreTrainedConfig):  # that handles its own settings
+            if isinstance(reader, PreTrainedConfig):  # a config that handles its own settings is no reader
                 return
             if isinstance(reader, nn.Module):
                 self.reads.append((reader, (*self.path, key)))
@@ -170,11 +189,12 @@ class _Noted(dict[str, Any]):
             frame = frame.f_back
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Noted:
+        # By dict's own methods, since a copy is not a look-up.
         return _Noted({key: dict.__getitem__(self, key) for key in dict.keys(self)}, self.reads, self.path)
 
 
 def _noting(name: str) -> Callable[..., Any]:
-    """Return a method of a dict that notes what it reads."""
+    """Return a method of ``dict`` that notes what it reads."""
     read = getattr(dict, name)
 
     def method(self: _Noted, *args: Any) -> Any:
@@ -189,7 +209,7 @@ for _name in ("__getitem__", "__contains__", "__iter__", "get", "keys", "values"
 
 
 def _passing_on(forward: Callable[..., Any], failures: list[Exception]) -> Callable[..., Any]:
-    """Return a forward pass that returns its input where the module's own fails, as experts do without numbers."""
+    """Return a forward pass that returns its input if the module's own fails, as that of experts does on meta."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -203,16 +223,25 @@ def _passing_on(forward: Callable[..., Any], failures: list[Exception]) -> Calla
 
 
 Calls = list[tuple[Any, Any, list[torch.Size]]]
-"""The arguments with which a rotary module was called, and the shapes that it returned."""
+"""The positional and keyword arguments with which a rotary module was called, and the shapes that it returned."""
 
 
 def _run(
     decoder: nn.Module, rotary: nn.Module, kind: str | None, failures: list[Exception]
 ) -> tuple[bool | None, Calls]:
-    """Run a decoder, and see what depends on a table.
+    """Run a decoder on the meta device, and find out whether any module's output depends on a table.
+
+    Autograd tells the dependence without numbers: cos and sin of the table are made leaves that require gradients, and
+    everything else in the copy requires none, so an output that requires a gradient was computed from them.
+
+    Args:
+        decoder: the decoder of the copy.
+        rotary: the rotary module of the copy.
+        kind: the layer type of the table; None if all layers share one.
+        failures: the exceptions of modules that failed, to which :func:`_passing_on` adds.
 
     Returns:
-        Whether anything does, None where failures leave it open; and the calls of the rotary module.
+        Whether anything depends on the table, or None if failures leave it open; and the calls of the rotary module.
     """
     calls: Calls = []
     users: list[nn.Module] = []
@@ -224,6 +253,7 @@ def _run(
         return _marked(output)
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
+        # cos and sin that are merely passed on are leaves.
         if module is not rotary and any(t.requires_grad and not t.is_leaf for t in _tensors(output)):
             users.append(module)
 
@@ -244,7 +274,14 @@ def _run(
 
 
 def _refusal(patched: PatchedRotary, kind: str | None, used: bool | None, calls: Calls) -> str | None:
-    """Say why a table cannot be patched; None where it can, or where the copy does not tell."""
+    """Say why a table cannot be patched; None if it can be, or if the copy does not show it.
+
+    Args:
+        patched: a patched rotary module, which is called as the model called its own.
+        kind: the layer type of the table; None if all layers share one.
+        used: whether anything depends on the table; None if that is open.
+        calls: the calls of the original rotary module.
+    """
     if used is False:
         what = "its rotary embedding" if kind is None else f"its table for {kind}"
         return f"does not use {what}: no layer turns queries or keys with it, and a patch would change nothing"

@@ -1,4 +1,4 @@
-"""What a config says of a patch: its rotary settings, and the record in ``config.rope_patch`` and beside an adapter."""
+"""The record of a patch, in ``config.rope_patch`` and beside an adapter, and the rotary settings of a config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class TableRecord:
-    """One table: (pairs,) frequencies [rad/token], the factor on cos and sin, and the hash of both."""
+    """One table as it is recorded.
+
+    Attributes:
+        inv_freq: (pairs,) frequencies [rad/token].
+        attention_scaling: the factor on cos and sin.
+        hash: the fingerprint of both, which shows whether a record was altered.
+    """
 
     inv_freq: tuple[float, ...]
     attention_scaling: float
@@ -39,7 +45,7 @@ class TableRecord:
         return cls(tuple(table.inv_freq.tolist()), float(table.attention_scaling), table.fingerprint)
 
     def matches(self, other: TableRecord, rtol: float = 1e-6) -> bool:
-        """Tell whether two tables are one, up to what another machine's float32 power function may differ by."""
+        """Tell whether two tables are equal, up to the difference between float32 power functions of two machines."""
         if self.hash == other.hash:
             return True
         mine, theirs = table_of(self.inv_freq), table_of(other.inv_freq)
@@ -55,18 +61,20 @@ class PatchRecord:
     """What was done to a model's rotary tables, and what they were before.
 
     Attributes:
-        method: the method's :meth:`~rope_patch.Method.to_dict`.
-        layer_types: the patched layer types; ``[None]`` on unmixed models.
-        tables: every table in use after the patch, by layer type (``"all"`` on unmixed models).
-        base_tables: every table before it.
-        base_config: the config's rotary settings before it (``rope_parameters``, ``max_position_embeddings``).
-        target_length: the context the patch set, where asked [tokens].
-        freeze_at: the length a dynamic base table was frozen at [tokens].
-        short_tables: the tables of sequences up to ``switch_at`` of the method, by layer type; empty where there is one
-            table for all lengths.
-        edited: the base tables that were not what the config described, and so are known by their numbers alone.
-        package_version: the rope_patch that wrote the record.
-        schema: version of this layout.
+        method: the method, as :meth:`~rope_patch.Method.to_dict` returns it.
+        layer_types: the patched layer types; ``[None]`` on a model with one table for all layers.
+        tables: every table in use after the patch, by layer type (``"all"`` on a model with one table).
+        base_tables: every table before the patch, by layer type.
+        base_config: the rotary settings of the config before the patch (``rope_parameters``,
+            ``max_position_embeddings``).
+        target_length: the context that the patch was asked to state [tokens]; None if it was not asked.
+        freeze_at: the length at which a dynamic base table was frozen [tokens].
+        short_tables: the tables of sequences up to ``switch_at`` of the method, by layer type; empty if one table
+            serves all lengths.
+        edited: layer types whose base tables were not those that the config described, so that only their numbers
+            tell them.
+        package_version: the version of rope_patch that wrote the record.
+        schema: the version of this layout.
     """
 
     method: Mapping[str, Any]
@@ -97,18 +105,23 @@ class PatchRecord:
         return from_dict(self.method)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
+        """Return the record as a dict that JSON can hold."""
+        # Through JSON, so that it equals the dict that is read from a file: tuples become lists.
         data: dict[str, Any] = json.loads(json.dumps(asdict(self) | {"changed": self.changed}))
+        # Versions before patches of two tables refuse a record with a key that they do not know.
         if not self.short_tables:
             del data["short_tables"]
         return data
 
     @classmethod
     def from_dict(cls, data: Any) -> PatchRecord:
-        """Read a record.
+        """Read a record, and check it.
+
+        Args:
+            data: a record as :meth:`to_dict` returns it, or whatever stands in its place in a file.
 
         Raises:
-            ValueError: a record of a newer version, of an unknown shape, or whose hash does not fit its table.
+            ValueError: the record is of a newer version or of an unknown shape, or a hash does not fit its table.
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"the rope_patch record must be a JSON object, got {type(data).__name__}")
@@ -119,7 +132,7 @@ class PatchRecord:
             )
         data = dict(data)
         changed = data.pop("changed", None)
-        if data.pop("precision", "float32") != "float32":  # which older versions knew
+        if data.pop("precision", "float32") != "float32":  # older versions could compute angles in float64
             raise ValueError("the rope_patch record asks for another precision of angles than float32")
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
@@ -140,7 +153,7 @@ class PatchRecord:
 
 
 def about_two_tables(record: PatchRecord | None) -> list[str]:
-    """Return what to know of a patch of two tables where another program reads the config; nothing of others."""
+    """Return a sentence on how other programs read a patch of two tables; an empty list for any other patch."""
     method = None if record is None else record.to_method()
     if not isinstance(method, TwoTables):
         return []
@@ -152,7 +165,7 @@ def about_two_tables(record: PatchRecord | None) -> list[str]:
 
 
 def records_of(tables: Tables) -> dict[str, TableRecord]:
-    """Record tables, by their keys."""
+    """Return the records of tables, by their keys in JSON."""
     return {key_of(kind): TableRecord.of(table) for kind, table in tables.items()}
 
 
@@ -162,21 +175,23 @@ def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]
 
 
 def hashes(tables: Mapping[str, TableRecord]) -> str:
-    """Name tables in a message."""
+    """Return the keys and hashes of tables, for a message."""
     return ", ".join(f"{key} {table.hash}" for key, table in tables.items())
 
 
 def key_of(layer_type: str | None) -> str:
     """Return the JSON key of a layer type."""
+    # A JSON object cannot have null as a key.
     return layer_type or "all"
 
 
 def _read(key: str, value: Any) -> Any:
-    """Return what a record says under a key, which somebody may have edited.
+    """Return the value of a key of a record, checked, since somebody may have edited it.
 
     Raises:
-        ValueError: another kind of value, a method that is not known here, or a hash that does not fit its table.
+        ValueError: the value is of another kind, the method is not known here, or a hash does not fit its table.
     """
+    # Any exception means a value of the wrong shape: it is reported with the key, not as a TypeError from within.
     try:
         match key:
             case "method":
@@ -221,17 +236,17 @@ READ_GLOBAL = "allow_global_per_layer_attribute_access"
 head_dim, which such a config refuses unless it says this. The rotary class itself reads the right one."""
 
 CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", READ_GLOBAL)
-"""The keys of a config that a patch may set. The original context Phi-3 owns, and Phi-MoE copies it out of
-``rope_parameters`` whenever those are checked."""
+"""The keys of a config that a patch may set. The original context is among them because Phi-3 has it as a key of its
+own, and Phi-MoE copies it out of ``rope_parameters`` whenever those are checked."""
 
 
 def _names_in(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the keys that a patch may set, and what the family of a config calls each."""
+    """Return the keys that a patch may set, each with the name that the config's family has for it."""
     return {key: str(config.attribute_map.get(key, key)) for key in CONFIG_KEYS}
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return a copy of the config's rotary settings, an open ``head_dim`` among them."""
+    """Return a copy of the config's rotary settings, and of ``head_dim`` if it is None."""
     names = _names_in(config)
     if config.__dict__.get("head_dim", 0) is None:
         names["head_dim"] = "head_dim"
@@ -239,7 +254,14 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def write_config(config: PreTrainedConfig, settings: Mapping[str, Any], record: Mapping[str, Any] | None) -> None:
-    """Make a config say exactly these rotary settings and this record."""
+    """Replace the rotary settings and the record of a config.
+
+    Args:
+        config: the config that is changed.
+        settings: the rotary settings that it will hold, and no others.
+        record: the patch record as a dict; None removes it.
+    """
+    # A key that only the old settings have must not remain.
     for name in (*_names_in(config).values(), "rope_patch"):
         config.__dict__.pop(name, None)
     for key, value in settings.items():
@@ -249,7 +271,7 @@ def write_config(config: PreTrainedConfig, settings: Mapping[str, Any], record: 
 
 
 def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return what transformers makes of the config with other rotary settings: through its JSON form, no record."""
+    """Return the config as transformers would read it from a file with other rotary settings and without a record."""
     names = _names_in(config)
     data = json.loads(config.to_json_string(), object_hook=_infinity)
     for name in (*names.values(), "rope_patch"):
@@ -260,7 +282,7 @@ def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTra
 
 
 def _infinity(value: dict[str, Any]) -> Any:
-    """Read an infinity as transformers writes it into JSON."""
+    """Return the infinity that an object stands for in transformers' JSON; other objects are returned as they are."""
     return float(value["__float__"]) if set(value) == {"__float__"} else value
 
 

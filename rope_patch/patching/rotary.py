@@ -20,6 +20,7 @@ HALVES, NEIGHBOURS, ONCE, COMPLEX = "halves", "neighbours", "once", "complex"
 
 def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
     """Return the tables that a module of transformers owns, by layer type."""
+    # The copies in original_inv_freq, to which a dynamic table returns for short sequences, are not in use.
     return {
         name.removesuffix("inv_freq").removesuffix("_") or None: buffer
         for name, buffer in module.named_buffers(recurse=False)
@@ -28,12 +29,13 @@ def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
 
 
 def scaling_of(module: nn.Module, layer_type: str | None) -> float:
-    """Return a rotary module's factor on cos and sin."""
+    """Return the factor on cos and sin of a rotary module, for the table of a layer type."""
     return float(getattr(module, "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"))
 
 
 def call(module: nn.Module, layer_type: str | None, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Any:
     """Return what a rotary module, original or patched, returns for a model that computes in ``dtype``."""
+    # Rotary modules take from x its dtype and device alone.
     x = torch.zeros(1, dtype=dtype, device=position_ids.device)
     return module(x, position_ids) if layer_type is None else module(x, position_ids, layer_type=layer_type)
 
@@ -43,19 +45,21 @@ class RotaryLayout:
     """How a rotary module lays out cos and sin.
 
     Attributes:
-        features: ``halves`` repeats all pairs (Llama), ``neighbours`` each pair (Cohere), ``once`` repeats none
-            (gpt-oss), ``complex`` is one complex tensor, a number for each pair (Llama 4).
-        axes: the position axes between which the features are divided; 1 where a token has one position (Qwen-VL: 3).
+        features: the order of the features: ``halves`` has all pairs and then all again (Llama), ``neighbours`` each
+            pair twice (Cohere), ``once`` each pair once (gpt-oss), ``complex`` one complex number for each pair
+            (Llama 4).
+        axes: number of position axes between which the features are divided (Qwen-VL: 3); 1 if a token has one
+            position.
     """
 
     features: str = HALVES
     axes: int = 1
 
     def parts(self, returned: Any) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of what a rotary module returned, as they are laid out.
+        """Return cos and sin from what a rotary module returned, in the layout of the module.
 
         Raises:
-            ValueError: it returned one tensor, and the layout is not complex.
+            ValueError: the module returned one tensor, and the layout is not complex.
         """
         if self.features == COMPLEX:
             return returned.real, returned.imag
@@ -65,14 +69,14 @@ class RotaryLayout:
         return cos, sin
 
     def pairs(self, returned: Any) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of each pair of what a rotary module returned: (..., pairs) each."""
+        """Return cos and sin of each pair from what a rotary module returned: (..., pairs) each."""
         cos, sin = self.parts(returned)
         if self.features == HALVES:
             return cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
         return (cos[..., ::2], sin[..., ::2]) if self.features == NEIGHBOURS else (cos, sin)
 
     def spread(self, pairs: Tensor) -> Tensor:
-        """Lay out the cos or the sin of pairs (..., pairs).
+        """Return the cos or the sin of pairs, (..., pairs), in the layout of the module.
 
         >>> RotaryLayout("halves").spread(torch.tensor([1, 2])), RotaryLayout("neighbours").spread(torch.tensor([1, 2]))
         (tensor([1, 2, 1, 2]), tensor([1, 1, 2, 2]))
@@ -85,14 +89,15 @@ class RotaryLayout:
 class OriginalForward:
     """The forward pass of an original rotary module, over a table that is given with each call.
 
-    The code of the family is run as it is, so that its layout, its position axes and its last bits are kept, on an
-    object that answers for the module: the same attributes and methods, but ``inv_freq`` and ``attention_scaling`` are
-    ours, and the update of dynamic tables around the forward pass is left out.
+    The code of the family is run as it is, so that its layout, its position axes and its last bits are kept. Its
+    ``self`` is a stand-in for the module, which has the same attributes and methods, but our ``inv_freq`` and
+    ``attention_scaling``. The update of dynamic tables, a decorator of the forward pass, is left out.
     """
 
     def __init__(self, original: nn.Module) -> None:
         self.original = original
         cls = type(original)
+        # unwrap takes the decorator dynamic_rope_update off.
         self.forward = inspect.unwrap(cls.forward)
         inherited = [vars(base) for base in reversed(cls.__mro__) if base not in (object, nn.Module)]
         shared = {name: value for names in inherited for name, value in names.items() if not name.startswith("__")}
@@ -106,12 +111,13 @@ class OriginalForward:
         """Return what the module would return, if it held this table.
 
         Args:
-            x: of the dtype and on the device to compute for.
-            position_ids: (batch, tokens), or (axes, batch, tokens) [tokens].
-            layer_type: which table of the module it stands for.
-            inv_freq: (pairs,) [rad/token].
+            x: any tensor with the dtype and the device of the result.
+            position_ids: (batch, tokens) positions, or (axes, batch, tokens) [tokens].
+            layer_type: layer type of the table that is replaced; None if the module has one table.
+            inv_freq: (pairs,) frequencies of the given table [rad/token].
             scaling: factor on cos and sin.
         """
+        # A new stand-in for each call, so that nothing of one call reaches another in a second thread.
         stand_in = self.stand_in()
         prefix = "" if layer_type is None else f"{layer_type}_"
         ours = {f"{prefix}inv_freq": inv_freq, f"{prefix}attention_scaling": scaling}
@@ -122,7 +128,8 @@ class OriginalForward:
         return self.forward(stand_in, x, position_ids, layer_type=layer_type)
 
     def __reduce__(self) -> tuple[type[OriginalForward], tuple[nn.Module]]:
-        return OriginalForward, (self.original,)  # the class of the stand-in has no name to be found by
+        # It is built anew, since pickle finds a class by its name, and that of the stand-in is in no module.
+        return OriginalForward, (self.original,)
 
 
 @torch.no_grad()
@@ -130,13 +137,16 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
     """Find how an original rotary module lays out cos and sin, by running its forward pass over a table of our own.
 
     Args:
-        original: the module.
-        layer_type: of the table.
-        pairs: of the table.
+        original: the original rotary module.
+        layer_type: layer type of the table that is replaced; None if the module has one table.
+        pairs: number of pairs of the table.
 
     Returns:
-        The layout; Llama's where the forward pass computes something else, which a check of its numbers then tells.
+        The layout. If the forward pass computes something else, it is Llama's, and the caller's check of the numbers
+        fails.
     """
+    # Frequencies so far apart that at a few tokens every pair has another angle. In a real table the slow pairs are
+    # nearly equal there.
     table = torch.linspace(1.0, 0.5, pairs, dtype=torch.float32, device="cpu")
     x = torch.zeros(1, dtype=torch.float32, device="cpu")
     steps = torch.tensor([[0, 1, 2, 5]], device="cpu")
@@ -146,9 +156,10 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
         names = (COMPLEX,) if isinstance(returned, Tensor) and returned.is_complex() else (HALVES, NEIGHBOURS, ONCE)
         angles = steps[..., None].float() * table
         features = next(name for name in names if _fits(RotaryLayout(name), returned, angles[None]))
-    except Exception:  # of another family of rotary modules, which has a forward pass of another kind
+    except Exception:  # another family of rotary modules, whose forward pass takes or returns something else
         return RotaryLayout()
     for axes in (2, 3, 4):
+        # Every axis has other positions, so that the result tells which axis each feature takes its position from.
         several = torch.stack([steps + 7 * axis for axis in range(axes)])
         try:
             returned = forward(x, several, layer_type, table, 1.0)
@@ -160,12 +171,12 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
 
 
 def _fits(layout: RotaryLayout, returned: Any, angles: Tensor) -> bool:
-    """Tell whether cos and sin are those of the angles in this layout, each feature's on one of the axes.
+    """Tell whether cos and sin are those of the angles in a layout, each feature's on one of the axes.
 
     Args:
-        layout: to be tried.
-        returned: by the module.
-        angles: (axes, batch, tokens, pairs) [rad].
+        layout: the layout that is tried.
+        returned: the value that the module returned.
+        angles: (axes, batch, tokens, pairs) expected angles [rad].
     """
     fits = torch.ones((), dtype=torch.bool, device="cpu")
     for got, want in zip(layout.parts(returned), (angles.cos(), angles.sin()), strict=True):
@@ -180,23 +191,24 @@ def _fits(layout: RotaryLayout, returned: Any, angles: Tensor) -> bool:
 
 
 class PatchedRotary(nn.Module):
-    """The rotary embedding that is swapped in: the original arithmetic over tables that nothing can change.
+    """The rotary module that is swapped in. It does the original arithmetic over tables that nothing can change.
 
     The original ``inv_freq`` is a buffer, which casts, ``to_empty``, sharding and re-initialisation corrupt in silence.
     In this module a table is a tuple of Python numbers; the tensor of them is cached per device, and is neither buffer
     nor parameter. It is called as the original modules are, ``rotary_emb(x, position_ids[, layer_type]) -> (cos,
-    sin)``, and computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table. Where a
-    family lays cos and sin out in another way than Llama, or has several position axes, its own forward pass is run.
+    sin)``, and computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table. If a
+    family lays out cos and sin in another way than Llama, or has several position axes, its own forward pass is run.
 
     Args:
-        tables: one table per layer type of the module; a single one with ``layer_type`` None on unmixed models.
-        original: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
-        keep_float32: return float32 whatever the model computes in, as the original module does (OLMo, ERNIE 4.5).
-        layout: how the original lays out cos and sin; by default that is found out.
+        tables: tables by layer type; a single one under None on a model with one table for all layers.
+        original: the module that is replaced, which is kept for :meth:`restore <rope_patch.Patch.restore>`.
+        keep_float32: whether to return float32 whatever the model's dtype is, as the original of OLMo and ERNIE 4.5
+            does.
+        layout: the layout in which the original returns cos and sin; by default it is found by calling the original.
 
     Attributes:
-        layout: how cos and sin are laid out.
-        by_original: the forward pass of the original, which is run in its own layout; None in that of Llama.
+        layout: the layout in which cos and sin are returned.
+        by_original: the forward pass of the original, which is run unless the layout is that of Llama; then it is None.
     """
 
     def __init__(
@@ -215,7 +227,8 @@ class PatchedRotary(nn.Module):
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
         self._scaling = {kind: float(table.attention_scaling) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
-        self._original = (original,)  # in a tuple: out of reach of casts and of state_dict
+        # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
+        self._original = (original,)
         kind, table = next(iter(tables.items()))
         self.layout = layout or layout_of(original, kind, table.pairs)
         self.by_original = None if self.layout == RotaryLayout() else OriginalForward(original)
@@ -227,42 +240,44 @@ class PatchedRotary(nn.Module):
 
     @property
     def original(self) -> nn.Module:
-        """The module this one replaced, as it was."""
+        """The module that this one replaced, unchanged."""
         return self._original[0]
 
     def table(self, layer_type: str | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Return inv_freq: (pairs,) float32 [rad/token] on ``device``."""
+        """Return the ``inv_freq`` of a layer type: (pairs,) float32 [rad/token] on ``device``."""
         device = torch.device(device)
         key = (layer_type, device)
         cached = self._cached.get(key)
         if cached is None:
+            # A tensor that is made in inference mode could not be used in training later.
             with torch.inference_mode(False):
                 cached = torch.tensor(self._numbers[layer_type], dtype=torch.float32, device=device)
-            if type(cached) is Tensor:  # never keep a fake tensor of a tracer
+            if type(cached) is Tensor:  # a tracer's fake tensor has no numbers for later calls
                 self._cached[key] = cached
         return cached
 
     def __getattr__(self, name: str) -> Any:
-        """Answer for the original module: its buffers (``inv_freq``, ``full_attention_inv_freq`` …) and attributes."""
+        """Return buffers (``inv_freq``, ``full_attention_inv_freq`` …) and attributes that the original module has."""
+        # copy and pickle ask for attributes before there are any: without a look at __dict__ this would not end.
         if name.endswith("inv_freq") and "_numbers" in self.__dict__:
             kind = name.removesuffix("inv_freq").removesuffix("original_").removesuffix("_") or None
             if kind in self._numbers:
                 device = next((device for _, device in self._cached), torch.device("cpu"))
                 return self.table(kind, device)
         if not name.startswith("_") and "_original" in self.__dict__ and name in self.original.__dict__:
-            return self.original.__dict__[name]  # what a model looks up on its own module, LFM3 its layer_types
+            return self.original.__dict__[name]  # a model may look up something of its own, as LFM3 its layer_types
         return super().__getattr__(name)
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return cos and sin: (batch, tokens, rotary_dim) each, in the dtype of ``x``, or as ``keep_float32`` says.
 
-        In another :class:`RotaryLayout` than Llama's it is what the original returns.
+        In another :class:`RotaryLayout` than Llama's, what the original module would return is returned.
 
         Args:
-            x: any tensor of the dtype and on the device to compute for.
-            position_ids: (batch, tokens), or (axes, batch, tokens) where there are several position axes [tokens].
-            layer_type: which table, on models that have several.
+            x: any tensor with the dtype and the device of the result.
+            position_ids: (batch, tokens) positions, or (axes, batch, tokens) if there are several axes [tokens].
+            layer_type: layer type whose table is used, on a model with several tables.
         """
         if self.by_original is not None:
             table = self.table(layer_type, x.device)
@@ -270,16 +285,18 @@ class PatchedRotary(nn.Module):
         angles = position_ids[..., None].float() * self.table(layer_type, x.device)
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin, scaling = angles.cos(), angles.sin(), self._scaling[layer_type]
+        # Most tables have a factor of 1, for which two multiplications in each forward pass are saved.
         if scaling != 1.0:
             cos, sin = cos * scaling, sin * scaling
         dtype = torch.float32 if self.keep_float32 else x.dtype
         return cos.to(dtype), sin.to(dtype)
 
     def __getstate__(self) -> dict[str, Any]:
+        # A cached tensor may be on a device that the reading machine does not have.
         return {
             **self.__dict__,
             "_cached": {},
-        }  # a cached tensor may sit on a device the reader does not have
+        }
 
     def extra_repr(self) -> str:
         """Show the tables in ``print(model)``."""

@@ -1,9 +1,9 @@
-"""Two rotary tables, one of which is chosen for each sequence, once: all that a model needs for it.
+"""Two rotary tables, one of which is chosen once for each sequence.
 
-Which table a sequence is read under depends on the length it will reach: the one that is stated (:func:`reaching`,
-``generate``), or the last position of a pass that reads the whole sequence (padding aside). A sequence in a cache
-keeps its table. Keys that were cached under one table cannot be read under the other by rotating them again: below the
-first layer they were computed under other attention.
+The choice depends on the length that the sequence will reach: the length that is stated (:func:`reaching`,
+``generate``), or else the last position of a pass that reads the whole sequence, without its padding. A sequence in a
+cache keeps its table. Keys that were cached under one table cannot be rotated again for the other: from the second
+layer on they were computed from hidden states that attention under the first table gave.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.tables import Tables
 
 Reach = int | Sequence[int] | Tensor
-"""The length that a sequence will reach, or one of each row of a batch [tokens]."""
+"""The length that a sequence will reach, or one length for each row of a batch [tokens]."""
 
 HOW_TO_STATE_LENGTH = (
     "State the length that each sequence will reach before its first token is read, `with patch.reaching(tokens):` "
@@ -32,17 +32,24 @@ HOW_TO_STATE_LENGTH = (
 )
 
 
-# --- the length that a sequence will reach, as who knows it states it ------------------------------------------------
+# --- the length that a sequence will reach, as the caller states it --------------------------------------------------
 
 
 class Stated(NamedTuple):
-    """What is stated of the sequences that a model reads: the arguments of :func:`reaching`, ``tokens`` as a tensor."""
+    """What is stated about the sequences that a model reads.
+
+    Attributes:
+        rotary: the model's rotary module.
+        tokens: the length for all rows of the batch, or one length for each row: (1,) or (rows,) [tokens].
+        trusted: whether the caller handles the cache, as :func:`reaching` explains.
+    """
 
     rotary: nn.Module
     tokens: Tensor
     trusted: bool
 
 
+# A context variable, so that threads that serve one model do not see each other's lengths.
 _STATED: ContextVar[tuple[Stated, ...]] = ContextVar("rope_patch_reach", default=())
 
 
@@ -53,13 +60,14 @@ def reaching(rotary: nn.Module, tokens: Reach, *, trusted: bool = False) -> Iter
     The block belongs to the thread: a generator that yields inside it leaves the length stated until it goes on.
 
     Args:
-        rotary: the model's rotary module; one of a single table takes no notice.
-        tokens: one number for all rows, or one for each [tokens].
-        trusted: whoever states it handles the cache, too. Passes may read tokens beyond the length that no other token
-            sees or that are dropped again: padding on the right, speculated tokens.
+        rotary: the model's rotary module; a module of one table ignores the length.
+        tokens: the length for all rows of the batch, or one length for each row [tokens].
+        trusted: whether the caller handles the cache, too, so that crossings of the switch are not checked. Passes may
+            then read tokens beyond the length that no other token sees or that are dropped again: padding on the right,
+            speculated tokens.
 
     Raises:
-        ValueError: no whole numbers above 0, or several axes of them.
+        ValueError: the lengths are not whole numbers above 0, or have several axes.
     """
     # Under torch.device("meta") a new tensor would have no numbers to check.
     stated = tokens if isinstance(tokens, Tensor) else torch.as_tensor(tokens, device="cpu")
@@ -70,12 +78,13 @@ def reaching(rotary: nn.Module, tokens: Reach, *, trusted: bool = False) -> Iter
     _STATED.set((*_STATED.get(), entry))
     try:
         yield
-    finally:  # its own entry: blocks of generators end in any order
+    finally:
+        # This entry is removed, not the last one: blocks of generators can end in any order.
         _STATED.set(tuple(other for other in _STATED.get() if other is not entry))
 
 
 def stated_of(rotary: nn.Module) -> Stated | None:
-    """Return what was stated last of a model's sequences, by its rotary module; None where nothing was."""
+    """Return what was stated last about the sequences of a rotary module's model; None if nothing was."""
     return next((entry for entry in reversed(_STATED.get()) if entry.rotary is rotary), None)
 
 
@@ -83,11 +92,11 @@ _MARK = "rope_patch_read_under"
 
 
 class ReadUnder(NamedTuple):
-    """What the rows of a cache were read under.
+    """The tables under which the rows of a cache were read.
 
     Attributes:
-        long: which rows under the long table: (rows,) bool.
-        tables: that were chosen from, and where they change: the fingerprint of a rotary module.
+        long: whether each row was read under the long table: (rows,) bool.
+        tables: fingerprint of the rotary module, which identifies its two tables and the length of the switch.
     """
 
     long: Tensor
@@ -100,7 +109,7 @@ def cached_tokens(cache: Any) -> int:
 
 
 def _mark_of(cache: Any, tables: str) -> ReadUnder | None:
-    """Return which of two tables the tokens in a cache were read under; None where it was filled under others."""
+    """Return the tables under which a cache was filled; None if it was by another rotary module, or is not known."""
     noted: ReadUnder | None = getattr(cache, _MARK, None)
     return noted if noted is not None and noted.tables == tables else None
 
@@ -118,27 +127,34 @@ def _unknown(before: int) -> ValueError:
 
 @dataclass
 class _Call:
-    """What a decoder is called with, and what its rotary module chose, for the length of the call."""
+    """A call of a decoder.
+
+    Attributes:
+        cache: the cache that the decoder is called with.
+        mask: the attention mask that the decoder is called with.
+        chosen: whether each row is read under the long table, as the rotary module chose: (rows,) bool.
+    """
 
     cache: Any = None
     mask: Tensor | None = None
     chosen: Tensor | None = None
 
 
+# The rotary module is called with positions alone, so the decoder's hooks hand it the cache and the mask.
 _CALL: ContextVar[_Call | None] = ContextVar("rope_patch_pass", default=None)
 
 
 class TwoTableRotary(PatchedRotary):
-    """A rotary embedding that reads each row under its short or its long table.
+    """A rotary module that reads each row under its short or its long table.
 
-    What it says of itself as a module of one table (``tables``, ``table()``, ``inv_freq``) is of the long one.
+    Everything that it shares with a module of one table (``tables``, ``table()``, ``inv_freq``) describes the long one.
 
     Args:
         tables: the long tables, by layer type.
-        original: as for :class:`PatchedRotary`.
-        short: the short tables of the layer types that have two.
-        switch_at: the greatest length under the short table [tokens].
-        **options: of ``PatchedRotary``.
+        original: the module that is replaced, as for :class:`PatchedRotary`.
+        short: the short tables, by the layer types that have two.
+        switch_at: the greatest length that is read under the short table [tokens].
+        **options: other arguments of :class:`PatchedRotary`.
     """
 
     def __init__(
@@ -158,21 +174,24 @@ class TwoTableRotary(PatchedRotary):
         self._short = (PatchedRotary(short, original, **options),)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """Return what :class:`PatchedRotary` does, cos and sin (batch, tokens, …), every row under its own table.
+        """Return cos and sin (batch, tokens, …) as :class:`PatchedRotary` does, every row under its own table.
 
         Args:
-            x: as for :class:`PatchedRotary`.
-            position_ids: (batch, tokens), or (axes, batch, tokens) [tokens].
-            layer_type: which table, on models that have several.
+            x: any tensor with the dtype and the device of the result.
+            position_ids: (batch, tokens) positions, or (axes, batch, tokens) [tokens].
+            layer_type: layer type whose tables are used, on a model with several.
 
         Raises:
-            ValueError: a sequence in a cache that would cross from one table to the other, or a number of stated
-                lengths that does not fit the rows.
+            ValueError: a sequence in a cache would cross from one table to the other, or the number of stated lengths
+                does not fit the rows.
         """
+        # Both tables are computed for all rows, and then chosen from: this needs no look at the numbers, for which a
+        # GPU would have to be waited for.
         long = super().forward(x, position_ids, layer_type)
         if layer_type not in self.short_tables:
             return long
         short = self._short[0](x, position_ids, layer_type)
+        # position_ids may have one row for the whole batch; hidden states in x tell how many there are.
         rows = self._long_rows(position_ids, x.shape[0] if x.ndim == 3 else position_ids.shape[-2]).view(-1, 1, 1)
         if isinstance(long, Tensor):  # complex numbers
             return torch.where(rows, long, short)
@@ -180,7 +199,7 @@ class TwoTableRotary(PatchedRotary):
 
     @torch.no_grad()
     def _long_rows(self, position_ids: Tensor, rows: int) -> Tensor:
-        """Return which rows are read under the long table: (rows,) bool on the device of the positions."""
+        """Return whether each row is read under the long table: (rows,) bool on the device of the positions."""
         now, stated = _CALL.get() or _Call(), stated_of(self)
         before, mark = cached_tokens(now.cache), _mark_of(now.cache, self.fingerprint)
         ends, size = _lengths(position_ids, now.mask, before), position_ids.shape[-1]
@@ -189,7 +208,7 @@ class TwoTableRotary(PatchedRotary):
             raise _unknown(before)
         if stated is not None:
             long = _by_row(stated.tokens.to(ends.device) > self.switch_at, rows, "lengths are stated")
-            # Of more than a step of decoding: on a GPU the answer has to be waited for.
+            # Not at a step of decoding, which would wait for the GPU to answer; the prompt was checked before.
             if before and mark is not None and size > 1:
                 cached = _by_row(mark.long.to(ends.device), rows, "rows are in the cache")
                 if bool((cached != long).any()):
@@ -204,7 +223,7 @@ class TwoTableRotary(PatchedRotary):
         else:
             long = ends > self.switch_at
         now.chosen = long
-        # Whether anything crosses is looked at where it could.
+        # The numbers are looked at only if a crossing is possible, since a GPU has to be waited for.
         crosses = not trusted and (stated is not None or before) and before + size > self.switch_at
         if crosses and bool(((ends > self.switch_at) & ~long).any()):
             raise ValueError(
@@ -220,12 +239,12 @@ class TwoTableRotary(PatchedRotary):
 
 
 def _lengths(position_ids: Tensor, mask: Tensor | None, before: int) -> Tensor:
-    """Return how long each row is, padding aside: (rows,), or (1,) where all rows are alike [tokens].
+    """Return the length of each row without its padding: (rows,), or (1,) if all rows have the same length [tokens].
 
     Args:
-        position_ids: (batch, tokens), (1, tokens) or (axes, batch, tokens) [tokens].
-        mask: (batch, tokens in all), 0 at padding; None without.
-        before: tokens in the cache.
+        position_ids: positions of shape (batch, tokens), (1, tokens) or (axes, batch, tokens) [tokens].
+        mask: (batch, cached and new tokens) attention mask, 0 at padding; None if there is none.
+        before: number of tokens in the cache.
     """
     positions = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
     size = positions.shape[1]
@@ -233,13 +252,22 @@ def _lengths(position_ids: Tensor, mask: Tensor | None, before: int) -> Tensor:
         return positions.amax(1) + 1
     mask = mask.to(positions.device) != 0
     ends = positions.masked_fill(~mask[:, before : before + size], 0).amax(1) + 1
-    # Positions that count the padding on the left, as they do where nobody gave any.
+    # Positions that nobody gave are counted from the first column, so they include the padding on the left.
     padding = (mask[:, : before + size].cumsum(1) == 0).sum(1)
     return ends - torch.where(positions[:, -1] == before + size - 1, padding, 0)
 
 
 def _by_row(values: Tensor, rows: int, what: str) -> Tensor:
-    """Return one value for each row; those of fewer prompts are repeated as ``generate`` repeats prompts."""
+    """Return one value for each row; values of fewer prompts are repeated as ``generate`` repeats prompts.
+
+    Args:
+        values: (values,) one value for all rows, for each prompt or for each row.
+        rows: number of rows with which the model is called.
+        what: words that name the values in an error.
+
+    Raises:
+        ValueError: the number of rows is not a multiple of the number of values.
+    """
     if len(values) in (1, rows):
         return values
     if rows % len(values):
@@ -251,12 +279,12 @@ def _by_row(values: Tensor, rows: int, what: str) -> Tensor:
 
 
 def switch_of(model: nn.Module) -> int | None:
-    """Return the greatest length that a model reads under its short table [tokens]; None where it has one table."""
+    """Return the greatest length that a model reads under its short table [tokens]; None if it has one table."""
     return next((part.switch_at for part in model.modules() if isinstance(part, TwoTableRotary)), None)
 
 
 def check_decoder(model: PreTrainedModel, decoder: nn.Module) -> None:
-    """Raise ValueError for a model that cannot have two tables."""
+    """Raise ValueError if a model cannot have two tables."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder: two tables are for models that are a decoder alone")
@@ -265,14 +293,15 @@ def check_decoder(model: PreTrainedModel, decoder: nn.Module) -> None:
 
 
 def attach(model: PreTrainedModel, decoder: nn.Module, rotary: nn.Module) -> None:
-    """Let a model tell a rotary module of two tables what it reads through; undo that for any other module.
+    """Install the hooks by which a rotary module of two tables learns of the cache; for any other module remove them.
 
     Args:
-        model: whose ``generate`` is to state the length it will reach.
-        decoder: whose calls are given the cache.
-        rotary: the module that the model now has.
+        model: the model whose ``generate`` will state the length that sequences reach.
+        decoder: the decoder of the model, whose calls tell the cache and the mask.
+        rotary: the rotary module that the model now has.
     """
-    for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):  # by what they are: a copied model has copies
+    # Hooks are found by their function, because a deep copy of a model has hooks, but no handles to remove them by.
+    for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):
         for number in [number for number, hook in hooks.items() if hook in (_before, _after)]:
             del hooks[number]
     if isinstance(model.__dict__.get("generate"), Generation):
@@ -285,9 +314,9 @@ def attach(model: PreTrainedModel, decoder: nn.Module, rotary: nn.Module) -> Non
 
 
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the cache and the padding that a decoder is called with."""
+    """Note the cache and the mask that a decoder is called with, for its rotary module."""
     given = {**dict(zip(arguments_of(decoder), args, strict=False)), **kwargs} if len(args) > 1 else kwargs
-    if "read_index" in given:  # of transformers' continuous batching
+    if "read_index" in given:  # transformers' continuous batching gives it
         raise ValueError(
             "continuous batching (generate_batch) reads several sequences as one row, in which their tables cannot "
             f"differ: use generate, or a patch of one table. {type(decoder).__name__} has two"
@@ -297,12 +326,14 @@ def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note in the cache what was read under which table; a failed pass has no output."""
+    """Mark the cache with the table of each row; nothing is marked after a pass that failed, which has no output."""
     now = _CALL.get()
+    # Also after a failed pass (always_call), so that the next one does not see this call's cache.
     _CALL.set(None)
     if now is None or now.chosen is None or output is None:
         return
-    returned = output.values() if isinstance(output, Mapping) else output  # with a cache that the decoder made itself
+    # Without a cache among the arguments the decoder may have made one, which it returns.
+    returned = output.values() if isinstance(output, Mapping) else output
     cache = next((item for item in (now.cache, *returned) if isinstance(item, Cache)), None)
     if cache is not None:
         rotary = next(part for part in decoder.modules() if isinstance(part, TwoTableRotary))
@@ -311,9 +342,13 @@ def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 @dataclass(eq=False)
 class Generation:
-    """Stands before the ``generate`` of a model's class, and states how long each prompt and its new tokens will be.
+    """Replaces ``generate`` on a model, and states the length of each prompt and its new tokens.
 
-    Lengths that are stated by the caller hold instead.
+    Lengths that the caller states are used instead.
+
+    Attributes:
+        model: the model whose class generates.
+        rotary: the rotary module of the model.
     """
 
     model: Any
@@ -323,7 +358,7 @@ class Generation:
         """Generate as the class of the model does.
 
         Raises:
-            ValueError: a cache that was filled under the other table, or not by this model.
+            ValueError: the cache was filled under the other table, or not by this model.
         """
         generate = type(self.model).generate
         given = inspect.signature(generate).bind(self.model, *args, **kwargs)
@@ -338,11 +373,11 @@ class Generation:
 
 
 def reach_of(model: Any, options: dict[str, Any]) -> Tensor:
-    """Return the lengths that ``generate`` will reach at most: (prompts,) [tokens].
+    """Return the greatest lengths that ``generate`` can reach: (prompts,) [tokens].
 
     Args:
         model: a causal language model.
-        options: what ``generate`` is given, by name.
+        options: the arguments of ``generate``, by name.
     """
     prompts = [options.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
     prompt = next((value for value in prompts if isinstance(value, Tensor) and value.shape[1]), None)
@@ -358,14 +393,20 @@ def reach_of(model: Any, options: dict[str, Any]) -> Tensor:
 
 
 def _option(model: Any, options: dict[str, Any], name: str) -> Any:
-    """Return an option of ``generate``: as given, of the config that is given, or of the model's own."""
+    """Return an option of ``generate``: the argument, or else that of the given config, or of the model's own."""
     sources = (options.get("generation_config"), model.generation_config)
     values = [options.get(name), *(getattr(config, name, None) for config in sources)]
     return next((value for value in values if value is not None), None)
 
 
 def _without_padding(ids: Tensor, pad: Any, end: Any) -> Tensor | None:
-    """Return the mask that ``generate`` itself infers from padding; None where it infers none."""
+    """Return the mask that ``generate`` infers from padding tokens; None if it infers none.
+
+    Args:
+        ids: (prompts, tokens) token ids.
+        pad: the id of the padding token, if there is one.
+        end: the id of the end token, or several; a padding token among them is not taken for padding.
+    """
     pad, ends = (torch.as_tensor(value).reshape(-1).tolist() if value is not None else [] for value in (pad, end))
     padded = len(pad) == 1 and pad[0] not in ends and bool((ids == pad[0]).any())
     return torch.ne(ids, pad[0]).long() if padded else None

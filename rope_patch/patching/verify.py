@@ -1,4 +1,4 @@
-"""Look at the tables that a model in memory really uses."""
+"""Inspect and verify the tables that a model in memory really uses."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What was found of a model's rotary tables; ``print`` shows all of it.
+    """A description of a model's rotary tables; ``print`` shows all of it.
 
     Attributes:
-        model_class: the class of the model.
+        model_class: name of the model's class.
         tables: the tables in use, one for each layer type.
-        record: the patch record, None on a model that is not patched.
-        warnings: what is unusual about the tables, a sentence each.
-        checked: what was compared and found equal, a sentence each.
+        record: the patch record; None on a model that is not patched.
+        warnings: sentences on what is unusual about the tables.
+        checked: sentences on what was compared and found equal.
     """
 
     model_class: str
@@ -71,7 +71,7 @@ class Inspection:
 
 
 def shortened(method: str, most: int = 60) -> str:
-    """Return a method string on a short line: one of a table names every number."""
+    """Return a method string cut to a short line, since the method string of a table names every number."""
     return method if len(method) <= most else f"{method[:most]}…"
 
 
@@ -79,8 +79,8 @@ def inspect_model(model: nn.Module) -> Inspection:
     """Return the rotary tables that a model uses, patched or not.
 
     Raises:
-        TypeError: no model of transformers.
-        ValueError: a model without a rotary table that could be patched.
+        TypeError: it is not a model of transformers.
+        ValueError: the model has no rotary table that could be patched.
     """
     location = locate(model)
     record = location.record
@@ -88,7 +88,8 @@ def inspect_model(model: nn.Module) -> Inspection:
         in_use = tuple(location.patched.tables.values())
         lost = ["patched, but its config has lost the record"] if record is None else []
         return Inspection(location.name, in_use, record, (*_scaling_warnings(in_use), *lost))
-    as_stated = replace(location, record_data=None)  # what the config in force describes, patched or not
+    # Without the record the location describes what the config in force states: the patch, if there is one.
+    as_stated = replace(location, record_data=None)
     in_use = tuple(as_stated.tables.values())
     warnings = [*as_stated.warnings]
     warnings += [
@@ -103,12 +104,12 @@ def inspect_model(model: nn.Module) -> Inspection:
 
 
 def trained_length(model: nn.Module) -> int:
-    """Return the context that a model was trained at: what its config states, of a patched one before the patch.
+    """Return the context that a model was trained at, as its config states it, or stated it before the patch.
 
-    The context of a table that the checkpoint itself scales (Llama 3.1's) is the scaled one: it was trained with that.
+    If the checkpoint itself scales its table (Llama 3.1), its context is the scaled one, with which it was trained.
 
     Raises:
-        ValueError: a model without a rotary table.
+        ValueError: the model has no rotary table.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -129,20 +130,20 @@ def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:
 
 
 def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
-    """Check that the model really uses the tables its record describes; raise with the difference if not.
+    """Check that a model really uses the tables that its record describes, and raise with the differences if not.
 
     The method is applied again to the base table, the config is read as transformers alone would read it, and the
     rotary module is called and its cos and sin compared.
 
     Args:
         model: a patched model, in memory or loaded from a patched folder, with or without this package.
-        record: what to check against, such as an adapter's; by default the model's own.
+        record: the record that the tables are compared with, such as an adapter's; by default the model's own.
 
     Returns:
         The record.
 
     Raises:
-        PatchError: no record, or any difference.
+        PatchError: there is no record, or any difference.
     """
     location = locate(model)
     own = location.record
@@ -155,6 +156,7 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
     if own is None:
         problems.append("the model carries no patch record")
     else:
+        # Three comparisons: the record against its method, the config against the record, the module against it.
         again = repeat(location, own).record
         problems += _differences(own.base_tables, again.base_tables, "base table")
         problems += _differences(own.tables, again.tables, "method")
@@ -175,12 +177,12 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
 
 
 def _in_use(location: Location, record: PatchRecord) -> list[str]:
-    """Compare the tables that a model uses with those of a record; returns a line per difference."""
+    """Compare the tables that a model uses with those of a record, and return a line for each difference."""
     module, device = location.module, device_of(location.model)
     problems = _problems(location, module, record.tables, device)
     method = record.to_method()
     if not isinstance(method, TwoTables) or not isinstance(module, PatchedRotary):
-        return problems  # the module of transformers has the long table alone
+        return problems  # a module of transformers has the long table alone
     if not isinstance(module, TwoTableRotary) or module.switch_at != method.switch_at:
         switches = f"at {module.switch_at} tokens" if isinstance(module, TwoTableRotary) else "nowhere"
         return [*problems, f"the table changes {switches}, the record says at {method.switch_at} tokens"]
@@ -196,9 +198,10 @@ def _problems(
 
 
 def edits_since(location: Location) -> list[str]:
-    """Return what somebody has changed in a patched model's config since the patch, a line for each key."""
+    """Return the changes of a patched model's config since the patch, a line for each key."""
     if location.record is None:
         return []
+    # The settings of the patch are computed again: the record holds those before it alone.
     recorded = settings_of(config_with(location.config, repeat(location, location.record).settings))
     current = settings_of(location.config)
     return [

@@ -1,9 +1,9 @@
-"""Bytes on one GPU, part by part.
+"""Predicts the memory that a training step takes on one GPU, part by part.
 
 Letters in formulas: N tokens on the GPU, h hidden, f ffn, q = heads x head_dim, k = KV heads x head_dim, V
-vocabulary, e bytes per entry of the dtype (2 or 4). Left out, each far below 1 %: rope tables, biases of adapters,
-token ids. Adapters are float32 with their products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and
-without dropout.
+vocabulary, e bytes per entry of the dtype (2 or 4). Three parts are left out, each far below 1 %: rotary tables, biases
+of adapters and token ids. Adapters are float32 with their products under autocast, as PEFT and Trainer's ``bf16=True``
+have them, and without dropout.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
 OVERHEAD_BYTES = 2 * 2**30
-"""CUDA context, library workspaces and what the allocator cannot use [bytes]; an allowance, not derived."""
+"""An allowance for the CUDA context, library workspaces and memory that the allocator cannot use [bytes]; it is not
+derived."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One share of the memory. Those with ``turns`` are never live together: only the largest counts."""
+    """One share of the memory. Parts with ``turns`` are never live together, so only the largest of them counts."""
 
     name: str
     bytes: int
@@ -32,12 +33,13 @@ def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
     """Return the parts of one GPU's peak memory in training.
 
     Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
-    arXiv:1910.02054, section 5.3); what FSDP gathers is added.
+    arXiv:1910.02054, section 5.3); the layers that FSDP gathers are added.
     """
     saved = shape.total(lambda layer: _saved(layer, o))
     work = max(_work(layer, o) for layer in shape.kinds)
     inputs = shape.total(lambda layer: layer.hidden * o.element * o.tokens_per_gpu)
     if o.checkpointing:
+        # Checkpointing computes a layer again in the backward pass, and then keeps for one layer what it saved for all.
         work += max(_saved(layer, o) for layer in shape.kinds)
     adapters = adapter_entries(shape, o)
     full = shape.parameters if o.lora_rank is None else 0
@@ -69,15 +71,16 @@ def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
 
 
 def kv_cache(shape: Shape, o: StepOptions) -> int:
-    """Return the keys and values of one sequence in inference [bytes]; sliding layers hold their window only."""
+    """Return the size of one sequence's keys and values in inference [bytes]; sliding layers hold their window only."""
     return int(shape.total(lambda layer: 2 * layer.key * o.element * min(o.length, layer.window or o.length)))
 
 
 def prefill(shape: Shape, o: StepOptions) -> int:
-    """Return what lives beside weights and cache while one sequence is read in a single pass [bytes].
+    """Return the memory beside weights and cache while one sequence is read in a single pass [bytes].
 
-    The embeddings, and in the widest layer its input, its residual stream, and input and three tensors of its MLP.
-    And all keys and values of sliding layers: what transformers' cache keeps of them is a view.
+    It holds the embeddings, and of the widest layer the input, the residual stream, and the input and three tensors of
+    the MLP. It also holds all keys and values of sliding layers: the window that transformers' cache keeps of them is a
+    view into the whole tensor.
     """
     work = max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
     whole = shape.total(lambda layer: 2 * layer.key)
@@ -96,7 +99,7 @@ def with_adapters(layer: Layer, o: StepOptions) -> tuple[Linear, ...]:
 
 
 def adapter_entries(shape: Shape, o: StepOptions) -> int:
-    """Return how many float32 entries LoRA adds.
+    """Return the number of float32 entries that LoRA adds.
 
     *Source*: LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): r (inputs + outputs) per projection.
     """
@@ -105,7 +108,7 @@ def adapter_entries(shape: Shape, o: StepOptions) -> int:
 
 
 def _packed(layer: Layer, o: StepOptions) -> float:
-    """Bytes of a layer's weights as stored.
+    """Return the size of a layer's weights as they are stored [bytes].
 
     *Source*: bitsandbytes. LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339): one byte each and a float32 per output
     row. NF4 (QLoRA, arXiv:2305.14314, section 3): half a byte each and per 64 of them a constant of one byte, itself
@@ -121,17 +124,17 @@ def _packed(layer: Layer, o: StepOptions) -> float:
 
 
 def _outside(shape: Shape, o: StepOptions) -> float:
-    """Bytes of what lies in no layer: embeddings, last norm, output projection; never quantized."""
+    """Return the size of the weights outside layers, which are never quantized [bytes]: embeddings, last norm, head."""
     return (shape.parameters - shape.total(lambda layer: layer.parameters)) * o.element
 
 
 def weights(shape: Shape, o: StepOptions) -> int:
-    """Return the weights as they are stored [bytes]."""
+    """Return the size of all weights as they are stored [bytes]."""
     return int(shape.total(lambda layer: _packed(layer, o)) + _outside(shape, o))
 
 
 def _states(entries: int, element: int, o: StepOptions) -> int:
-    """Bytes an optimizer keeps for its entries.
+    """Return the size of what an optimizer keeps for so many trained entries [bytes].
 
     *Source*: AdamW as in mixed-precision training (ZeRO, section 3.1): two float32 moments, and a float32 master of
     16-bit weights. 8-bit Adam (Dettmers et al. 2022, arXiv:2110.02861, section 2): two one-byte moments, a float32
@@ -142,56 +145,59 @@ def _states(entries: int, element: int, o: StepOptions) -> int:
 
 
 def _gathered(shape: Shape, o: StepOptions) -> int:
-    """Bytes FSDP holds whole: the layer at work, the next one under way, and the root with embeddings and head."""
+    """Return the size of what FSDP holds whole [bytes]: this layer, the next one, and the root (embeddings, head)."""
     if o.gpus == 1:
         return 0
     layer = max(_packed(layer, o) for layer in shape.kinds)
+    # A trained weight has a gradient of its own size, which is whole until it is divided among the GPUs.
     gradient = 0 if o.lora_rank else max(layer.parameters for layer in shape.kinds) * o.element
     return int(2 * layer + gradient + _outside(shape, o))
 
 
 def _masked(layer: Layer, o: StepOptions) -> bool:
-    """Whether sdpa gets a mask: torch's kernels know the causal pattern by a flag, a sliding window only so."""
+    """Return whether sdpa gets a mask: torch's kernels have a flag for causal attention, but not for a window."""
     return o.attention == "sdpa" and layer.window is not None and layer.window < o.length
 
 
 def _masks(shape: Shape, o: StepOptions) -> int:
-    """One mask of booleans, shared by the layers that need it."""
+    """Return the size of the mask of booleans that all layers with a window share [bytes]."""
     needed = any(_masked(layer, o) for layer in shape.kinds)
     return int(o.tokens_per_gpu / o.batch * o.length) if needed else 0
 
 
 def _saved(layer: Layer, o: StepOptions) -> float:
-    r"""Bytes one layer saves for its backward pass.
+    r"""Return the size of what one layer saves for its backward pass [bytes].
 
     *Source*: the counting of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1, equation 1:
-    :math:`sbh(34 + 5as/h)`), done again for what transformers runs. We differ: no dropout; grouped KV heads; norms
-    compute in float32, and a trained one keeps what it multiplies by its weight (in float32 for Gemma, whose count is
-    taken for all); a gated MLP keeps three tensors as
-    wide as f; inputs of projections are saved only where the weight or an adapter is trained, and 16-bit ones once per
-    adapter, because each casts its own copy; flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) keeps
-    q, k, v, its output and one float32 per head and token in place of the scores.
+    :math:`sbh(34 + 5as/h)`), repeated for the operations that transformers runs. We differ: no dropout; grouped KV
+    heads; norms compute in float32, and a trained one keeps what it multiplies by its weight (in float32 for Gemma,
+    whose count is taken for all); a gated MLP keeps three tensors as wide as f; inputs of projections are saved only
+    where the weight or an adapter is trained, and 16-bit ones once per adapter, because each casts its own copy; flash
+    attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) keeps q, k, v, its output and one float32 per head and
+    token in place of the scores.
     """
     e = o.element
     norms = sum(layer.norm_inputs) * (8 if o.lora_rank is None else 4) + 4 * len(layer.norm_inputs)
     attention: float = 2 * (layer.query + layer.key) * e + 4 * layer.heads
-    if _masked(layer, o):  # keys and values repeated for every head, the mask once more as numbers to add
+    if _masked(layer, o):  # keys and values are repeated for every head, and the mask once more as numbers to add
         attention = 4 * layer.query * e + 4 * layer.heads + o.length * e / o.batch
     return o.tokens_per_gpu * (norms + attention + 3 * layer.ffn * e + _inputs(layer, o))
 
 
 def _inputs(layer: Layer, o: StepOptions) -> float:
-    """Bytes per token of the saved inputs of projections; flash's output is that of the attention's last one."""
+    """Return the size of the saved inputs of projections [bytes per token], without the attention's output."""
     own = layer.linears if o.lora_rank is None else with_adapters(layer, o)
     ranks = (o.lora_rank or 0) * len(own) * o.element
     if o.lora_rank is not None and o.element < 4:
         return ranks + sum(x.inputs for x in own) * o.element
+    # Projections at the same place read the same input, which is saved once. That of the last projection of the
+    # attention is the attention's output, which `_saved` counts.
     widths = {x.place: x.inputs for x in own if x.place != "attention_out"}
     return ranks + sum(widths.values()) * o.element
 
 
 def _work(layer: Layer, o: StepOptions) -> float:
-    """Bytes live beside the saved ones at the busiest moment of a layer.
+    """Return the size of what lives beside the saved tensors at the busiest moment of a layer [bytes].
 
     *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest
     of: the backward pass of the gated product (three gradients as wide as f, the saved input of the last projection
@@ -209,7 +215,7 @@ def _work(layer: Layer, o: StepOptions) -> float:
 
 
 def _loss(shape: Shape, o: StepOptions) -> int:
-    """Bytes live at the loss, from the last layer's output on.
+    """Return the size of what lives at the loss, from the last layer's output on [bytes].
 
     *Source*: what autograd holds for ``cross_entropy(logits.float())`` of a slice of tokens: the backward pass has the
     log-probabilities, their gradient and that of the float32 logits, (4 + 4 + 4) V per token, which is more than the
@@ -217,4 +223,5 @@ def _loss(shape: Shape, o: StepOptions) -> int:
     input, its input and output, two gradients, and the sum under way.
     """
     logits = min(LOGITS_AT_ONCE, o.tokens_per_gpu) * shape.vocab * (12 + 4 * shape.capped_logits)
+    # 4 for the norm's float32 input; 5 tensors in the model's type: its input and output, two gradients, the sum.
     return int(logits + o.tokens_per_gpu * shape.hidden * (4 + 5 * o.element))

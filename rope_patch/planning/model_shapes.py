@@ -1,4 +1,4 @@
-"""Shapes read off a model without weights, on torch's meta device."""
+"""Reads the shapes of a model without weights, on torch's meta device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rope_patch.checkpoints.folder_patch import skeleton
 from rope_patch.packaged import data_path
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
+# Parts of a name that do not change the shapes: Meta-Llama-3.1-8B-Instruct has those of Llama-3.1-8B.
 _SAME_SHAPE = re.compile(r"^meta-|-(instruct|base|text|it|pt)$")
 
 
@@ -23,12 +24,13 @@ def shape_of(model: str | Path | PreTrainedModel | Shape) -> Shape:
 
     Args:
         model: the name of a common model whose config ships with the package (``Llama-3.1-8B``, with or without its
-            organisation, in any case); a checkpoint folder, a hub id or a GGUF file; a model; or a shape, which is
-            returned as it is.
+            organisation, in any case); or a checkpoint folder, a hub id or a GGUF file; or a model; or a shape, which
+            is returned as it is.
 
     Raises:
-        ValueError: unknown name, no such folder, or not a dense decoder of attention and MLP.
-        OSError: nothing that can be loaded, or no such repository.
+        ValueError: the name is unknown, there is no such folder, or the model is not a dense decoder of attention and
+            MLP.
+        OSError: there is nothing that can be loaded, or no such repository.
     """
     if isinstance(model, Shape):
         return model
@@ -44,6 +46,7 @@ def shape_of(model: str | Path | PreTrainedModel | Shape) -> Shape:
         if "/" not in name and not values:
             known = ", ".join(path.stem for path in shipped.values())
             raise ValueError(f"unknown model {name!r}. Give a folder, a hub id, or one of {known}")
+        # With an organisation, a shipped config stands only for that organisation's model: another may have changed it.
         if values and ("/" not in name or name.partition("/")[0] == values["_name_or_path"].partition("/")[0]):
             with torch.device("meta"):
                 return _read(AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)), shipped[short].stem)
@@ -81,11 +84,12 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _layer(layer: nn.Module, config: Any, window: int | None, owner: str) -> Layer:
-    """Read one layer: its attention is the child with ``attn`` in its name, its MLP the one with ``mlp``."""
+    """Read one layer: the child with ``attn`` in its name is its attention, the one with ``mlp`` is its MLP."""
     blocks = {key: block for key, block in layer.named_children() if "attn" in key or "mlp" in key}
     inside = {key: [(n, m) for n, m in b.named_modules() if isinstance(m, nn.Linear)] for key, b in blocks.items()}
     attention = next((key for key in inside if "attn" in key), "")
     mlp = next((key for key in inside if "mlp" in key), "")
+    # Experts of a mixture are stacked into tensors of three dimensions.
     stacked = any(p.ndim > 2 for p in layer.parameters())
     if not inside.get(attention) or not inside.get(mlp) or stacked:
         raise ValueError(f"a plan covers dense decoders (attention and one MLP per layer of Linear), not {owner}")

@@ -1,4 +1,4 @@
-"""A plan: what a training step takes, whether it fits, and what to change when it does not."""
+"""Plans a training step: the memory it takes, whether it fits, and which options to change if it does not."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _WORTHWHILE_SHARE = 0.98  # advice that saves less than 2 % is left out
 
 
 _Candidate: TypeAlias = tuple[str, str, dict[str, Any]]
-"""An option as on the command line, what it costs, and the changes it stands for."""
+"""An option as it stands on the command line, what it costs, and the changes that it makes."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One option to turn on, after those before it, and the peak that a plan with all of them has."""
+    """One option to turn on, in addition to the steps before it, and the peak of the plan with all of them."""
 
-    option: str  # as on the command line
+    option: str  # as it stands on the command line
     cost: str
     changes: dict[str, Any]
     total: int  # [bytes per GPU]
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one training step takes on each GPU. Make one with :func:`plan`."""
+    """The memory of one training step on each GPU. :func:`plan` makes one."""
 
     shape: Shape
     options: StepOptions
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Peak memory [bytes per GPU]: all parts, but of those that take turns only the largest."""
+        """Peak memory [bytes per GPU]: the sum of all parts, but of those that take turns only the largest."""
         standing = sum(part.bytes for part in self.parts if not part.turns)
         return standing + max(part.bytes for part in self.parts if part.turns)
 
@@ -72,11 +72,12 @@ class Plan:
         return self.total <= gpu_memory * GIB
 
     def but(self, **changes: Any) -> Plan:
-        """Return the plan with other options."""
+        """Return the plan with some options changed."""
         return _checked(self.shape, replace(self.options, **changes))
 
     def longest(self, gpu_memory: float, *, step: int = 1024) -> int:
-        """Return the longest length that fits with these options, a multiple of ``step`` [tokens]; 0 for none."""
+        """Return the longest length that fits with these options, a multiple of ``step`` [tokens]; 0 if none fits."""
+        # Memory rises with the length: double until it does not fit, then halve the interval. At 2**20 steps it ends.
         low, high = 0, 1
         while high < 2**20 and self.but(length=high * step).fits(gpu_memory):
             low, high = high, 2 * high
@@ -86,11 +87,11 @@ class Plan:
         return low * step
 
     def advice(self, gpu_memory: float) -> list[Step]:
-        """Return what to turn on, in order, until the plan fits [GiB]; empty when it fits already.
+        """Return the options to turn on, in order, until the plan fits [GiB]; an empty list if it fits already.
 
-        Options that change nothing about the result come first, then those that cost precision, then more GPUs. Each
-        total is that of a new plan with this and all earlier steps. A step that saves under 2 % is left out, and so is
-        one that later steps made needless. If the last step does not fit, no option makes it fit.
+        Options that change nothing about the result come first, then those that cost precision, then more GPUs. The
+        total of a step is that of a plan with this and all earlier steps. A step that saves under 2 % is left out, and
+        so is one that later steps made needless. If the last step does not fit, no option makes the plan fit.
         """
         chosen: list[_Candidate] = []
         for candidate in _candidates(self):
@@ -99,6 +100,7 @@ class Plan:
                 break
             if then is not None and then.total < _WORTHWHILE_SHARE * now.total:
                 chosen.append(candidate)
+        # From the last but one back, so that costly steps are dropped before cheap ones; the last made the plan fit.
         for candidate in chosen[-2::-1]:
             fewer = [other for other in chosen if other is not candidate]
             less = self._with(fewer)
@@ -108,14 +110,14 @@ class Plan:
         return [Step(*c, p.total, p.fits(gpu_memory)) for c, p in zip(chosen, plans, strict=True) if p is not None]
 
     def _with(self, steps: list[_Candidate]) -> Plan | None:
-        """The plan after these steps; None where they exclude each other, as NF4 and training every weight do."""
+        """Return the plan after these steps; None if they exclude each other, as NF4 and training every weight do."""
         try:
             return self.but(**{name: value for _, _, changes in steps for name, value in changes.items()})
         except ValueError:
             return None
 
     def describe(self, gpu_memory: float) -> str:
-        """Return a plan for people: the parts, whether they fit [GiB], what to turn on, and the memory of inference."""
+        """Return the plan as text: the parts, whether they fit [GiB], options to turn on, memory of inference."""
         o, largest = self.options, max(part.bytes for part in self.parts if part.turns)
         lines = [f"a training step of {self.shape.name}, {o.batch} x {o.length} tokens, on each GPU of {o.gpus} [GiB]:"]
         for part in self.parts:
@@ -141,7 +143,7 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self, *, gpu_memory: float | None = None) -> str:
-        """Return the plan as JSON: bytes per GPU; with ``gpu_memory`` [GiB] also what fits."""
+        """Return the plan as JSON [bytes per GPU]; with ``gpu_memory`` [GiB] it also says what fits."""
         data = {
             "schema": SCHEMA,
             "model": self.shape.name,
@@ -162,24 +164,25 @@ class Plan:
 
 
 def plan(model: str | Path | PreTrainedModel | Shape, *, length: int | str, **options: Any) -> Plan:
-    """Plan a fine-tuning step from a config alone.
+    """Plan the memory of a fine-tuning step from a config alone.
 
     Args:
-        model: shipped name, checkpoint folder, hub id, a model, or a shape read earlier.
-        length: of a sequence [tokens]; ``"128k"`` is 131072.
-        **options: see :class:`~rope_patch.options.plan.StepOptions`.
+        model: the name of a shipped config, a checkpoint folder, a hub id, a GGUF file, a model, or a shape that was
+            read earlier.
+        length: the length of a sequence [tokens]; ``"128k"`` is 131072.
+        **options: the other fields of :class:`~rope_patch.options.plan.StepOptions`.
 
     Raises:
-        ValueError: unknown model or a bad option; the message says what to do.
-        TypeError: an option that does not exist.
-        OSError: nothing that can be loaded, or no such repository.
+        ValueError: the model is unknown or an option is wrong; the message says what to do.
+        TypeError: there is no option of that name.
+        OSError: there is nothing that can be loaded, or no such repository.
     """
     tokens = parse_length(length) if isinstance(length, str) else length
     return _checked(shape_of(model), StepOptions(length=tokens, **options))
 
 
 def _checked(shape: Shape, options: StepOptions) -> Plan:
-    """Return a plan, or raise where the model cannot be trained so."""
+    """Return a plan, or raise if the model cannot be trained with these options."""
     known = {x.name.rpartition(".")[2]: None for layer in shape.kinds for x in layer.linears}
     for name in options.target_modules:
         if name not in (ALL_LINEAR, "attention", *known):
@@ -194,7 +197,7 @@ def _checked(shape: Shape, options: StepOptions) -> Plan:
 
 def _candidates(planned: Plan) -> Iterator[_Candidate]:
     o = planned.options
-    # Devices that share a row attend to all of it, so a model with sliding windows cannot be trained so.
+    # Devices that share a row attend to all of it, so a model with sliding windows would be trained wrongly.
     groups = () if any(layer.window is not None for layer in planned.shape.kinds) else _PARALLEL_SIZES
     shared = "the same gradients, each sequence divided among them"
     if o.dtype == "float32" and o.lora_rank is not None:

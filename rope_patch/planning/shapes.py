@@ -1,4 +1,4 @@
-"""The shapes that memory follows from: plain numbers."""
+"""The shapes of a model that its memory follows from, as plain numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Linear:
-    """One projection of a layer. ``place`` says what its input is shared with."""
+    """One projection of a layer. Those with the same ``place`` read the same input."""
 
     name: str
     inputs: int
@@ -19,36 +19,36 @@ class Linear:
 
     @property
     def weight(self) -> int:
-        """Entries of the weight."""
+        """Number of entries of the weight."""
         return self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer; every width in features per token."""
+    """One decoder layer; every width is in features per token."""
 
     hidden: int
     query: int  # heads x head_dim
     key: int  # KV heads x head_dim; values are as wide
     heads: int
     ffn: int
-    window: int | None  # keys a query sees at most; None for all before it
-    norm_inputs: tuple[int, ...]  # what each norm reads
+    window: int | None  # greatest number of keys that a query sees; None if it sees all before it
+    norm_inputs: tuple[int, ...]  # width of what each norm reads
     linears: tuple[Linear, ...]
     parameters: int
 
     @cached_property
     def matmul_weights(self) -> int:
-        """Entries of all projections."""
+        """Number of entries of all projections."""
         return sum(linear.weight for linear in self.linears)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan needs to know of a model."""
+    """The numbers of a model that a plan follows from."""
 
     name: str
-    parameters: int  # tied weights once
+    parameters: int  # tied weights count once
     layers: tuple[Layer, ...]
     vocab: int
     sdpa: bool
@@ -61,9 +61,9 @@ class Shape:
 
     @cached_property
     def kinds(self) -> dict[Layer, int]:
-        """The different layers, and how many there are of each."""
+        """Each different layer, and the number of times that it occurs."""
         return dict(Counter(self.layers))
 
     def total(self, of: Callable[[Layer], float]) -> float:
-        """Return the sum of something over the layers."""
+        """Return the sum of a function of a layer over all layers."""
         return sum(of(layer) * count for layer, count in self.kinds.items())

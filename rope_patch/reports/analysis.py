@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.frequencies import offset_frequency_bound, unrotated
-from rope_patch.modeling.sources import layers_text
+from rope_patch.modeling.attention_layers import layers_text
 from rope_patch.reports import analysis_figures as figures
 from rope_patch.reports import analysis_tables as tables
 from rope_patch.reports import page as pages

@@ -20,7 +20,6 @@ from rope_patch.evaluation.numbers import number_text, percent, relative
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
-from rope_patch.kv_evaluation.captions import spans, windows_of
 from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow
@@ -41,6 +40,7 @@ from rope_patch.reports.page import (
     short_names,
 )
 from rope_patch.reports.plots import kv as plots
+from rope_patch.runtime.captions import ranges_text, windows_text
 
 
 def page(check: KVCheck) -> Page:
@@ -193,7 +193,7 @@ def _attribution_row(check: KVCheck, row: CheckRow) -> Cells | None:
     why = f"keys alone cost {percent(found.keys)}, values alone {percent(found.values)}"
     if found.left is not None:
         why += f"; with these pairs in full precision the scheme costs {percent(found.left)}"
-    texts = (row.method, ", ".join(lengths), spans(found.worst), spans(found.pairs) or "–", why)
+    texts = (row.method, ", ".join(lengths), ranges_text(found.worst), ranges_text(found.pairs) or "–", why)
     return [row.scheme, *(Cell(text, style="text") for text in texts)]
 
 
@@ -253,7 +253,7 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
         ("Methods", ", ".join(check.meant(method) for method in check.methods)),
         ("Tables", "; ".join(tables)),
         ("Text", f"{check.text}; SHA-256 {check.digest[:16]}…"),
-        ("Perplexity", f"{windows_of(check.windows, spec.longest)}, read {chunk}; {tokens} tokens scored"),
+        ("Perplexity", f"{windows_text(check.windows, spec.longest)}, read {chunk}; {tokens} tokens scored"),
         ("Retrieval", retrieval_text(scores)),
         ("Haystack", haystack_of(retrieval)),
     ]

@@ -1,4 +1,4 @@
-"""Evaluations of a run: one protocol, numbers that the Trainer logs, and the comparison with those before training."""
+"""Evaluates a run: its texts and prompts, the numbers that the Trainer logs, and the scores before and after."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, cha
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime import progress
-from rope_patch.runtime.finished import finite
 from rope_patch.runtime.parallel import processes
+from rope_patch.runtime.result_cache import finite
 
 SEED_OFFSET = 1_000_003
-"""Added to the seed, so that an evaluation asks what no comparison or study with a small seed asks."""
+"""Added to the seed, so that a run is not evaluated on prompts that `compare` or a study uses with a small seed."""
 
 
 def suite_of(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> EvalSuite:
     """Return the texts and prompts of a run's evaluations.
 
     Raises:
-        ValueError: what cannot be asked, or too little text.
+        ValueError: the task cannot be asked at these lengths, or there is too little text.
     """
     spec, lengths = options.evaluation.spec, options.evaluation_lengths
+    # The text is scored between the lengths alone, so it needs no finer position buckets.
     spec = replace(
         spec, lengths=lengths, tasks=(options.evaluation.task,), bucket=max(lengths), seed=SEED_OFFSET + spec.seed
     )
@@ -42,16 +43,18 @@ def measure(suite: EvalSuite, model: PreTrainedModel) -> EvalResult:
 
 
 def score(result: EvalResult) -> float:
-    """Return what checkpoints are ranked by: mean exact match over the lengths; of equals, the lower perplexity."""
+    """Return the score that ranks checkpoints: mean exact match over the lengths, then the lower perplexity."""
     (retrieval,), lengths = result.retrieval.values(), result.spec.lengths
     asked = len(lengths) * len(retrieval.samples(lengths[-1]))
-    nll = min(result.perplexity.nll, 99.0) if result.perplexity else 0.0  # one prompt more weighs 1 / asked
+    # Divided by 100 * asked, the loss of text is always less than one prompt more, which is 1 / asked.
+    nll = min(result.perplexity.nll, 99.0) if result.perplexity else 0.0
     return math.fsum(retrieval.accuracy(length) for length in lengths) / len(lengths) - nll / (100 * asked)
 
 
 def metrics(result: EvalResult) -> dict[str, float]:
-    """Return the numbers by name, such as ``retrieval_1024`` and ``perplexity_256_1024``."""
+    """Return the values of all metrics by name, such as ``retrieval_1024`` and ``perplexity_256_1024``."""
     numbers = {"score": score(result)}
+    # Retrieval stands first: the model card lists the numbers in this order.
     for metric in reversed(list(METRICS.values())):
         for span in spans_of(metric, result.spec):
             place = str(span.stop) if span.start is None else f"{span.start}_{span.stop}"
@@ -62,11 +65,12 @@ def metrics(result: EvalResult) -> dict[str, float]:
 
 
 def changes(before: EvalResult, after: EvalResult) -> list[dict[str, Any]]:
-    """Compare two evaluations of one spec, paired by prompt or by window of text: every metric, at every length.
+    """Compare two evaluations of one spec in every metric at every length, paired by prompt or by window of text.
 
     Returns:
-        For each, metric, label (such as ``"passkey 1024"``), the difference with its 95 % interval (None for a number
-        that is not finite), the verdict (``better`` or ``worse`` where the interval excludes 0), and a sentence.
+        A dict for each metric and length: metric, label (such as ``"passkey 1024"``), the difference with its 95 %
+        interval (None for a number that is not finite), the verdict (``better`` or ``worse`` if the interval excludes
+        0), and a sentence.
     """
     compared = []
     for name, metric in METRICS.items():

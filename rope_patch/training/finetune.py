@@ -1,4 +1,4 @@
-"""One run of the recipe, from options to a verified adapter with its scores."""
+"""Runs the fine-tuning recipe once, from its options to a verified adapter with its scores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rope_patch.runtime.folders import claimed
 from rope_patch.runtime.parallel import from_first
 from rope_patch.training.evaluating import measure, metrics, suite_of
 from rope_patch.training.models import load_model, prepare
+from rope_patch.training.pack_rows import make_rows
 from rope_patch.training.results import write_results
-from rope_patch.training.rows import make_rows
 from rope_patch.training.runs import RunFolder, inspect_folder
 from rope_patch.training.setup import arguments, check
 from rope_patch.training.trainer import LongTrainer
@@ -31,10 +31,10 @@ class Result:
     """The result of a run.
 
     Attributes:
-        folder: the adapter (or model), loaded by :func:`rope_patch.load`.
-        results: the contents of ``results.json``: options, command, scores before and after. Empty in all
-            processes but the first.
-        finished_before: whether an earlier command finished this run, and nothing was trained now.
+        folder: the folder of the adapter (or model), which :func:`rope_patch.load` loads.
+        results: the contents of ``results.json``: options, command, scores before and after training. It is empty in
+            all processes but the first.
+        finished_before: whether an earlier command finished this run, so that nothing was trained now.
     """
 
     folder: Path
@@ -52,31 +52,32 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
 
     Args:
         options: the options of the run.
-        command: the command that started it, for the card.
+        command: the command that started the run; the model card shows it.
         restart: whether to delete what an earlier run left in the output folder.
 
     Raises:
-        ValueError: options that do not fit the model or the data, or an output folder that holds another run.
+        ValueError: the options do not fit the model or the data, or the output folder holds another run.
         PatchError: the patch does not fit the model.
         BlockingIOError: another command works in the output folder.
         torch.OutOfMemoryError: a step does not fit into memory.
     """
     check(options)
     args = arguments(options, options.output.expanduser() / "work")
-    PartialState()  # connects the processes
+    PartialState()  # connects the processes, which from_first needs
     with contextlib.ExitStack() as stack:
 
         def claim() -> RunFolder:
             stack.enter_context(claimed(options.output.expanduser()))
             return inspect_folder(options, restart=restart)
 
+        # The first process alone locks the folder: a second process would be refused as another command.
         run = from_first(claim)
         if run.results is not None:
             return Result(run.out, run.results if PartialState().is_main_process else {}, finished_before=True)
         model, tokenizer = load_model(options.model, options.train.precision)
         model = prepare(model, options)
         suite = suite_of(options, tokenizer)
-        from_first(run.begin)  # only now is it certain that the options fit the model
+        from_first(run.begin)  # deletes an earlier run, so only now that the options are known to fit the model
         try:
             return _train(options, run, args, model, tokenizer, suite, command)
         except torch.OutOfMemoryError as error:
@@ -96,7 +97,8 @@ def _train(
 ) -> Result:
     """Train a prepared model, evaluate it and write the output folder."""
     is_first = PartialState().is_main_process
-    from_first(lambda: bool(make_rows(options, tokenizer, run.work)))  # packs them for all
+    # The first process packs the rows into a file, which all of them open.
+    from_first(lambda: bool(make_rows(options, tokenizer, run.work)))
     rows = make_rows(options, tokenizer, run.work)
     trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(measure(suite, model)))
     if is_first:
@@ -106,13 +108,14 @@ def _train(
     trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
     trained: Any = trainer.model
     gathered: dict[str, Any] = {}
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # each device holds a share of the weights
+    # Each device holds a share of the weights, so all processes take part in gathering them.
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         gathered["state_dict"] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if is_first:  # saved before the last evaluation: if that fails, the adapter is there
         checkpoints.save(trained, run.out, tokenizer=tokenizer, **gathered)
     after, before = measure(suite, trained), None
     if options.evaluation.before and options.lora.rank:
-        with trained.disable_adapter():  # which leaves the model that was trained on
+        with trained.disable_adapter():  # what is left is the patched model before training
             before = measure(suite, trained)
     trainer.accelerator.wait_for_everyone()
     if not is_first:

@@ -1,4 +1,4 @@
-"""The model of a run: loaded, patched, and given adapters."""
+"""Loads the model of a run, patches it and adds adapters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
 
 KERNEL_NAMES = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
-"""What transformers calls the kernels."""
+"""transformers' names of the attention kernels."""
 
+# Small reference checkpoints that come with the package, to try a recipe without a download.
 BUNDLED_MODELS = ("llama", "gemma3")
 
 
@@ -45,13 +46,13 @@ def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[PreTra
     Quantized weights are loaded onto this process's GPU, where there is one, and quantized while they are read.
 
     Args:
-        options: of the checkpoint.
-        compute: precision of products with quantized weights.
+        options: the options of the checkpoint: its name, data type, quantization and attention kernel.
+        compute: the data type in which products with quantized weights are computed.
 
     Raises:
-        ValueError: ``model.quantization`` for weights that are quantized already, an adapter in place of a model, or no
-            such folder.
-        OSError: nothing that can be loaded, or no such repository; the message says what to do.
+        ValueError: ``model.quantization`` is set and the weights are quantized already, the name is an adapter's, or
+            there is no such folder.
+        OSError: there is nothing that can be loaded, or no such repository; the message says what to do.
     """
     dtype = getattr(torch, options.dtype)
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": KERNEL_NAMES[options.attention]}
@@ -87,16 +88,16 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
     """Patch a model in place and add adapters to it.
 
     Args:
-        model: of :func:`load_model`.
-        options: their sections ``patch`` and ``lora`` are read.
+        model: a model that :func:`load_model` returned; it is changed in place.
+        options: the options of the run, whose sections ``patch`` and ``lora`` are read.
 
     Returns:
-        A ``PeftModel``; the model itself where every weight is trained.
+        A ``PeftModel``, or the model itself if every weight is trained.
 
     Raises:
         PatchError: the patch does not fit this model.
-        ValueError: a name that matches no projection (the known ones are listed), or a patch that the checkpoint has
-            already and that does not fit the options.
+        ValueError: a name matches no projection (the known ones are listed), or the checkpoint has a patch already that
+            does not fit the options.
     """
     patch, lora = options.patch, options.lora
     targets = target_pattern(model, lora.target_modules) if lora.rank else ""  # raises before anything is changed
@@ -122,7 +123,7 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
         return model
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(options.train.seed)  # of the adapters' initial values
+    torch.manual_seed(options.train.seed)  # the initial values of the adapters are random
     return get_peft_model(
         model,
         LoraConfig(
@@ -137,7 +138,10 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
 
 
 def _stated_context(model: PreTrainedModel, options: RecipeOptions) -> int | None:
-    """The context that the config states: the given target, or the longest row if the checkpoint states less."""
+    """Return the context that the config will state.
+
+    It is the target if one is given, else the longest row, or None if the checkpoint states more already.
+    """
     stated = int(locate(model).config.max_position_embeddings)
     given = options.patch.patching.target_length is not None
     return options.target_length if given or options.target_length >= stated else None
@@ -164,12 +168,13 @@ def target_pattern(model: PreTrainedModel, targets: Sequence[str]) -> str:
     """Return the regular expression of the projections that get an adapter, in the layers of the text decoder alone.
 
     Args:
-        model: a causal language model of transformers, bare.
-        targets: last names of projections, ``"all-linear"`` (attention and MLP) or ``"attention"``.
+        model: a causal language model of transformers, without adapters.
+        targets: last names of projections such as ``q_proj``, ``"all-linear"`` (attention and MLP) or ``"attention"``.
 
     Raises:
-        ValueError: a name that matches nothing.
+        ValueError: a name matches no projection.
     """
+    # A pattern and not a list of names: PEFT would match a name such as q_proj in a vision tower, too.
     decoder = model.get_decoder()
     path = next(name for name, module in model.named_modules() if module is decoder)
     linears = [name for name, module in decoder.layers.named_modules() if isinstance(module, nn.Linear)]

@@ -1,4 +1,4 @@
-"""The files that a finished run leaves beside its adapter: results.json, evaluation.json and the model card."""
+"""Writes the files that a finished run leaves beside its adapter: results.json, evaluation.json and the model card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.evaluating import changes, metrics
 from rope_patch.training.models import BUNDLED_MODELS
-from rope_patch.training.rows import rows_per_step
+from rope_patch.training.pack_rows import rows_per_step
 from rope_patch.training.runs import RESULTS_FILE
 from rope_patch.training.trainer import LongTrainer
 
@@ -71,11 +71,11 @@ def write_results(
     """Write results, evaluations and card of a finished run; return the contents of ``results.json``.
 
     Args:
-        out: the output folder.
+        out: the output folder of the run.
         options: the options of the run.
-        command: the command that started it.
-        trainer: the trainer, after training.
-        before: the evaluation of the model without its adapter; None where it was not asked for.
+        command: the command that started the run; by default that of this process.
+        trainer: the trainer after training, with its model and its log.
+        before: the evaluation of the model without its adapter; None if it was not asked for.
         after: the evaluation of the model that was saved.
     """
     compared = [] if before is None else changes(before, after)
@@ -105,13 +105,14 @@ def write_results(
     write_atomically(out / "README.md", card(options, results, after))
     write_atomically(
         out / RESULTS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n"
-    )  # last: it means finished
+    )  # written last: its presence means that the run is finished
     return results
 
 
 def _notes(model: Any, before: EvalResult | None, after: EvalResult) -> list[str]:
-    """Return whether the task may be too hard for the unpatched model within its trained length."""
+    """Return warnings if the unpatched model was not measured or fails the task within its trained length."""
     record = locate(model).record
+    # Only then is the evaluation before training one of the unpatched model.
     if before is not None and (record is None or str(record.to_method()) == "default"):
         return before.warnings(trained_length(model))
     measured = [after] if before is None else [before, after]
@@ -159,6 +160,7 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
 def _scores(results: dict[str, Any]) -> str:
     """Return the metrics before and after training as a table."""
     lines, before = ["| | before | after |", "|---|---|---|"], results["before"] or {}
+    # The first number is the score that ranks checkpoints, a mixture that says little to a reader.
     for name, value in list(results["after"].items())[1:]:
         earlier = f"{before[name]:.3g}" if name in before else ""
         lines.append(f"| {name.replace('_', ' ')} | {earlier} | {value:.3g} |")

@@ -1,4 +1,4 @@
-"""What a run takes, from its model's config alone: steps, tokens, predicted memory, and what to change for less."""
+"""Describes a run from its model's config alone: steps, tokens, predicted memory, and what to change for less."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.writing import to_yaml
 from rope_patch.planning import Plan, plan
 from rope_patch.training.models import resolve
-from rope_patch.training.rows import rows_per_step
+from rope_patch.training.pack_rows import rows_per_step
 
 
 def describe(options: RecipeOptions, gpu_memory: float) -> str:
-    """Return the options, the steps, the memory of a training step, and the evaluations.
+    """Return a text with the options, the steps, the memory of a training step, and the evaluations.
 
     Args:
         options: the options of the run.
         gpu_memory: the memory of one GPU [GiB].
     """
     asked, lengths, steps = options.evaluation, options.evaluation_lengths, options.train.steps
+    # A task of several needles spreads them over one prompt; any other is asked once at every depth.
     needles = 1 if TASKS.find(asked.task).joined else len(asked.spec.depths)
+    # After training, before it if there is an adapter to disable, and at every interval of steps.
     times = 1 + (asked.before and options.lora.rank > 0) + (steps // asked.every if asked.every else 0)
     lines = [
         to_yaml(options, comments=False),
@@ -33,10 +35,10 @@ def describe(options: RecipeOptions, gpu_memory: float) -> str:
 
 
 def training_plan(options: RecipeOptions) -> Plan:
-    """Return the plan of one forward and backward pass.
+    """Return the memory plan of one forward and backward pass.
 
     Raises:
-        ValueError: a model that no plan covers.
+        ValueError: a plan does not cover this kind of model.
     """
     gpus = int(os.environ.get("WORLD_SIZE", 1))
     return plan(
@@ -51,5 +53,6 @@ def training_plan(options: RecipeOptions) -> Plan:
         attention=options.model.attention,
         dtype=options.model.dtype,
         gpus=gpus,
+        # The processes over the readers: how many of them share each row.
         context_parallel=gpus * options.train.batch * options.train.accumulate // rows_per_step(options),
     )

@@ -1,4 +1,4 @@
-"""From a recipe's options to the arguments of transformers' Trainer, and what cannot be trained."""
+"""Turns a recipe's options into the arguments of transformers' Trainer, and refuses what cannot be trained."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rope_patch.options.finetune import RecipeOptions
 
 _CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
-)  # later releases call it by the first
+)  # newer releases have the first name
 
 OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
-"""What transformers calls the optimizers for which it has another name."""
+"""transformers' names of optimizers that have another name in the options."""
 
 
 def check(options: RecipeOptions) -> None:
     """Refuse unknown names, and quantized weights that this machine would train or evaluate wrongly.
 
     Raises:
-        ValueError: an unknown method or task; quantized weights that are evaluated before the end on a CPU, or are
+        ValueError: the method or task is unknown, or quantized weights would be evaluated before the end on a CPU or
             trained through Liger.
     """
     if options.patch.method is not None:
@@ -46,7 +46,7 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
     """Return transformers' arguments for these options.
 
     Raises:
-        ValueError: a scheduler that transformers does not know, or a precision that this machine does not support.
+        ValueError: transformers does not know the scheduler, or this machine does not support the precision.
     """
     train, every = options.train, options.evaluation.every
     checkpointing: dict[str, Any] = {_CHECKPOINTING: train.checkpointing}
@@ -66,7 +66,7 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
         fp16=train.precision == "float16",
         **checkpointing,
         use_liger_kernel=train.liger,
-        # Its fused loss and rotary kernels would replace ours.
+        # Liger's fused loss and rotary kernel would replace ours; its norms and MLPs do not.
         liger_kernel_config={"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False},
         seed=train.seed,
         save_strategy="steps",
@@ -79,7 +79,7 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
         load_best_model_at_end=bool(every),
         logging_steps=train.log_every,
         logging_first_step=True,
-        logging_nan_inf_filter=False,  # a loss that is NaN or infinite is shown as it is
+        logging_nan_inf_filter=False,  # by default a NaN or infinite loss is logged as the mean of recent ones
         report_to=["tensorboard"] if is_tensorboard_available() else [],
         ddp_find_unused_parameters=False,
         ddp_timeout=6 * 3600,  # seconds; the other processes wait while the first packs rows

@@ -1,4 +1,4 @@
-"""transformers' Trainer for long rows: loss from slices of the logits, fixed order, patch records."""
+"""transformers' Trainer for long rows: loss from slices of the logits, rows in order, patch records in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rope_patch.patching.locate import locate
 
 
 class LongTrainer(Trainer):
-    """Train on rows of :mod:`~rope_patch.training.rows`, read in the order given.
+    """Train on rows of :mod:`~rope_patch.training.pack_rows`, read in the order given.
 
     On a patched model every checkpoint has the patch's record.
 
     Args:
         model: a causal language model, bare or under PEFT; its ``forward`` is fused in place.
-        args: the arguments of transformers. Those that say how rows are read are set here.
+        args: the arguments of transformers; those that decide how rows are read are set here.
         rows: the rows to train on.
-        evaluator: called with the model where transformers would evaluate; returns numbers by name, which are logged
-            with the prefix ``eval_`` and choose the best checkpoint.
-        callbacks: further callbacks.
+        evaluator: a function of the model that is called where transformers would evaluate; it returns numbers by name,
+            which are logged with the prefix ``eval_`` and choose the best checkpoint.
+        callbacks: callbacks besides the one that writes patch records.
 
     Raises:
-        ValueError: several GPUs in one process, or rows that GPUs cannot share.
+        ValueError: one process has several GPUs, or the rows cannot be shared among GPUs.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class LongTrainer(Trainer):
         evaluator: Callable[[Any], dict[str, float]] | None = None,
         callbacks: Sequence[Any] = (),
     ) -> None:
+        # Trainer would drop columns that `forward` does not name; every column of a row is for the model.
         args.remove_unused_columns = False
+        # A resumed run skips as many rows as it has read, so their order must be that of the file.
         args.train_sampling_strategy = "sequential"
         args.label_names = ["labels"]
         self.guard = RopePatchCallback() if locate(model).record is not None else None
@@ -65,7 +67,7 @@ class LongTrainer(Trainer):
         """Run one forward and backward pass.
 
         Raises:
-            FloatingPointError: the loss is NaN or infinite, and every later one would be.
+            FloatingPointError: the loss is NaN or infinite, and all later losses would be.
         """
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         if not torch.isfinite(loss):
@@ -76,7 +78,7 @@ class LongTrainer(Trainer):
         return loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, and before its weights the patch's record: a kill leaves no adapter without its record."""
+        """Save the patch's record and then the model, so that a kill leaves no adapter without its record."""
         if self.guard is not None and self.args.should_save:
             folder = Path(output_dir or str(self.args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,7 @@ class LongTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return what the evaluator measures, and log it; without one evaluate as transformers does."""
+        """Return what the evaluator measures, and log it; without an evaluator, evaluate as transformers does."""
         if self.evaluator is None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluator(self.model).items()}
@@ -95,7 +97,7 @@ class LongTrainer(Trainer):
         return metrics
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the number of a step's labels as a number: FSDP2 would round a tensor to the precision it uses."""
+        """Return the number of a step's labels as a Python number: FSDP2 would round a tensor to its own precision."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         return None if count is None else float(count)
 
@@ -103,12 +105,13 @@ class LongTrainer(Trainer):
 def check_shareable(config: Any, row: Any) -> None:
     """Refuse rows and models that context parallelism would train wrongly.
 
-    It drops every mask and attends causally over the whole row, whatever the positions (accelerate 1.15,
-    ``_attach_context_parallel_hooks``).
+    Context parallelism drops every mask and attends causally over the whole row, whatever the positions are (accelerate
+    1.15, ``_attach_context_parallel_hooks``).
 
     Raises:
-        ValueError: rows of documents that are kept apart, or a model with sliding windows.
+        ValueError: documents of a row are kept apart, or the model has sliding windows.
     """
+    # Rows have a mask of ones exactly where documents are joined (see rows._masked).
     if "attention_mask" not in row:
         raise ValueError("context parallelism joins documents: set data.boundaries=join, or cp_size 1")
     text = config.get_text_config()

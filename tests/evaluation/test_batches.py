@@ -22,9 +22,9 @@ import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.runtime.finished import ResultCache, open_cache
 from rope_patch.runtime.parallel import alone, from_first
 from rope_patch.runtime.progress import listen
+from rope_patch.runtime.result_cache import ResultCache, open_cache
 
 pytestmark = pytest.mark.slow
 

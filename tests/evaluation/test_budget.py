@@ -15,7 +15,7 @@ from rope_patch.evaluation.budget import (
 )
 from rope_patch.evaluation.spec import cost_of, tokens_computed, tokens_to_read, within
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.finished import ResultCache
+from rope_patch.runtime.result_cache import ResultCache
 from rope_patch.runtime.text import parse_duration
 
 

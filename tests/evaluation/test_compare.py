@@ -25,8 +25,8 @@ from rope_patch.evaluation.metrics import Span
 from rope_patch.evaluation.spec import tokens_to_read
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.verify import inspect_model
-from rope_patch.runtime.finished import ResultCache
 from rope_patch.runtime.progress import listen
+from rope_patch.runtime.result_cache import ResultCache
 
 ASSETS = rope_patch.data_path("assets")
 TEXT = builtin_text("heldout").text[:20_000]

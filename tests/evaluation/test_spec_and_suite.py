@@ -19,7 +19,7 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.spec import tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.kv_evaluation.verdicts import find_verdict
+from rope_patch.kv_evaluation.verdicts import verdict_of
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.reports import comparison as report
@@ -182,7 +182,7 @@ def test_a_metric_that_is_entered_is_in_the_comparison_and_its_report(worst_wind
 
 def test_a_metric_that_is_entered_has_a_say_in_the_verdict(worst_window):
     base, worse = by_hand("none", BASE), by_hand("s", off(0.01, 0.011, 0.009, 0.01))
-    verdict = find_verdict(worse, base, 8, Limits())
+    verdict = verdict_of(worse, base, 8, Limits())
     assert verdict.kind == "unsafe", "one per cent of perplexity is tolerated, but this metric tolerates nothing"
     assert "worst_window" in verdict.measured
 

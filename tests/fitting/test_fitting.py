@@ -18,7 +18,7 @@ import rope_patch
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.metrics import Span
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.fitting import SEED_OFFSET, held_out_spec, running
+from rope_patch.fitting import SEED_OFFSET, fit_run, held_out_spec
 from rope_patch.fitting.fit_cost import affordable, tokens_to_fit
 from rope_patch.methods import Table
 from rope_patch.options.evaluation import EvalSpec
@@ -94,7 +94,7 @@ def test_each_goal_has_its_own_moments():
 @pytest.mark.parametrize("cause", ["loss", "table"])
 def test_a_fit_that_diverges_is_stopped(cause, monkeypatch):
     if cause == "table":  # the loss was finite, the table after it is not
-        monkeypatch.setattr(running, "LEARNING_RATE", 1e7)
+        monkeypatch.setattr(fit_run, "LEARNING_RATE", 1e7)
     run, *_ = run_of(
         TOKENIZER, lambda name: Verdicts.START, change=lambda goal, w: w * math.inf if cause == "loss" else w
     )
@@ -301,7 +301,7 @@ def test_an_interrupted_command_writes_nothing(folder, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rope_patch.fitting.running.token_loss", interrupted)
+    monkeypatch.setattr("rope_patch.fitting.fit_run.token_loss", interrupted)
     assert command(folder, tmp_path / "out").exit_code != 0
     assert not (tmp_path / "out").exists()
 

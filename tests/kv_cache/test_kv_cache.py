@@ -41,7 +41,7 @@ from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attention_errors import attention_errors
 from rope_patch.modeling.capture import capture
-from rope_patch.modeling.modes import attending_with
+from rope_patch.modeling.temporary_modes import attending_with
 
 TOKENS = 24
 NARROW = {**MIXED, "sliding_window": 8}

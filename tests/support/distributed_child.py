@@ -27,7 +27,7 @@ from rope_patch.checkpoints import adapters
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.scoring import Reader, fingerprint
+from rope_patch.modeling.scoring import Reader, model_hash
 from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.patching.locate import PatchError
 from rope_patch.training.trainer import LongTrainer
@@ -199,7 +199,7 @@ def sharded(rank):
         after = measure(model)
         again = step(model, PROCESSES, rank)
         results[name] = {"before": before, "steps": [*steps, again], "after": after, "verified": verified(model)}
-        results[name]["fingerprint"] = fingerprint(model)
+        results[name]["model_hash"] = model_hash(model)
     rounded = by_accelerate(fuse(tuned()), precision="bf16")
     results["bf16"] = {
         "steps": [step(rounded, PROCESSES, rank)],

@@ -9,8 +9,8 @@ from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.fitting import Candidate, fit, held_out_spec
-from rope_patch.fitting.rows import Rows
-from rope_patch.fitting.running import FitRun
+from rope_patch.fitting.draw_rows import DrawnRows
+from rope_patch.fitting.fit_run import FitRun
 from rope_patch.methods import Default
 from support.evaluated import answered, result_of
 from support.tiny import small
@@ -65,7 +65,7 @@ def run_of(tokenizer, scores, *, retrieval=0.8, positions="full", change=None):
     """The run of a fit, and what each step notes: its learning rates, text first, and the table before it."""
     model = small()
     method = rope_patch.apply(model, "yarn:factor=1.5", target_length=96).method
-    rows = Rows(tokenizer, TEXT, answers=retrieval > 0, positions=positions, trained=64, target=96, seed=0)
+    rows = DrawnRows(tokenizer, TEXT, answers=retrieval > 0, positions=positions, trained=64, target=96, seed=0)
     verdicts = Verdicts(model, scores)
     run = verdicts.run = FitRun(method, ChangedRows(rows, change) if change else rows, verdicts, retrieval)
     rates, before = [], []

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.modeling.sources import ROLES
+from rope_patch.modeling.attention_layers import ROLES
 from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_config, tiny_model
 
 GEMMA4 = {

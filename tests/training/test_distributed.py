@@ -126,7 +126,7 @@ def test_a_model_that_one_process_loads_is_patched_in_all(two, steps):
 def test_the_engines_read_a_sharded_model(two, steps, name):
     """Before the root has run at all, and between steps; perplexity in one pass, in chunks, in windows."""
     _, expected = steps.get(name, steps["lora"])
-    assert two[1][0]["sharded"][name]["fingerprint"] == two[1][1]["sharded"][name]["fingerprint"]
+    assert two[1][0]["sharded"][name]["model_hash"] == two[1][1]["sharded"][name]["model_hash"]
     for rank in two[1]:
         assert rank["sharded"][name]["before"] == pytest.approx(expected, rel=1e-5)
         assert rank["sharded"][name]["after"] == pytest.approx(expected, rel=1e-5)

@@ -17,7 +17,7 @@ from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
-from rope_patch.training.rows import pack
+from rope_patch.training.pack_rows import pack
 from rope_patch.training.trainer import LongTrainer
 
 # --- the loss

@@ -34,7 +34,9 @@ class RequestRow:
         return unique[:, 0].contiguous(), unique[:, 1], where.split([len(rest) for _, _, rest in self.asked])
 
 
-def grouped(requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Callable[[int], int]) -> list[RequestRow]:
+def group_requests(
+    requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Callable[[int], int]
+) -> list[RequestRow]:
     """Return requests in rows, the longest first.
 
     Args:

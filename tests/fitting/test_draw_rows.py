@@ -15,12 +15,12 @@ from support.prompting import HAY, MAKER, TOKENIZER
 from support.subsets import examples
 
 from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.fitting.draw_rows import DrawnRows
 from rope_patch.fitting.row_positions import stretched_positions
-from rope_patch.fitting.rows import Rows
 
 
 def rows_of(positions="full", *, answers=True, target=128, seed=1):
-    return Rows(TOKENIZER, TEXT, answers=answers, positions=positions, trained=64, target=target, seed=seed)
+    return DrawnRows(TOKENIZER, TEXT, answers=answers, positions=positions, trained=64, target=target, seed=seed)
 
 
 def drawn(rows, step, goal):
@@ -63,9 +63,9 @@ def test_needles_lie_anywhere_and_often_at_the_ends():
 
 def test_rows_that_cannot_be_made_are_refused():
     with pytest.raises(ValueError, match="longer than the text"):
-        Rows(TOKENIZER, TEXT[:300], answers=True, positions="full", trained=64, target=4096, seed=0)
+        DrawnRows(TOKENIZER, TEXT[:300], answers=True, positions="full", trained=64, target=4096, seed=0)
     with pytest.raises(ValueError, match="needs at least"):
-        Rows(TOKENIZER, TEXT, answers=True, positions="full", trained=16, target=128, seed=0)
+        DrawnRows(TOKENIZER, TEXT, answers=True, positions="full", trained=16, target=128, seed=0)
 
 
 # --- skipped positions

@@ -44,12 +44,12 @@ def longest_row(positions: str, trained: int, target: int) -> int:
     return target if positions == "full" else min(max(trained, target // 4), LONGEST_SKIPPING_ROW)
 
 
-def tokens_of_step(positions: str, trained: int, target: int) -> int:
+def step_tokens(positions: str, trained: int, target: int) -> int:
     """Return the tokens of a step; the arguments are those of :func:`longest_row`."""
     return max(LEAST_STEP_TOKENS, 2 * longest_row(positions, trained, target))
 
 
-class Rows:
+class DrawnRows:
     """The rows of every step; they depend on the seed and the step alone.
 
     Half of the rows of a step are text, and half are text that hides a passkey; without answers all are text. Half of
@@ -85,7 +85,7 @@ class Rows:
     ) -> None:
         self.goals, self.skipping = (2 if answers else 1), positions == "pose"
         self.longest = longest_row(positions, trained, target)
-        self.tokens = tokens_of_step(positions, trained, target)
+        self.tokens = step_tokens(positions, trained, target)
         self.tokenizer, self.text, self.seed = tokenizer, text, seed
         self.trained, self.target = trained, target
         self.prefix = prefix_ids(tokenizer)

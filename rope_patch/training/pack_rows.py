@@ -1,7 +1,7 @@
-"""From documents to rows of tokens: read with ``datasets``, packed once, the same for every process and restart.
+"""Turns documents into rows of tokens: read with ``datasets``, packed once, the same for every process and restart.
 
 A row has the columns that any Trainer hands to a model: ``input_ids``, ``labels`` and ``position_ids``, all of the
-length asked for, so that nothing is padded. The first token of a row is predicted by nothing, so its label is ignored.
+requested length, so that nothing is padded. Nothing predicts the first token of a row, so its label is ignored.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.options.finetune import DataOptions, RecipeOptions
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""The reader of ``datasets`` for each kind of file."""
+"""Suffix of a file to the reader of ``datasets``."""
 
 ROWS_FILE = "rows.arrow"
-"""The packed rows, in the ``work`` folder of a run."""
+"""Name of the file of packed rows in the ``work`` folder of a run."""
 
 DOCUMENTS_CHECKED = 1000
-"""If none of so many documents is as long as a row, the run is refused."""
+"""Number of documents that are searched for one as long as a row; if there is none among them, the run is refused."""
 
 
 def open_source(options: DataOptions, seed: int) -> Any:
-    """Return the documents as a ``datasets`` dataset, shuffled if asked; one of the hub is read while it is downloaded.
+    """Return the documents as a ``datasets`` dataset, shuffled if asked; one from the hub is streamed.
 
     Args:
         options: the options of the data.
-        seed: the seed of the order.
+        seed: the seed of the order in which documents are read, if they are shuffled.
 
     Raises:
-        FileNotFoundError: no such file, folder or dataset.
-        ValueError: files of several kinds, or a file that cannot be read.
+        FileNotFoundError: there is no such file, folder or dataset.
+        ValueError: the folder holds files of several kinds or of none, or a file cannot be read.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -56,10 +56,11 @@ def open_source(options: DataOptions, seed: int) -> Any:
         kinds = {READERS[Path(file).suffix] for file in files}
         if len(kinds) != 1:
             raise ValueError(f"data.source: {path} must hold files of one kind, of {', '.join(READERS)}")
+        # By default datasets takes every line of a text file for a document.
         arguments = {"sample_by": "document"} if kinds == {"text"} else {}
         try:
             dataset = datasets.load_dataset(kinds.pop(), data_files=files, split="train", **arguments)
-        except (DatasetGenerationError, StopIteration) as error:  # the second where there is nothing in a JSON file
+        except (DatasetGenerationError, StopIteration) as error:  # StopIteration: a JSON file is empty
             raise ValueError(f"data.source: cannot read {path}: {error.__cause__ or 'it is empty'}") from error
     else:
         dataset = datasets.load_dataset(options.source, options.config, split=options.split, streaming=True)
@@ -74,12 +75,13 @@ def conversation(
     Args:
         tokenizer: the tokenizer of the model.
         messages: turns of ``role`` and ``content``, as transformers' ``apply_chat_template`` takes them.
-        learn: which labels count: all, or those of the assistant's turns with the tokens that end each. A turn that
-            opens the conversation does not count: where its rendering begins cannot be found.
+        learn: which labels are learned: ``"all"``, or those of the assistant's turns with the tokens that end each
+            turn. A turn that opens the conversation is not learned, since the place where its rendering begins cannot
+            be found.
 
     Raises:
-        ValueError: no chat template, one that refuses these messages, or one whose rendering of a turn depends on
-            those after it.
+        ValueError: there is no chat template, or it refuses these messages, or its rendering of a turn depends on later
+            turns.
     """
 
     def render(count: int, ask: bool = False) -> list[int]:
@@ -94,6 +96,7 @@ def conversation(
     labels = [IGNORED_LABEL] * len(ids)
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:
+            # With the generation prompt, so that the words that open the assistant's turn are not learned.
             before, after = render(i, ask=True), render(i + 1)
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise ValueError(
@@ -107,10 +110,11 @@ def conversation(
 def read_documents(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield tokens and labels of every document that is not empty.
+    """Yield the tokens and labels of every document that is not empty.
 
     Raises:
-        ValueError: no such column, neither text nor messages in it, or text under ``data.learn=assistant``.
+        ValueError: there is no such column, it holds neither text nor messages, or it holds text under
+            ``data.learn=assistant``.
     """
     for row in open_source(options, seed):
         if options.column not in row:
@@ -134,10 +138,11 @@ def pack(
     """Yield rows of ``length`` tokens that hold every token once, in order, until the documents end within a row.
 
     Args:
-        documents: tokens and labels of each.
+        documents: the tokens and labels of each document.
         length: the length of a row [tokens].
         apart: whether positions start at 0 in each document (and in the rest of one that begins in an earlier row),
-            which keeps transformers' attention within it. Otherwise documents attend to those before them in their row.
+            which keeps transformers' attention within the document. Otherwise tokens also attend to earlier documents
+            of their row.
     """
     ids: list[int] = []
     labels: list[int] = []
@@ -150,20 +155,22 @@ def pack(
             positions += range(start, start + len(tokens[part]))
             ids, labels, done = ids + tokens[part], labels + learned[part], part.stop
             if len(ids) == length:
+                # At position 0 nothing in view predicts the token: neither an earlier row nor, where they are kept
+                # apart, an earlier document.
                 heard = [IGNORED_LABEL if at == 0 else label for at, label in zip(positions, labels, strict=True)]
                 yield {"input_ids": ids, "labels": heard, "position_ids": positions}
                 ids, labels, positions = [], [], []
 
 
 def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder: Path, *, quiet: bool = False) -> Any:
-    """Pack the rows of a whole run into a file, or open the file, so that a resumed run reads the rows it began with.
+    """Pack the rows of a whole run into a file, or open that file: a resumed run reads the rows that it began with.
 
-    Only as many documents are read as the run needs. Data that ends earlier is read again, in another order.
+    Only as many documents are read as the run needs. If the data ends earlier, it is read again, in another order.
 
     Args:
         options: the options of the run.
         tokenizer: the tokenizer of the model.
-        folder: the folder of the file, which holds rows of this run alone.
+        folder: the folder of the file; it holds the rows of this run alone.
         quiet: whether to show no progress bar.
 
     Returns:
@@ -186,15 +193,17 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
             for row in tqdm(itertools.islice(_rows(options, tokenizer), count), "packing", count, disable=quiet):
                 writer.write(row)
             writer.finalize()
+        # Renamed when it is whole: a file that a kill cut short would be taken for all rows.
         os.replace(part, path)
     return datasets.Dataset.from_file(str(path)).with_format("torch")
 
 
 def rows_per_step(options: RecipeOptions) -> int:
-    """Return the rows of a step, over all processes of the launcher.
+    """Return the number of rows in a step, over all processes of the launcher.
 
-    Processes that share a row (context or tensor parallel) count as one.
+    Processes that share a row (context or tensor parallelism) count as one.
     """
+    # Read from the launcher's environment variables: a dry run and the packing need it before there is a Trainer.
     from accelerate.parallelism_config import ParallelismConfig
 
     readers: int = int(os.environ.get("WORLD_SIZE", 1)) // ParallelismConfig().non_data_parallel_size
@@ -202,9 +211,9 @@ def rows_per_step(options: RecipeOptions) -> int:
 
 
 def _masked(options: RecipeOptions) -> bool:
-    """Tell whether rows have a mask of ones.
+    """Return whether rows have a mask of ones.
 
-    Without a mask transformers takes positions that do not rise by one for the start of another document.
+    Without a mask transformers takes any position that is not one above the last for the start of another document.
     """
     return options.data.boundaries == "join"
 
@@ -214,13 +223,14 @@ def _rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterato
     _check_documents(options, tokenizer)
     for index, row in enumerate(pack(_endless(options, tokenizer), data.length, apart=data.boundaries == "apart")):
         if data.positions == "pose":
+            # A seed for each row: its positions do not depend on the rows before it.
             rng = random.Random(f"{seed}/{index}")
             row["position_ids"] = skipped_positions(rng, data.length, options.target_length, data.chunks).tolist()
         yield {**row, "attention_mask": [1] * data.length} if _masked(options) else row
 
 
 def _endless(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the documents again and again."""
+    """Yield the documents, and start over whenever they end."""
     for epoch in itertools.count():
         if epoch == 1:
             order = "another" if options.data.shuffle else "the same"
@@ -229,7 +239,7 @@ def _endless(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 
 def _check_documents(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse data without a document as long as a row, in which no two tokens are so far apart."""
+    """Refuse data in which no document is as long as a row, and so no two tokens are a row apart."""
     data, count, longest = options.data, 0, 0
     documents = read_documents(data, tokenizer, options.train.seed)
     for count, (ids, _) in enumerate(itertools.islice(documents, DOCUMENTS_CHECKED), 1):  # noqa: B007

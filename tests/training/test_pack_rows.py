@@ -25,7 +25,7 @@ from rope_patch.options.finetune import DataOptions, ModelOptions
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning import shape_of
 from rope_patch.training.models import load_model, prepare, target_pattern
-from rope_patch.training.rows import conversation, make_rows, open_source
+from rope_patch.training.pack_rows import conversation, make_rows, open_source
 from rope_patch.training.trainer import LongTrainer
 
 LLAMA = rope_patch.data_path("assets") / "llama"

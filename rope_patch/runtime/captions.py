@@ -5,37 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def windows_of(count: int, size: int) -> str:
+def windows_text(count: int, size: int) -> str:
     """Return the number and the length of windows as text.
 
-    >>> windows_of(1, 128), windows_of(16, 4096)
+    >>> windows_text(1, 128), windows_text(16, 4096)
     ('1 window of 128 tokens', '16 windows of 4096 tokens, which do not overlap')
     """
-    return f"{counted(count, 'window')} of {size} tokens{', which do not overlap' * (count > 1)}"
+    return f"{count_text(count, 'window')} of {size} tokens{', which do not overlap' * (count > 1)}"
 
 
-def counted(count: int, what: str) -> str:
+def count_text(count: int, what: str) -> str:
     """Return a number with its noun.
 
-    >>> counted(1, "sample"), counted(4, "sample")
+    >>> count_text(1, "sample"), count_text(4, "sample")
     ('1 sample', '4 samples')
     """
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def listed(what: str, indices: Sequence[int]) -> str:
+def indices_text(what: str, indices: Sequence[int]) -> str:
     """Return indices with their noun.
 
-    >>> listed("layer", [0, 3, 4, 5]), listed("pair", [7]), listed("pair", [])
+    >>> indices_text("layer", [0, 3, 4, 5]), indices_text("pair", [7]), indices_text("pair", [])
     ('layers 0, 3-5', 'pair 7', 'no pair')
     """
-    return f"{what}{'s' * (len(indices) > 1)} {spans(indices)}" if indices else f"no {what}"
+    return f"{what}{'s' * (len(indices) > 1)} {ranges_text(indices)}" if indices else f"no {what}"
 
 
-def spans(indices: Sequence[int]) -> str:
+def ranges_text(indices: Sequence[int]) -> str:
     """Return indices as text; consecutive ones are a range.
 
-    >>> spans([0, 3, 4, 5])
+    >>> ranges_text([0, 3, 4, 5])
     '0, 3-5'
     """
     parts: list[list[int]] = []

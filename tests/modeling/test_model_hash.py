@@ -1,4 +1,4 @@
-"""The fingerprint of a model: what finished work is kept under."""
+"""The hash of a model: what finished work is kept under."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ CHANGES += [f"{kind}{more}" for kind in ("a hook over a tensor", "a hook over a 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_smallest_change_of_a_model_gives_another_fingerprint(dtype):
     changes = CHANGES if dtype == torch.float32 else CHANGES[:2]
-    assert len({scoring.fingerprint(changed(change, dtype)) for change in changes}) == len(changes)
+    assert len({scoring.model_hash(changed(change, dtype)) for change in changes}) == len(changes)
 
 
 @pytest.mark.parametrize("change", ["a hook over a list", "an object as a hook"])
 def test_equal_models_have_one_fingerprint(tmp_path, change):
     one = changed(change)
-    before = scoring.fingerprint(one)
+    before = scoring.model_hash(one)
     one.save_pretrained(tmp_path)
-    assert scoring.fingerprint(one) == before == scoring.fingerprint(changed(change))
+    assert scoring.model_hash(one) == before == scoring.model_hash(changed(change))
 
 
 @pytest.mark.parametrize("bits", [{"load_in_4bit": True}, {"load_in_8bit": True}])
@@ -82,17 +82,17 @@ def test_scales_of_quantized_weights_are_part_of_a_fingerprint(bits, tmp_path):
         config = BitsAndBytesConfig(**bits)
         return AutoModelForCausalLM.from_pretrained(tmp_path / str(factor), quantization_config=config)
 
-    once = scoring.fingerprint(quantized(1))
-    assert scoring.fingerprint(quantized(1)) == once != scoring.fingerprint(quantized(2))
+    once = scoring.model_hash(quantized(1))
+    assert scoring.model_hash(quantized(1)) == once != scoring.model_hash(quantized(2))
 
 
 def test_tables_changed_by_hand_are_told_apart():
     model = bold_model()
-    seen = {scoring.fingerprint(model)}
+    seen = {scoring.model_hash(model)}
     model.model.rotary_emb.inv_freq[1::2] *= 0.5
-    seen.add(scoring.fingerprint(model))
+    seen.add(scoring.model_hash(model))
     model.model.rotary_emb.attention_scaling = 1.7
-    assert len(seen | {scoring.fingerprint(model)}) == 3
+    assert len(seen | {scoring.model_hash(model)}) == 3
 
 
 def test_adapters_are_told_apart():
@@ -102,20 +102,20 @@ def test_adapters_are_told_apart():
     config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(bold_model(), config)
     model.add_adapter("other", config)
-    seen = [scoring.fingerprint(model)]
+    seen = [scoring.model_hash(model)]
     with model.disable_adapter():
-        seen.append(scoring.fingerprint(model))
+        seen.append(scoring.model_hash(model))
     model.set_adapter("other")
-    seen.append(scoring.fingerprint(model))
+    seen.append(scoring.model_hash(model))
     for module in model.modules():
         if isinstance(getattr(module, "scaling", None), dict):
             module.scaling["other"] *= 3
-    seen.append(scoring.fingerprint(model))
+    seen.append(scoring.model_hash(model))
     assert len(set(seen)) == 4
     unscaled = get_peft_model(bold_model(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    on = scoring.fingerprint(unscaled)
+    on = scoring.model_hash(unscaled)
     with unscaled.disable_adapter():
-        assert scoring.fingerprint(unscaled) != on
+        assert scoring.model_hash(unscaled) != on
 
 
 def test_weights_that_were_offloaded_are_part_of_a_fingerprint():
@@ -126,5 +126,5 @@ def test_weights_that_were_offloaded_are_part_of_a_fingerprint():
         model = tiny_model()
         with torch.no_grad():
             model.model.norm.weight[7] += change
-        prints.append(scoring.fingerprint(cpu_offload(model, execution_device="cpu")))
+        prints.append(scoring.model_hash(cpu_offload(model, execution_device="cpu")))
     assert prints[0] == prints[1] != prints[2]

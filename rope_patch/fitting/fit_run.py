@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rope_patch.fitting.candidates import Candidate, Evaluator, best
+from rope_patch.fitting.draw_rows import DrawnRows
 from rope_patch.fitting.row_positions import consecutive_types
-from rope_patch.fitting.rows import Rows
 from rope_patch.methods import Method
-from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.modeling.trainable_table import TrainableTable
 from rope_patch.modeling.training_loss import token_loss
 from rope_patch.patching.install import apply
@@ -59,7 +59,7 @@ class FitRun:
         retrieval: share of the learning rate for answers; text has the rest.
     """
 
-    def __init__(self, method: Method, rows: Rows, evaluator: Evaluator, retrieval: float) -> None:
+    def __init__(self, method: Method, rows: DrawnRows, evaluator: Evaluator, retrieval: float) -> None:
         self.model, self.method, self.rows, self.evaluator = evaluator.model, method, rows, evaluator
         self.weight = retrieval
         self.site = locate(self.model)

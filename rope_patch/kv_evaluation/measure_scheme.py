@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.compare import named
+from rope_patch.evaluation.compare import naming_method
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.formats import FULL_BITS
@@ -21,11 +21,11 @@ from rope_patch.kv_evaluation.attention_errors import LayerErrors, attention_err
 from rope_patch.kv_evaluation.attribution import Attribution, longest_keys, worst_layers, worst_pairs
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
+from rope_patch.modeling.attention_layers import split_pairs
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
-from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader
-from rope_patch.modeling.sources import split_pairs
 from rope_patch.modeling.statistics import Capture
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.progress import Progress
 
@@ -42,7 +42,7 @@ def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Sche
         patched.states = _states(setting, None)
     rows = []
     for name, scheme in schemes.items():
-        with named(name), progress.stage(f"{patched.method}, {name}"):
+        with naming_method(name), progress.stage(f"{patched.method}, {name}"):
             rows.append(_measure(setting, patched, name, scheme))
     return rows
 
@@ -111,7 +111,7 @@ def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, fl
 def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:
     """Measure what parts of a scheme cost on the compared windows."""
     windows, layers = setting.suite.windows[:COMPARED_WINDOWS], patched.capture.layers
-    tokens = readings(len(layers)) * setting.compared.numel()
+    tokens = passes_of_attribution(len(layers)) * setting.compared.numel()
     about = {"scheme": row.scheme_text, "ids": _sha(setting.compared), "chunk": setting.chunk}
     stored = setting.finished(
         tokens,
@@ -176,7 +176,7 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
     return attribution
 
 
-def readings(layers: int) -> int:
+def passes_of_attribution(layers: int) -> int:
     """Return how often :func:`measure_attribution` reads its windows: whole, each part, each layer, without pairs."""
     return 6 + layers
 

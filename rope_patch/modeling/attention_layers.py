@@ -53,7 +53,7 @@ class HeadOutput:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerSource:
+class AttentionLayer:
     """One attention layer: where its queries, keys and values appear, and what it does with the logits.
 
     Attributes:
@@ -78,14 +78,14 @@ class LayerSource:
 
 
 @dataclass(frozen=True, eq=False)
-class Sources:
+class DecoderLayers:
     """The decoder of a model and its attention layers."""
 
     model: PreTrainedModel
     decoder: nn.Module
-    layers: tuple[LayerSource, ...]
+    layers: tuple[AttentionLayer, ...]
 
-    def pick(self, layers: Sequence[int] | None) -> tuple[LayerSource, ...]:
+    def pick(self, layers: Sequence[int] | None) -> tuple[AttentionLayer, ...]:
         """Return the layers of these indices, in order; all by default.
 
         Raises:
@@ -114,7 +114,7 @@ def split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tenso
     return x[..., :pairs], x[..., pairs : 2 * pairs]
 
 
-def find_sources(model: nn.Module, ids: Tensor) -> Sources:
+def find_attention_layers(model: nn.Module, ids: Tensor) -> DecoderLayers:
     """Find where a model's queries, keys and values appear before rotation.
 
     Args:
@@ -144,7 +144,7 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
     there = positions.to(device_of(location.model))
     turns = {kind: tuple(half.cpu() for half in location.cos_sin(kind, there)) for kind in tables}
     types = getattr(location.config, "layer_types", None) or ()
-    layers: list[LayerSource] = []
+    layers: list[AttentionLayer] = []
     for order, call in enumerate(calls):
         index = int(getattr(call.module, "layer_idx", order))
         expected = types[index] if index < len(types) else None
@@ -152,7 +152,7 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
         layers.append(_match(type(root).__name__, index, call, {k: tables[k] for k in kinds}, turns, calls, layers))
     if len({layer.index for layer in layers}) < len(layers):
         raise ValueError(f"{type(root).__name__} calls an attention layer more than once in a pass")
-    return Sources(location.model, decoder, tuple(layers))
+    return DecoderLayers(location.model, decoder, tuple(layers))
 
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
@@ -192,8 +192,8 @@ def _match(
     tables: Mapping[str | None, RotaryTable],
     turns: Mapping[str | None, tuple[Tensor, ...]],
     calls: Sequence[AttentionCall],
-    before: Sequence[LayerSource],
-) -> LayerSource:
+    before: Sequence[AttentionLayer],
+) -> AttentionLayer:
     """Find the parts of one layer.
 
     Args:
@@ -234,7 +234,7 @@ def _match(
                     f"layer {index} of {model}: no part of {type(call.module).__name__} puts out its "
                     f"{'keys before rotation' if key is None else 'values'}"
                 )
-            return LayerSource(
+            return AttentionLayer(
                 index=index,
                 parts=dict(zip(ROLES, (query, key, value), strict=True)),
                 table=table,

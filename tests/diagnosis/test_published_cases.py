@@ -1,0 +1,58 @@
+"""What ``doctor`` says of each published case, and of its healthy twin."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from support.broken import CASES
+
+from rope_patch import doctor
+from rope_patch.engines.program_readings import PROGRAMS
+
+SAID = {
+    "table_of_a_fork_is_not_filled": ("table in use", "never filled", "compute the buffer again"),
+    "table_is_what_the_memory_held": ("table in use", "never filled", "compute the buffer again"),
+    "table_is_nan_in_the_second_process": ("table in use", "never filled", "compute the buffer again"),
+    "table_is_zero": ("table in use", "never filled", "compute the buffer again"),
+    "table_is_cast_with_the_weights": ("table in use", "rounded to bfloat16", "dtype=torch.bfloat16"),
+    "table_was_cast_and_cast_back": ("table in use", "rounded to bfloat16", "dtype=torch.bfloat16"),
+    "scaling_is_written_after_loading": ("table in use", "(yarn) is not applied", "before the model is built"),
+    "older_name_loses_the_base": ("config", "rope_scaling is the older name", "with rope_theta among them"),
+    "older_name_sets_nothing": ("config keys", "sets nothing", "in rope_parameters"),
+    "class_ignores_the_base": ("config", "leaves a part of it out", "rope_patch.apply"),
+    "class_ignores_the_scaling": ("config", "leaves a part of it out", "rope_patch.apply"),
+    "attention_factor_is_lost": ("table in use", "are multiplied by 1 and not by 1.13863", "load the model again"),
+    "tables_of_the_layer_types_are_exchanged": ("[full_attention]", "table of the sliding_attention", "layer types"),
+    "linear_factor_of_full_attention_is_dropped": ("[full_attention]", "(linear) is not applied", "before the model"),
+    "rotated_pairs_are_paired_within_their_prefix": ("rotary module", "other pairs", "put Gemma4TextRotaryEmbedding"),
+    "dynamic_table_keeps_the_longest_text": ("dynamic table", "the same text gives other logits", "freeze_at"),
+    "tokenizer_cuts_at_the_old_context": ("tokenizer", "truncation=True", "model_max_length = 256"),
+    "saved_tokenizer_cuts_at_the_old_context": ("tokenizer", "truncation=True", "model_max_length = 256"),
+    "converter_drops_the_scaling": ("config", "changed after the patch", "undo that change"),
+    "base_is_stated_twice": ("transformers 4", "scales nothing", "--to hf"),
+    "folder_of_transformers_5": ("transformers 4", "its base is 10000", "--to hf"),
+    "stated_attention_factor_is_ignored": ("SGLang", "ignores attention_factor", "--to sglang"),
+    "scaling_of_sliding_layers_is_dropped": ("SGLang", "its sliding layers are plain", "none"),
+    "yarn_is_ignored": ("mlx", "plain RoPE", "none"),
+}
+"""Parts of the name of the check that differs, of its meaning and of its fix, for each case."""
+
+
+def test_every_case_is_listed():
+    assert SAID.keys() == CASES.keys()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.program in (None, *PROGRAMS)])
+def test_doctor_names_the_fault_and_finds_the_healthy_twin_well(name, tmp_path):
+    case = CASES[name]
+    programs = () if case.program is None else (case.program,)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)
+        pair = case.build(tmp_path)
+    broken, healthy = (doctor(*args, for_programs=programs) for args in (pair.broken, pair.healthy))
+    assert healthy.ok, healthy
+    assert broken.status == 1
+    parts = SAID[name]
+    said = [(check.name, check.meaning, check.fix) for check in broken.found("differs")]
+    assert any(all(part in text for part, text in zip(parts, texts, strict=True)) for texts in said), broken
