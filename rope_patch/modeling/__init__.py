@@ -1,1 +1,1 @@
-"""What every engine shares about a loaded model."""
+"""What evaluation, analysis and training share about a loaded model: how it is read, scored and recorded."""

@@ -1,4 +1,4 @@
-"""What a model is asked to read: token ids that it knows, at the positions they have."""
+"""Checks of what a model is given to read: token ids that it knows, at the positions that they have."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from torch import Tensor, nn
 def check_ids(ids: Tensor, vocabulary: int | None = None) -> Tensor:
     """Return token ids as int64.
 
+    Args:
+        ids: token ids of any shape.
+        vocabulary: number of tokens that the model knows; without it the range of the ids is not checked.
+
     Raises:
-        ValueError: not whole numbers, or ids beyond a vocabulary of this size.
+        ValueError: the ids are not whole numbers, or lie beyond the vocabulary.
     """
+    # An id that is out of range ends a process on a GPU with an error that names no cause.
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"token_ids must be whole numbers, got {ids.dtype}")
     if vocabulary is not None and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
@@ -28,8 +33,11 @@ def check_ids(ids: Tensor, vocabulary: int | None = None) -> Tensor:
 def token_rows(token_ids: Tensor) -> Tensor:
     """Return token ids as int64 rows: (rows, tokens).
 
+    Args:
+        token_ids: (tokens,) or (rows, tokens) token ids.
+
     Raises:
-        ValueError: not whole numbers, another shape, or fewer than 2 tokens.
+        ValueError: the ids are not whole numbers, have another shape, or are fewer than 2 tokens in a row.
     """
     ids = check_ids(token_ids)
     rows = ids[None] if ids.ndim == 1 else ids
@@ -41,12 +49,13 @@ def token_rows(token_ids: Tensor) -> Tensor:
 
 
 def text_digest(rows: Tensor) -> str:
-    """Return 16 hex digits of token ids (rows, tokens)."""
+    """Return 16 hex digits that identify token ids (rows, tokens)."""
+    # Bytes in a fixed order (`<`), so that all machines give the same digits.
     return hashlib.sha256(f"{tuple(rows.shape)}".encode() + rows.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def refuse_prompts(model: nn.Module) -> None:
-    """Raise if tokens of an adapter's own come before the text."""
+    """Raise ValueError if an adapter puts tokens of its own before the text."""
     adapter: Any = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")

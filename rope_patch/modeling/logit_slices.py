@@ -1,4 +1,4 @@
-"""How many logits exist at one time, for what computes them and for plans; nothing here imports torch."""
+"""The number of logits that exist at one time, which plans need, too; a plan is made without torch."""
 
 LOGITS_AT_ONCE = 256
 """Number of tokens whose logits exist at one time."""

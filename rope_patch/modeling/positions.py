@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def skipped_positions(rng: random.Random, size: int, target: int, chunks: int = 2) -> Tensor:
-    """Return the positions of a row that is cut into chunks, with positions skipped between them: (size,) [tokens].
+    """Return positions of a row that is cut into chunks, with skipped positions between them: (size,) [tokens].
 
     *Source*: Zhu et al. (2023), PoSE, arXiv:2309.10400, section 3: chunk lengths and skips drawn uniformly per example.
 
     Args:
         rng: source of the randomness.
-        size: of the row [tokens].
-        target: positions lie below it [tokens].
-        chunks: pieces of the row.
+        size: length of the row [tokens].
+        target: length of the long context; every position is below it [tokens].
+        chunks: number of chunks into which the row is cut.
 
     Raises:
-        ValueError: a row longer than the target, or shorter than its chunks.
+        ValueError: the row is longer than the target, or has fewer tokens than chunks.
 
     Example:
         >>> skipped_positions(random.Random(3), 8, 64).tolist()
@@ -32,6 +32,7 @@ def skipped_positions(rng: random.Random, size: int, target: int, chunks: int = 
         raise ValueError(f"a row of {size} tokens cannot be cut into {chunks} chunks")
     room = target - size
     cuts = sorted(rng.sample(range(1, size), chunks - 1))
+    # Each skip is counted from the beginning of the row, so they are sorted for positions to rise.
     skips = [0, *sorted(rng.randint(0, room) for _ in range(chunks - 1))]
     positions = torch.arange(size)
     for cut, skip in zip([0, *cuts], skips, strict=True):

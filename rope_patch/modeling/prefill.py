@@ -1,7 +1,8 @@
-"""Reading a long text in chunks with memory that does not grow beyond the cache.
+"""Read a long text in chunks, with memory that does not grow beyond the cache.
 
-For each chunk read through a cache, transformers itself makes a mask of chunk × context, the same again in floating
-point, keys and values repeated for grouped heads, and new copies of the layer's cache. None of it is needed.
+For each chunk that is read through a cache, transformers itself makes a mask of chunk × context, the same mask again
+in floating point, repeated keys and values for grouped heads, and new copies of the layer's cache. None of these is
+needed.
 """
 
 from __future__ import annotations
@@ -17,23 +18,27 @@ from transformers.masking_utils import sdpa_mask
 
 ATTENTION_NAME = "rope_patch_prefill"
 MASK_ROWS = {"cpu": 64}
-"""Rows of a mask in memory at one time, by device: the queries of all heads that share a key. On others it is
-``MANY_MASK_ROWS``, since small kernels cost more than a mask there."""
+"""Number of rows of a mask in memory at one time, by type of device. A row is a query of one of the heads that share a
+key. On other devices it is ``MANY_MASK_ROWS``, since many small kernels cost more there than a large mask."""
 MANY_MASK_ROWS = 2048
 
 
 class RoomyLayer(DynamicLayer):
-    """A cache layer whose memory is taken once, for a known number of tokens. Only what is written to is used."""
+    """A cache layer whose memory is allocated once, for a known number of tokens.
+
+    Args:
+        capacity: number of tokens for which there is room.
+    """
 
     def __init__(self, capacity: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.capacity = capacity
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states; returns all so far.
+        """Add the states of new tokens, and return those of all tokens so far.
 
         Raises:
-            ValueError: no room left.
+            ValueError: there is no room left.
         """
         start = self.get_seq_length()
         stop = start + key_states.shape[-2]
@@ -42,6 +47,7 @@ class RoomyLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.stored = [s.new_empty(*s.shape[:-2], self.capacity, s.shape[-1]) for s in (key_states, value_states)]
+        # transformers reads the attributes `keys` and `values`: they are views, so nothing is copied.
         for store, states in zip(self.stored, (key_states, value_states), strict=True):
             store[..., start:stop, :] = states
         self.keys, self.values = (store[..., :stop, :] for store in self.stored)
@@ -51,12 +57,16 @@ class RoomyLayer(DynamicLayer):
 def prefill_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as ``sdpa`` does; a chunk that follows a context attends to it and to itself, or in blocks of queries."""
+    """Attend as ``sdpa`` does, but without a whole mask for a chunk that follows a context.
+
+    On a CPU the chunk attends to the context and to itself separately; otherwise it attends in blocks of queries.
+    """
     batch, heads, size, width = query.shape
     before = key.shape[2] - size
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     special = special or not causal or bool(kwargs.get("dropout"))
+    # Anything but a plain causal chunk is left to transformers.
     if attention_mask is not None or size == 1 or before == 0 or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if query.device.type == "cpu" and width == value.shape[-1] and not query.requires_grad:
@@ -80,18 +90,18 @@ def prefill_attention(
 
 
 def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None) -> Tensor:
-    """Attend to the tokens before a chunk, all of which every query sees, and to the chunk; put the parts together.
+    """Attend separately to the tokens before a chunk, all of which every query sees, and to the chunk; join the parts.
 
-    So no mask is made, and queries go to the kernel all at once: blocks with a mask take 1.5 times as long here. A part
-    counts by its share of the sum of exponentials, of which the kernel of ``scaled_dot_product_attention`` for CPUs
-    returns the logarithm.
+    No mask is needed, and all queries go to the kernel at once; blocks with a mask take 1.5 times as long on a CPU.
+    Each part is weighted by its share of the sum of exponentials, of which the kernel of
+    ``scaled_dot_product_attention`` for CPUs returns the logarithm.
 
     Args:
-        query: (batch, heads, chunk, width).
-        key: (batch, groups, tokens, width).
-        value: (batch, groups, tokens, width).
-        before: tokens that the chunk follows.
-        scale: of the logits; by default one over the root of the width.
+        query: (batch, heads, chunk, width) queries of the chunk.
+        key: (batch, groups, tokens, width) keys of all tokens.
+        value: (batch, groups, tokens, width) values of all tokens.
+        before: number of tokens before the chunk.
+        scale: factor on the logits; by default one over the square root of the width.
 
     Returns:
         Attended values (batch, heads, chunk, width).
@@ -104,13 +114,17 @@ def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, before: int, scale:
     # The heads that share a key stand one after another, as more queries of it.
     queries = query.reshape(batch, groups, -1, width)
     far, far_sum = kernel(queries, key[:, :, :before], value[:, :, :before], 0.0, False, scale=scale)
+    # exp(far) / (exp(far) + exp(near)), which sigmoid computes without overflow.
     share = torch.sigmoid(far_sum.reshape(batch, heads, size, 1) - near_sum[..., None])
     both: Tensor = torch.lerp(near.to(share.dtype), far.reshape(near.shape).to(share.dtype), share)
     return both.to(query.dtype)
 
 
 def prefill_mask(**kwargs: Any) -> Tensor | None:
-    """No mask where it is plainly causal; ``sdpa``'s own elsewhere: sliding windows, padding, caches of fixed size."""
+    """Return None if attention is plainly causal; otherwise the mask of ``sdpa``.
+
+    Sliding windows, padding and caches of a fixed size need a mask.
+    """
     plain = (
         kwargs.get("allow_is_causal_skip", True)
         and kwargs.get("attention_mask") is None

@@ -13,15 +13,18 @@ from transformers import PreTrainedModel
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Measure without dropout, and with the caches that training with checkpointing switches off.
+    """Put a model into eval mode for the length of a ``with`` block.
 
-    Weights that FSDP2 has gathered meanwhile are given back: until then ``model.zero_grad()`` would miss the real ones.
+    It then has no dropout, and the caches that gradient checkpointing switches off in training. Weights that FSDP2 has
+    gathered in the block are sharded again at its end: until then ``model.zero_grad()`` would miss the real ones.
     """
+    # By module, since parts of a model may be in another mode than the whole.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
+        # Not imported, which is slow: a model is sharded only if somebody has imported it.
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         for module, mode in modes.items():
             module.training = mode
@@ -33,17 +36,18 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def attending_with(model: nn.Module, name: str, *, instead_of: str | None = None) -> Iterator[None]:
     """Let the parts of a model attend through a registered function within a ``with`` block.
 
-    As long as this lasts the model is not to be read from another thread.
+    Meanwhile the model must not be used by another thread.
 
     Args:
-        model: of transformers, or a model around one.
-        name: of the function.
-        instead_of: the name of the function that a part must attend through now; by default any.
+        model: a model of transformers, or a model around one.
+        name: name of the attention function in transformers' ``AttentionInterface``.
+        instead_of: name of the function that is replaced; parts with another one keep it. By default any is replaced.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     configs = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
     chosen = [config for config in configs.values() if instead_of in (None, config._attn_implementation)]
     before = [config._attn_implementation_internal for config in chosen]
+    # The internal attribute is set, since the setter of the public one changes nested configs, too.
     for config in chosen:
         config._attn_implementation_internal = name
     try:

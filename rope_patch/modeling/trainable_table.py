@@ -23,12 +23,12 @@ class TrainableTable(nn.Module):
     for all pairs would be too large for the fast ones. A cast would round the parameters, and raises.
 
     Args:
-        module: the module that it replaces.
-        kinds: the layer types whose tables are fitted.
+        module: the patched rotary module that is replaced.
+        kinds: layer types whose tables are fitted; None stands for the one table of all layers.
 
     Attributes:
-        consecutive: layer types whose tokens count as consecutive, whatever positions are sent: sliding layers, when
-            rows skip positions.
+        consecutive: layer types whose layers count tokens one by one, whatever positions are given. They are the
+            sliding layers if rows skip positions, because such layers never see long distances.
 
     Raises:
         ValueError: every pair of a table is unrotated.
@@ -36,6 +36,7 @@ class TrainableTable(nn.Module):
 
     def __init__(self, module: PatchedRotary, kinds: Sequence[str | None]) -> None:
         super().__init__()
+        # In a tuple, so that torch does not register it as a child.
         self.module, self.kinds = (module,), tuple(kinds)
         self.config = module.config
         self.consecutive: Collection[str | None] = ()
@@ -48,7 +49,7 @@ class TrainableTable(nn.Module):
             self.log_factors.append(nn.Parameter(torch.zeros(count, dtype=torch.float64)))
 
     def table(self, kind: str | None) -> Tensor:
-        """Return inv_freq (pairs,) [rad/token] of a layer type, float64, with gradients."""
+        """Return the ``inv_freq`` of a layer type: (pairs,) float64 [rad/token], with gradients."""
         slot, log_factors = self.module[0].tables[kind], self.log_factors[self.kinds.index(kind)]
         start = slot.inv_freq.to(log_factors.device, torch.float64)
         moving = ~frequencies.unrotated(start)
@@ -81,10 +82,11 @@ class TrainableTable(nn.Module):
         return methods[0] if len(methods) == 1 else Chain(tuple(methods))
 
     def stateable(self) -> bool:
-        """Return whether a config can state the current tables: all of their numbers are finite."""
+        """Tell whether a config can state the current tables, which needs all of their numbers to be finite."""
         return all(bool(self.table(kind).detach().float().isfinite().all()) for kind in self.kinds)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainableTable:
+        # `.to`, `.half` and the like call this for each module: an empty tensor shows whether they change the dtype.
         if fn(torch.empty(0, dtype=torch.float64)).dtype != torch.float64:
             raise TypeError("a cast would round the table that is being fitted: cast the model before or after the fit")
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]

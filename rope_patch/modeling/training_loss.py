@@ -1,4 +1,4 @@
-"""The loss of a causal language model without ``[tokens, vocab]`` logits, forward or backward."""
+"""The loss of a causal language model without whole ``[tokens, vocab]`` logits, forward or backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.modeling.scoring import Reader
 
 IGNORED_LABEL = -100
-"""The label of a token that is not to be predicted, as everywhere in transformers."""
+"""Label of a token that is not predicted, as everywhere in transformers."""
 
+# A divisor is at least this, so that a batch without labels has a loss of 0 and not NaN.
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -30,24 +31,24 @@ def token_loss(
     items: Any = None,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of the tokens that follow, and how many (or how much weight) there were.
+    """Return the summed cross-entropy of the tokens that follow each state, and the sum of their weights.
 
-    Logits are made a slice at a time, in float32, scaled and capped as the model does; in the backward pass they are
-    made again. Equal to the loss from whole logits, with the same gradients.
+    Logits are made a slice at a time, in float32, scaled and capped as the model does it; in the backward pass they are
+    made again. The loss equals that from whole logits, with the same gradients.
 
     Args:
-        reader: the model taken apart; its head may be trained too.
-        hidden: (rows, tokens, hidden), the decoder's last hidden states.
-        labels: (rows, tokens); the label at a position is the token there, predicted from the state before it.
+        reader: the model taken apart; its head may be trained, too.
+        hidden: (rows, tokens, hidden) last hidden states of the decoder.
+        labels: (rows, tokens) labels. The label at a position is the token there, which the state before it predicts.
             Tokens labelled ``IGNORED_LABEL`` are not predicted.
-        weights: (rows, tokens) how much each label counts; 1 by default.
-        items: divisor of the sum; none by default.
-        shifted: labels and weights stand at the state that predicts them, as in a shard of longer rows, whose last
-            state predicts the first token of another shard.
+        weights: (rows, tokens) weights of the labels; 1 by default.
+        items: divisor of the sum; by default it is not divided.
+        shifted: whether labels and weights are at the state that predicts them, as in a shard of longer rows, whose
+            last state predicts the first token of another shard.
 
     Returns:
-        Sum of the weighted losses [nats], divided by ``items`` where given, and sum of the weights; both scalars on the
-        model's device.
+        The sum of the weighted losses [nats], divided by ``items`` if it is given, and the sum of the weights; both are
+        scalars on the model's device.
     """
     counts = torch.ones_like(labels, dtype=torch.float32) if weights is None else weights
     states, targets = (hidden, labels) if shifted else (hidden[:, :-1], labels[:, 1:])
@@ -58,7 +59,8 @@ def token_loss(
     shares = counts if items is None else counts / torch.as_tensor(items, device=counts.device).clamp(min=TINY)
 
     def summed(states: Tensor) -> Tensor:
-        total = (states[:1] * 0).sum().float()  # a loss with a gradient even when there is nothing to learn
+        # Without labels the loss is 0, and backward() would raise unless it has a gradient.
+        total = (states[:1] * 0).sum().float()
         for low in range(0, len(targets), LOGITS_AT_ONCE):
             part = slice(low, low + LOGITS_AT_ONCE)
             slice_loss: Any = checkpoint(_sum, reader, states[part], targets[part], shares[part], use_reentrant=False)
@@ -69,10 +71,15 @@ def token_loss(
 
 
 def _in_one_pass(reader: Reader, summed: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """Sum the slices within a single forward pass of a head that FSDP2 or ZeRO-3 shards.
+    """Sum the slices within a single forward pass of the head, if FSDP2 or ZeRO-3 shards it.
 
-    Each pass of such a head talks to the other devices, backward too, and they may have fewer slices: they would wait
-    for one another for ever.
+    Every pass of such a head communicates with the other devices, in the backward pass, too. With a pass for each
+    slice, devices with different numbers of slices would wait for one another forever.
+
+    Args:
+        reader: the model taken apart.
+        summed: function that returns the loss of states.
+        states: (states, hidden) the states whose tokens are predicted.
     """
     head, fsdp = reader.head, sys.modules.get("torch.distributed.fsdp")
     if not (fsdp and isinstance(head, fsdp.FSDPModule)) and not hasattr(head.weight, "ds_id"):
@@ -96,17 +103,17 @@ def _sum(reader: Reader, states: Tensor, targets: Tensor, counts: Tensor) -> Ten
 
 
 def fuse(model: Any) -> Any:
-    """Make a causal language model compute its training loss through :func:`token_loss`; in place, and returned.
+    """Make a causal language model compute its training loss through :func:`token_loss`, in place, and return it.
 
-    A forward pass with ``labels`` then returns the loss alone, no logits; ``num_items_in_batch`` says what the sum is
-    divided by (the number of labels by default). Shards of longer rows send ``shift_labels``, shifted before they were
-    cut. It is the model's own ``forward`` that changes, so DDP, FSDP and adapters around it see nothing new. Without
-    labels the model is as it was.
+    A forward pass with ``labels`` then returns the loss alone, without logits; the sum is divided by
+    ``num_items_in_batch``, or by the number of labels if that is not given. Shards of longer rows pass
+    ``shift_labels``, which were shifted before the rows were cut. The model's own ``forward`` is replaced, so that DDP,
+    FSDP and adapters around it are not affected. A forward pass without labels does what it did before.
 
     Under a mixed precision policy FSDP2 rounds the loss that is returned.
 
     Args:
-        model: of transformers, bare or under PEFT.
+        model: a causal language model of transformers, bare or under PEFT.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     original = base.forward

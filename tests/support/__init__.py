@@ -1,1 +1,1 @@
-"""What several test files share: models, texts, processes, files."""
+"""Helpers that several test files share: models, texts, processes, files."""

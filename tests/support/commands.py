@@ -1,4 +1,4 @@
-"""Run the command line in this process."""
+"""Run commands of rope-patch in this process, which has everything imported already."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rope_patch.cli import app as cli
 
 @dataclass(frozen=True)
 class Result:
-    """What a command printed, and its exit status."""
+    """The output of a command, and its exit status."""
 
     exit_code: int
     stdout: str
@@ -27,7 +27,7 @@ class Result:
 
 
 def invoke(*arguments: str | Path) -> Result:
-    """Run a command to its end as the console script does; errors of the user's making are lines on stderr."""
+    """Run a command as the console script does, and return its output; a user's mistake is a line on stderr."""
     out, err, words = io.StringIO(), io.StringIO(), [str(argument) for argument in arguments]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["rope-patch", *words])
@@ -37,14 +37,14 @@ def invoke(*arguments: str | Path) -> Result:
 
 
 def run(*arguments: str | Path) -> str:
-    """Run a command that succeeds; return what it printed on stdout."""
+    """Run a command that must succeed, and return what it printed on stdout."""
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def fail(*arguments: str | Path) -> str:
-    """Run a command that the user's words make fail; return what it printed on stderr."""
+    """Run a command that must fail by a user's mistake, and return what it printed on stderr."""
     result = invoke(*arguments)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.stderr

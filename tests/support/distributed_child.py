@@ -1,7 +1,7 @@
-"""What test_distributed.py runs in one process and in two: the same figures must come out.
+"""The work that test_distributed.py runs in one process and in two, which must give the same figures.
 
-The two are forked; ``torchrun --nproc_per_node 2 tests/support/distributed_child.py FOLDER`` does the same. Either
-writes ``rank-0.pt`` and ``rank-1.pt`` there.
+The two processes are forked; ``torchrun --nproc_per_node 2 tests/support/distributed_child.py FOLDER`` does the same.
+Either writes ``rank-0.pt`` and ``rank-1.pt`` into the folder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rows(count=16, size=24):
     for i in range(count):
         rng, tokens = random.Random(i), ids(size, batch=1, seed=i)[0]
         learned = torch.tensor([rng.random() < (0.9 if i % 4 == 0 else 0.2) for _ in range(size)])
-        if i in (2, 3):  # all that the second of two processes sees first
+        if i in (2, 3):  # the rows that the second of two processes reads first have no labels at all
             learned[:] = False
         examples.append(
             {
@@ -68,13 +68,13 @@ def tuned(tied=False, folder=None):
     peft_model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:  # zeros at first, under which no gradient reaches lora_A
+            if "lora_B" in name:  # PEFT sets it to zeros, with which no gradient reaches lora_A
                 parameter.normal_(std=0.05)
     return peft_model.train()
 
 
 def full():
-    """A patched model all of whose weights are trained, the head's too."""
+    """A patched model of which all weights are trained, those of the head, too."""
     model = bold_model()
     rope_patch.apply(model, "yarn", factor=4)
     return model.train()
@@ -84,7 +84,14 @@ def full():
 
 
 def train(folder, steps, resume=False):
-    """Losses, gradient norms and the adapter after some steps of eight rows, on as many processes as there are."""
+    """Return losses, gradient norms and the adapter after some steps of eight rows, split over all processes.
+
+    Args:
+        folder: the output folder of the trainer.
+        steps: number of steps.
+        resume: whether to resume from the last checkpoint in the folder.
+    """
+    # A step has the same eight rows for any number of processes.
     size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
     arguments = TrainingArguments(
         folder,
@@ -130,7 +137,7 @@ def step(model, processes=1, rank=0):
     summed = torch.zeros(())
     for batch in passes[rank::processes]:
         loss = model(**batch, num_items_in_batch=total)["loss"]
-        (loss * processes).backward()  # FSDP averages over processes
+        (loss * processes).backward()  # FSDP divides the summed gradients by the number of processes
         summed += loss.detach().float()
     if processes > 1:
         dist.all_reduce(summed)
@@ -147,7 +154,7 @@ def whole(tensor):
 
 
 def measure(model):
-    """What the engines find, in one pass and in chunks."""
+    """Return the losses of a text, read in one pass, in chunks and in overlapping windows."""
     return [
         perplexity(model, TEXT).nll,
         perplexity(model, TEXT, chunk=16).nll,
@@ -156,7 +163,7 @@ def measure(model):
 
 
 def verified(model):
-    """Whether the tables in use are the patch's."""
+    """Return "verified" if the tables in use are those of the patch, and otherwise the error."""
     try:
         rope_patch.verify(model)
     except PatchError as error:
@@ -165,7 +172,7 @@ def verified(model):
 
 
 def by_accelerate(model, *, precision="no", efficient=False):
-    """Shard as accelerate does where there are GPUs: its own function, with a stand-in for the Accelerator."""
+    """Shard a model with accelerate's own function, with a stand-in for the Accelerator, which would ask for GPUs."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -186,7 +193,7 @@ def by_accelerate(model, *, precision="no", efficient=False):
 
 
 def sharded(rank):
-    """All that is measured on sharded models, by name."""
+    """Return all measurements of sharded models, by the name of the model."""
     results = {}
     for name, make in {
         "by accelerate": lambda: by_accelerate(fuse(tuned())),
@@ -194,7 +201,7 @@ def sharded(rank):
         "whole": lambda: by_accelerate(fuse(full())),
     }.items():
         model = make()
-        before = measure(model)  # the engines come first, before any forward pass of the root
+        before = measure(model)  # the decoder is called alone, before any forward pass of the root
         steps = [step(model, PROCESSES, rank) for _ in range(2)]
         after = measure(model)
         again = step(model, PROCESSES, rank)
@@ -212,7 +219,10 @@ def sharded(rank):
 
 
 def loaded_by_one(folder, rank):
-    """The first process hands its weights round (cpu_ram_efficient_loading); the others have patched empty ones."""
+    """Return measurements of a model whose weights only the first process has, and sends to the others.
+
+    That is accelerate's cpu_ram_efficient_loading; the others patch a model with empty weights.
+    """
     names = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     os.environ |= names
     try:
@@ -229,7 +239,10 @@ def loaded_by_one(folder, rank):
 
 
 def cut_by_torch(mesh):
-    """The loss of rows cut by torch's context parallelism, from states cut alike: attention needs a GPU, this not."""
+    """Return the loss of rows that torch's context parallelism has cut, from states that were cut in the same places.
+
+    The states are computed before, since attention over cut rows needs a GPU, and the loss does not.
+    """
     model = bold_model()
     batch = default_data_collator(rows(4))
     ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:].contiguous()
@@ -245,7 +258,7 @@ def cut_by_torch(mesh):
 def main(folder):
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a wait that has no end fails soon
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # processes that wait in vain fail soon
     results = {"whole": train(folder / "whole", 2), "cut": train(folder / "cut", 1)}
     results["resumed"] = train(folder / "cut", 2, resume=True)
     mesh = init_device_mesh("cpu", (PROCESSES,))

@@ -1,4 +1,4 @@
-"""Evaluations of short texts in memory, and comparisons and checks that take what they measure by name."""
+"""Evaluations of short texts in memory, and comparisons and checks whose specs are given as keyword arguments."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ LIMITS = {"tolerance", "confidence"}
 
 
 def suite_of(tokenizer, *, text=None, haystack="builtin", **asked):
-    """A suite of a spec; a text or haystack in memory takes the place of the spec's."""
+    """A suite of a spec with these options; a text or haystack in memory replaces that of the spec."""
     named = "builtin" if isinstance(haystack, Haystack) else haystack
     held = haystack if isinstance(haystack, Haystack) else None
     return EvalSuite(EvalSpec(haystack=named, **asked), tokenizer, text=text, haystack=held)
 
 
 def compared(model, tokenizer, methods, **options):
-    """A comparison whose suite is made of the options that are not its own."""
+    """A comparison; options that ``compare`` itself does not take make its suite."""
     own = {name: options.pop(name) for name in RUN & options.keys()}
     return compare(model, tokenizer, methods, suite_of(tokenizer, **options), **own)
 
 
 def check_cache(model, tokenizer, schemes, **options):
-    """A check of caches whose limits and suite are made of the options that are not its own."""
+    """A check of caches; options that ``kv_check`` itself does not take make its limits and its suite."""
     own = {name: options.pop(name) for name in RUN & options.keys()}
     if options["lengths"]:
         options.setdefault("bucket", max(options["lengths"]))
@@ -41,12 +41,12 @@ def check_cache(model, tokenizer, schemes, **options):
 
 
 def answered(expected, output, correct, logprob):
-    """One answer, whose tokens are first choice where it is correct."""
+    """One answer to a prompt; if it is correct, its tokens are also the most probable ones."""
     return Sample(expected, output, correct, correct, logprob)
 
 
 def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
-    """Retrieval whose prompts of each (length, depth) are answered right or wrong as given."""
+    """A retrieval result whose prompts of each (length, depth) are answered right or wrong as ``hits`` says."""
     cells = tuple(
         RetrievalCell(*place, tuple(answered("1", "1" if hit else "2", bool(hit), -1.0) for hit in column))
         for place, column in hits.items()
@@ -55,7 +55,7 @@ def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
 
 
 def perplexity_of(losses, edges):
-    """Perplexity of windows whose losses between the edges are given: (windows, buckets) [nats/token]."""
+    """A perplexity result of windows with given losses between the edges: (windows, buckets) [nats/token]."""
     sizes = tuple(stop - max(start, 1) for start, stop in itertools.pairwise(edges))  # position 0 is not predicted
     sums = [tuple(n * loss for n, loss in zip(sizes, window, strict=True)) for window in losses]
     documents = tuple(DocumentScore(f"w{i}", sizes, each, sum(sizes), sum(each), None) for i, each in enumerate(sums))
@@ -79,7 +79,7 @@ def perplexity_of(losses, edges):
 
 
 def result_of(perplexity, *retrieval, seed=0):
-    """Scores as a suite gives them, of results that were made by hand."""
+    """An evaluation result, as a suite returns it, from a perplexity and retrieval results that were made by hand."""
     lengths = sorted({cell.length for result in retrieval for cell in result.cells})
     depths = sorted({cell.depth for result in retrieval for cell in result.cells})
     samples = max(len(cell.samples) for result in retrieval for cell in result.cells)

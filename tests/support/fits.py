@@ -1,4 +1,4 @@
-"""Short fits of tiny models to the bundled texts, and fits whose held-out scores a test makes up."""
+"""Short fits of tiny models to the bundled texts, and fits whose held-out scores are given by a test."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ LENGTHS = (64, 128)
 
 
 def fitted(model, tokenizer, data=TEXT, *, target_length=96, windows=2, samples=1, depths=(0.0, 1.0), **options):
-    """A fit of four steps, evaluated on little."""
+    """A fit of four steps that is evaluated on few windows and prompts."""
     asked = {"windows": windows, "samples": samples, "depths": depths}
     spec = held_out_spec(model, target_length, seed=options.get("seed", 0), **asked)
     return fit(model, tokenizer, data, target_length=target_length, spec=spec, **{"steps": 4, **options})
 
 
 def text_of(near, far):
-    """The loss of windows in two buckets of 64 tokens."""
+    """A perplexity result of windows with two buckets of 64 tokens.
+
+    Args:
+        near: losses of the windows in the first bucket [nats/token].
+        far: losses of the windows in the second bucket [nats/token].
+    """
     documents = tuple(
         DocumentScore("a", (64, 64), (64 * a, 64 * b), 128, 0.0, None) for a, b in zip(near, far, strict=True)
     )
@@ -37,7 +42,17 @@ def text_of(near, far):
 
 
 def candidate(name, found, nll, loss=0.1, *, second=None, method=None, depths=1):
-    """So many of ten haystacks were answered at each of two lengths, all prompts of a haystack alike."""
+    """A candidate of a fit with given scores.
+
+    Args:
+        name: the name of the candidate.
+        found: how many of ten haystacks are answered at each of two lengths, at all depths alike.
+        nll: losses of the windows in two buckets, as :func:`text_of` takes them.
+        loss: loss of the answers [nats/token].
+        second: losses on the text of the second domain; None if there is none.
+        method: the method of the candidate.
+        depths: number of depths at which each haystack is asked.
+    """
     cells = [
         RetrievalCell(n, i / depths, tuple(answered("7", "7", j < count, -loss) for j in range(10)))
         for n, count in zip(LENGTHS, found, strict=True)
@@ -48,7 +63,14 @@ def candidate(name, found, nll, loss=0.1, *, second=None, method=None, depths=1)
 
 
 class Verdicts:
-    """Stands in for held-out text and prompts: gives the scores that a test wants of each table."""
+    """An evaluator of candidates that returns the scores that a test gives, without any text or prompts.
+
+    Attributes:
+        model: the model whose table is fitted.
+        scores: function that returns the scores of a candidate by its name.
+        tables: the logarithms of factors of each candidate that was evaluated, by name.
+        run: the run of the fit.
+    """
 
     START = ((10, 5), ([2.0], [3.0]), 0.1)
     WORSE = ((10, 5), ([2.1], [3.1]), 0.1)
@@ -62,7 +84,10 @@ class Verdicts:
 
 
 def run_of(tokenizer, scores, *, retrieval=0.8, positions="full", change=None):
-    """The run of a fit, and what each step notes: its learning rates, text first, and the table before it."""
+    """The run of a fit, its evaluator, and two lists that each step extends.
+
+    The first holds the learning rates of the steps, that for text first; the second the table before each step.
+    """
     model = small()
     method = rope_patch.apply(model, "yarn:factor=1.5", target_length=96).method
     rows = DrawnRows(tokenizer, TEXT, answers=retrieval > 0, positions=positions, trained=64, target=96, seed=0)
@@ -79,7 +104,7 @@ def run_of(tokenizer, scores, *, retrieval=0.8, positions="full", change=None):
 
 
 class ChangedRows:
-    """The rows of a fit, with weights of their own: ``change(goal, weights)``."""
+    """The rows of a fit with other weights, which ``change(goal, weights)`` returns."""
 
     def __init__(self, rows, change):
         self.rows, self.change = rows, change

@@ -1,4 +1,4 @@
-"""Run a call in forked processes, which have all modules already: one that is stopped, or several that are a group."""
+"""Run a call in forked processes, which have all modules already: in one that is killed, or in a group of several."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
 
 
 def forked(call, stop: int | None = None, within: Path | None = None, at=None, kind=signal.SIGKILL) -> int:
-    """Run a call in a forked process, killed at its n-th change below a folder, or at an audit event of a kind.
+    """Run a call in a forked process, and return its exit status; that of a signal is negative.
 
-    Returns its exit status; that of a signal is negative.
+    Args:
+        call: the function that is run.
+        stop: number of the change below ``within`` at which the process is killed; None for never.
+        within: the folder whose changes are counted.
+        at: function of an audit event and its arguments that tells whether to kill the process there.
+        kind: the signal that kills it.
     """
     pid = os.fork()
     if pid:
@@ -61,11 +66,17 @@ def forked(call, stop: int | None = None, within: Path | None = None, at=None, k
 
 
 def together(call: Callable[[int], None], folder: Path, count: int = 2, ends: tuple[int, ...] = ()) -> list[str]:
-    """Run a call in so many forked processes, which torchrun's variables make one group, and return what each wrote.
+    """Run a call in a group of forked processes with torchrun's variables, and return the output of each.
 
-    Their exit statuses must be ``ends``, by default 0; that of a signal is negative. They have all modules already,
-    where new interpreters would import them anew for seconds each.
+    Forked processes have all modules already, which new interpreters would import for seconds each.
+
+    Args:
+        call: function that is run with the rank of the process.
+        folder: the folder into which the processes write their output.
+        count: number of processes.
+        ends: the exit statuses that they must have, by default 0; that of a signal is negative.
     """
+    # The system chooses a free port, which is then free again for the group.
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -77,9 +88,9 @@ def together(call: Callable[[int], None], folder: Path, count: int = 2, ends: tu
             processes.append(pid)
             continue
         try:
-            signal.alarm(300)  # none waits for ever
+            signal.alarm(300)  # a process that waits for one that has failed is killed
             sys.stdout = sys.stderr = page.open("w", buffering=1)
-            warnings.simplefilter("default")  # where pytest would raise them, and keep them
+            warnings.simplefilter("default")  # pytest would raise them; here they belong to the output
             warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
             tqdm.set_lock(threading.RLock())
             for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
@@ -103,7 +114,7 @@ def together(call: Callable[[int], None], folder: Path, count: int = 2, ends: tu
 
 
 def run_script(command: list[str], log: Path) -> str:
-    """Run a script in a fork, as ``python command`` would, and return what it printed; it must end well."""
+    """Run a script in a fork, as ``python command`` would, and return what it printed; it must succeed."""
 
     def script() -> None:
         with log.open("w", buffering=1) as sys.stdout:

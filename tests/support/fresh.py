@@ -1,6 +1,7 @@
-"""Programs in processes of their own, into which nothing of rope_patch was imported before.
+"""Run programs in processes of their own, into which nothing of rope_patch was imported before.
 
-A new interpreter needs seconds for torch and transformers. One that has both waits here, and forks for each program.
+A new interpreter needs seconds to import torch and transformers. So one process that has imported both waits, and forks
+for each program.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def fork_for(order: dict) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     status = 1
     try:
-        signal.alarm(300)  # none runs for ever
+        signal.alarm(300)  # a program that hangs is killed, instead of the whole test run
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["environment"])
@@ -46,11 +47,13 @@ def fork_for(order: dict) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        # Not sys.exit, which would run what the parent has registered to run at its own end.
         os._exit(status)
 
 
 def serve() -> None:
-    """Run the programs that are asked for, a line of JSON each, and answer with their exit statuses."""
+    """Run the programs that stdin asks for, a line of JSON each, and answer with their exit statuses."""
+    # Imported for the programs: transformers loads these modules only when they are asked for.
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
     assert not any(name.split(".")[0] == "rope_patch" for name in sys.modules)
@@ -60,18 +63,18 @@ def serve() -> None:
 
 @functools.cache
 def server() -> subprocess.Popen[str]:
-    """The process that waits, one for each that runs tests."""
+    """Return the waiting process, of which every process that runs tests has its own."""
     here = [sys.executable, __file__]
     process = subprocess.Popen(here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(process.communicate)  # closes its input, which ends it
+    atexit.register(process.communicate)  # this closes its input, at which it ends
     return process
 
 
 def run_code(
     code: str, *arguments: object, cwd: str | Path = ".", env: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -c code arguments`` with torch and transformers imported, and return what came of it."""
-    if not hasattr(os, "fork"):  # on Windows: seconds more, the same result
+    """Run ``python -c code arguments`` with torch and transformers imported, and return its output and exit status."""
+    if not hasattr(os, "fork"):  # Windows has none; a new interpreter gives the same result seconds later
         command = [sys.executable, "-c", code, *map(str, arguments)]
         return subprocess.run(command, cwd=cwd, env=dict(env), capture_output=True, text=True, check=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,13 +90,19 @@ def run_code(
 def run_module(
     name: str, *arguments: object, cwd: str | Path = ".", env: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m name arguments`` with torch and transformers imported, and return what came of it."""
+    """Run ``python -m name arguments`` with torch and transformers imported, and return its output and exit status."""
     code = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
     return run_code(code, *arguments, cwd=cwd, env=env)
 
 
 def stock_logits(root: Path, tokens: torch.Tensor, *names: str) -> dict[str, torch.Tensor]:
-    """What plain transformers computes from folders below a root, in a process that cannot import rope_patch."""
+    """Return the logits of folders below a root in plain transformers, in a process that cannot import rope_patch.
+
+    Args:
+        root: the folder that holds the checkpoints' folders.
+        tokens: (batch, tokens) ids that every model reads.
+        *names: names of the checkpoints' folders.
+    """
     save_file({"ids": tokens}, root / "ids.safetensors")
     done = run_code(Path(__file__).with_name("stock_reload.py").read_text(), root, *names)
     assert done.returncode == 0, done.stderr[-3000:]

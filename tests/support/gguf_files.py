@@ -15,7 +15,7 @@ from support.tiny import tiny_model
 
 
 def saved(folder: Path, method: str | None = None, family: str = "llama", **changes: Any) -> Path:
-    """A folder of a tiny random model, patched where a method is given."""
+    """A folder of a tiny random model, which is patched if a method is given."""
     model = tiny_model(family, vocab_size=1024, **changes)
     if method is None:
         model.save_pretrained(folder)
@@ -32,11 +32,11 @@ def write_toy(model: Any, path: Path, tokenizer: Any = None, *, factors: Any = N
     """Write a tiny model with llama.cpp's own writer.
 
     Args:
-        model: in memory; of its rotary table only the base is written, of a model with one table.
-        path: of the file.
-        tokenizer: byte-level, for a file with a vocabulary.
-        factors: (pairs,) what the plain frequencies are divided by.
-        keys: more keys of the architecture, ``rope__freq_base_swa=5e3``.
+        model: a model in memory. If it has one rotary table, the base of the table is written, and nothing else of it.
+        path: path of the file that is written.
+        tokenizer: a byte-level tokenizer, for a file with a vocabulary; None writes none.
+        factors: (pairs,) divisors of the plain frequencies; None writes none.
+        keys: other keys of the architecture, with two underscores for a dot, such as ``rope__freq_base_swa=5e3``.
     """
     config, architecture = model.config, ARCHITECTURES.get(model.config.model_type, "llama")
     writer, head_dim = gguf.GGUFWriter(path, architecture), model.model.layers[-1].self_attn.head_dim
@@ -76,12 +76,13 @@ def write_toy(model: Any, path: Path, tokenizer: Any = None, *, factors: Any = N
 
 
 def _rows(name: str, tensor: Any, config: Any, architecture: str) -> Any:
-    """Return a tensor as llama.cpp's graph takes it."""
+    """Return a tensor in the form that llama.cpp's graph takes."""
     rows = tensor.detach().float().cpu().numpy()
+    # Transformers adds 1 to the norms of Gemma as it runs; llama.cpp does not.
     if architecture == "gemma3" and "norm" in name:
         return rows + np.float32(1)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if architecture == "llama" and heads:  # it rotates neighbours, transformers the halves of a head
+    if architecture == "llama" and heads:  # it pairs neighbouring features, transformers those of a head's two halves
         rows = rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
     return np.ascontiguousarray(rows)
 
@@ -105,7 +106,15 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> None:
 
 
 def rewritten(path: Path, out: Path, keys: Any = None, pieces: Any = None, drop: Any = ()) -> Path:
-    """A copy of a GGUF with other keys or tensors."""
+    """Write a copy of a GGUF file with other keys or tensors.
+
+    Args:
+        path: the file that is copied.
+        out: the file that is written.
+        keys: keys that replace those of their names, or are added.
+        pieces: tensors in place of those of the file; None keeps them.
+        drop: beginnings of the names of keys that are left out.
+    """
     reader = open_gguf(path)
     keys = {
         key.name: key for key in [*reader.keys.values(), *(keys or [])] if not key.name.startswith(tuple(drop) or "\0")
@@ -114,7 +123,7 @@ def rewritten(path: Path, out: Path, keys: Any = None, pieces: Any = None, drop:
 
 
 def quantized(path: Path, out: Path, kind: str) -> Path:
-    """A copy of a file whose matrices are of a quantized type, such as ``Q8_0``."""
+    """Write a copy of a file whose matrices are quantized to a type such as ``Q8_0``."""
     to = gguf.GGMLQuantizationType[kind]
     pieces = [
         Piece(p.name, p.shape, to, lambda p=p: gguf.quants.quantize(p.read(), to)) if len(p.shape) > 1 else p
@@ -125,7 +134,7 @@ def quantized(path: Path, out: Path, kind: str) -> Path:
 
 
 def stated(path: Path, architecture: str, **values: Any) -> Path:
-    """A file with the metadata of an architecture and no layers; values of any kind take the place of its own."""
+    """Write a file with the metadata of an architecture and no layers; ``values`` of any kind replace the defaults."""
     numbers = {"embedding_length": 64, "attention.head_count": 4, "context_length": 64, **values}
     keys = [Key.of(f"{architecture}.{name}", value) for name, value in numbers.items()]
     return write_gguf(path, [Key.of("general.architecture", architecture), *keys], [])

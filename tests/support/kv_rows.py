@@ -1,4 +1,4 @@
-"""Rows of a check of the KV cache, with losses and errors by hand."""
+"""Rows of a check of the KV cache whose losses and errors are written by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COST = Attribution(
 
 
 def error(layer, pair):
-    """Errors of a layer of two query heads."""
+    """Errors of a layer with two query heads."""
     return LayerErrors(layer, torch.ones(2).double(), torch.tensor(pair).double())
 
 

@@ -1,4 +1,4 @@
-"""How large the tensors are that operations make."""
+"""Note how large the tensors are that operations make."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """Note the largest ``measure`` of any tensor that any operation makes."""
+    """Note the largest tensor that any operation makes within the block.
+
+    Attributes:
+        measure: function that returns the size of a tensor.
+        largest: the largest size so far.
+    """
 
     def __init__(self, measure):
         super().__init__()

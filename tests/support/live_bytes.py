@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive while a block runs, now and at most."""
+"""Count the bytes of tensors that are alive while a block runs, now and at most."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made inside it that are still alive, now and at most."""
+    """Count the bytes of tensors that are made within the block and are still alive.
+
+    Attributes:
+        now: bytes that are alive now.
+        peak: the most bytes that were alive at one time.
+        sizes: bytes of each storage that is known; 0 for those of the model, which do not count.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

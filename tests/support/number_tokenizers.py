@@ -21,7 +21,7 @@ def trained(pre_tokenizer, decoder, alphabet=()):
 
 
 def tokenizer_of(kind):
-    """A tokenizer that cuts numbers as SmolLM2's does, GPT-2's, or that of Llama 2 (SentencePiece)."""
+    """A tokenizer that cuts numbers as that of SmolLM2, GPT-2 or Llama 2 (SentencePiece) does, by its kind in KINDS."""
     bytes_, digits = pre_tokenizers.ByteLevel, pre_tokenizers.Digits(individual_digits=True)
     match kind:
         case "byte-level, single digits":

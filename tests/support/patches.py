@@ -1,4 +1,4 @@
-"""What tests of patches share: a method that fits a family, the rotary module in use, adapters on a patched model."""
+"""Helpers of tests of patches: a method for a family, the rotary module in use, adapters on a patched model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from support.tiny import tiny_model
 
 
 def method_for(family: str, name: str):
-    """The method at its defaults, its factor at 4; on Gemma 4, whose stock table is p-RoPE already, over the base."""
+    """A method with its defaults and a factor of 4, if it has one.
+
+    The original table of Gemma 4 is p-RoPE already, so a method that recomputes the table is told to replace that.
+    """
     params = {"factor": 4} if issubclass(METHODS[name], Scaling) else {}
     if family == "gemma4" and METHODS[name].recomputes:
         params["replace_scaling"] = True
@@ -39,7 +42,7 @@ def edit_json(path, change):
 
 
 def patched_model(method, family="llama", **options):
-    """A tiny random model under a method; options are those of ``apply``."""
+    """A tiny random model that is patched with a method; options are those of ``apply``."""
     model = tiny_model(family)
     rope_patch.apply(model, method, **options)
     return model
@@ -47,5 +50,6 @@ def patched_model(method, family="llama", **options):
 
 def lora(model, seed=1):
     torch.manual_seed(seed)
+    # PEFT's own initial weights make an adapter that changes nothing.
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     return get_peft_model(model, config).eval()

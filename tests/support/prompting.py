@@ -18,9 +18,9 @@ HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
 MAKER = PromptMaker(TOKENIZER, HAY)
 
 PASSAGES = Haystack("\n\n".join(builtin_text("haystack").documents[6:14]))
-"""A longer text, of which a task can hand out passages."""
+"""A longer text, from which a task can take passages."""
 
-ANSWER = 5  # five digits, in this tokenizer: the space before them is a token of the prompt
+ANSWER = 5  # tokens of an answer: five digits, since the space before them is a token of the prompt
 
 
 def bold(family="llama", **changes):
@@ -40,9 +40,9 @@ ROOM = {
     "qa2": 100,
     "qa3": 150,
 }
-"""Tokens more than other tasks that the prompts of a task need where it is asked for at five depths."""
+"""Number of tokens that the prompts of a task need in addition to those of other tasks, if it has five depths."""
 
 
 def hay_of(task):
-    """The haystack to ask a task in."""
+    """The haystack in which a task is asked."""
     return PASSAGES if task == "passage_retrieval" else HAY

@@ -31,7 +31,7 @@ SMALL = [
 
 
 def recipe(*words: str | Path) -> RecipeOptions:
-    """Return the options of YAML files and of words such as ``train.steps=3``, later ones over earlier ones."""
+    """Return the options from YAML files and overrides such as ``train.steps=3``; later ones replace earlier ones."""
     return parse(FinetuneOptions, [str(word) for word in words]).recipe
 
 

@@ -20,7 +20,17 @@ LENGTHS, DEPTHS = (4, 8), (0.0, 0.5, 1.0)
 
 
 def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengths=LENGTHS, table=(1.0, 0.1)):
-    """A method with a loss per window [nats/token], and of 6 samples so many right at each (length, depth)."""
+    """A row of a comparison.
+
+    Args:
+        method: the method string.
+        losses: a loss for each window, the same at all positions [nats/token].
+        hits: how many of 6 samples are right at each (length, depth); all of them by default.
+        layer_types: the layer types of its tables.
+        task: the name of the retrieval task.
+        lengths: the lengths that are measured [tokens].
+        table: the frequencies of its tables [rad/token].
+    """
     edges = [0, *lengths]
     tokens = tuple(b - a for a, b in itertools.pairwise(edges))
     documents = tuple(
@@ -47,15 +57,23 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and keeps what was seen: attributes by tag, text of table rows, tables by name."""
+    """A parsed page, whose tags are checked to nest.
+
+    Attributes:
+        open: the tags that are open at the present place; empty at the end.
+        tags: every tag with its attributes, in order.
+        text: the pieces of text, without those of styles.
+        rows: the rows of all tables; each is a list of the class and text of its cells.
+        tables: the rows of each table, by its name.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text: list[str] = []
-        self.rows: list[list[tuple[str, str]]] = []  # of each row: class and text of its cells
-        self.tables: dict[str, list[list[tuple[str, str]]]] = {}  # the rows of each table by its name
+        self.rows: list[list[tuple[str, str]]] = []
+        self.tables: dict[str, list[list[tuple[str, str]]]] = {}
         self.feed(text)
         self.close()
         assert self.open == []
@@ -83,19 +101,19 @@ class Page(HTMLParser):
             self.rows[-1][-1] = kind, text + data
 
     def table(self, name):
-        """The rows of a table, as texts, its head first."""
+        """The rows of a table as lists of texts, its head first."""
         return [[text.strip() for _, text in cells] for cells in self.tables[name]]
 
     def all(self, tag):
         return [attributes for name, attributes in self.tags if name == tag]
 
     def row(self, method):
-        """The first row of that name."""
+        """The first row whose first cell is that method."""
         return next(cells for cells in self.rows if cells[0][1].strip() == method)
 
 
 def accessible(text: str) -> None:
-    """Check what a keyboard and a screen reader need: an order of headings, names of tables, figures and regions."""
+    """Check that a page suits keyboards and screen readers: order of headings, names of tables, figures and regions."""
     page = Page(text)
     levels = [int(tag[1]) for tag, _ in page.tags if tag in ("h1", "h2", "h3", "h4")]
     assert levels[0] == 1 and levels.count(1) == 1
@@ -113,7 +131,7 @@ def accessible(text: str) -> None:
 
 
 def loads_nothing(text: str) -> None:
-    """Check that a page is one file: images within it, no script, no address outside."""
+    """Check that a page is a single file: its images are within it, and it has no script and no address outside."""
     page = Page(text)
     for image in page.all("img"):
         assert (image["src"] or "").startswith("data:image/svg+xml;base64,")

@@ -1,4 +1,4 @@
-"""One patch from the model to a folder that plain transformers loads, through generation, and back."""
+"""Check one patch on its way from the model to a folder that plain transformers loads, and in cached generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATED_BY_SAVING = ("dtype", "architectures")
 
 
 def assert_round_trip(model: Any, folder: Path, method: str, **options: Any) -> None:
-    """Apply a method; save, load plainly and through us, generate with a cache, undo: each gives the same logits."""
+    """Apply a method, save, load with plain transformers and with rope_patch, and undo: the logits are always right."""
     before, config = logits(model), model.config.to_dict()
     patch = rope_patch.apply(model, method, **options)
     patched = logits(model)
@@ -31,7 +31,7 @@ def assert_round_trip(model: Any, folder: Path, method: str, **options: Any) -> 
 
 
 def assert_cached_equals_full(model: Any) -> None:
-    """Generation token by token through a cache gives the logits of one pass over the whole text."""
+    """Check that generation token by token through a cache gives the logits of one pass over the whole text."""
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
     done = model.generate(ids(20), **options, return_dict_in_generate=True)
     full = logits(model, done.sequences)[:, 19:-1]

@@ -11,7 +11,7 @@ from rope_patch.kv_cache.formats import NF4
 
 
 def e4m3():
-    """All finite numbers of float8 e4m3, by definition: to value, its mantissa's last bit."""
+    """All finite numbers of float8 e4m3 by definition, each with the last bit of its mantissa."""
     numbers = {0.0: 0}
     for exponent, mantissa in itertools.product(range(16), range(8)):
         if (exponent, mantissa) == (15, 7):
@@ -27,14 +27,19 @@ ORDERED = sorted(E4M3)
 
 
 def eight_bits(value):
-    """The nearest number of e4m3; of two the even one, and the largest beyond all."""
+    """The nearest number of e4m3: of two that are equally near the even one, and beyond the largest the largest."""
     at = bisect.bisect_left(ORDERED, value)
     near = ORDERED[max(0, at - 1) : at + 1] or ORDERED[-1:]
     return min(near, key=lambda number: (abs(value - number), E4M3[number]))
 
 
 def rounded(values, form):
-    """Numbers that share a scale, one by one."""
+    """Round numbers that share a scale, one by one.
+
+    Args:
+        values: the numbers.
+        form: name of the format: ``int4`` and the like, ``nf4``, ``fp8``, or another name for scaled fp8.
+    """
     largest = max(abs(value) for value in values)
     if form.startswith("int"):
         low, scale = min(values), (max(values) - min(values)) / (2 ** int(form[3:]) - 1)
@@ -50,7 +55,7 @@ def rounded(values, form):
 
 
 def naive(x, side):
-    """One block of one row (heads, tokens, features), quantized in plain Python."""
+    """Return one block of one row, (heads, tokens, features), quantized in plain Python."""
     heads, tokens, features = (range(size) for size in x.shape)
     if side.axis == "token":
         size = side.group or (64 if side.format == "nf4" else max(1, len(features)))

@@ -1,4 +1,4 @@
-"""What tests of the evaluation share: bold models, naive losses, spies."""
+"""Helpers of tests of the evaluation: models with uneven attention, losses from whole logits, watched calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def bold_model(family="llama", **changes):
 
 @torch.no_grad()
 def naive(model, rows):
-    """Loss of each predicted token from whole logits: (windows, tokens - 1) [nats]."""
+    """The loss of each predicted token, from whole logits: (windows, tokens - 1) [nats]."""
     logits = model(rows, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), rows[:, 1:], reduction="none")
 
 
 @contextmanager
 def watched(module, note):
-    """Show ``note`` the arguments of each call of a module; a forward hook would make it another model to caches."""
+    """Call ``note`` with the arguments of each call of a module.
+
+    A forward hook is not used: the result cache would take the model for another one.
+    """
     original, own = module.forward, vars(module).get("forward")
 
     @functools.wraps(original)
@@ -56,14 +59,14 @@ def spy(module):
 
 @contextmanager
 def spy_ids(model):
-    """The token ids of each call to the embedding."""
+    """Record the token ids of each call of the embedding."""
     inputs = []
     with watched(model.get_input_embeddings(), lambda ids: inputs.append(ids.clone())):
         yield inputs
 
 
 class Caches:
-    """A factory that keeps what it made."""
+    """A factory of caches that keeps the caches it made."""
 
     def __init__(self, model):
         self.model, self.made = model, []
@@ -74,5 +77,5 @@ class Caches:
 
     @property
     def read(self):
-        """Tokens in each, by its own count (in a full layer: sliding ones forget)."""
+        """Number of tokens in each cache, as a full layer counts them, since sliding layers forget tokens."""
         return [cache.get_seq_length(1) for cache in self.made]

@@ -1,4 +1,4 @@
-"""Tiny models of more families, and their queries, keys and values stored by an independent route.
+"""Tiny models of more families, and their queries, keys and values recorded in an independent way.
 
 ``stored`` wraps ``apply_rotary_pos_emb`` of the family's modeling file, which sees queries and keys before rotation,
 and transformers' ``sdpa``, which sees values.
@@ -35,7 +35,7 @@ GEMMA4 = {
 }
 
 OTHERS = {
-    "phi": PhiConfig(**SIZE, qk_layernorm=True),  # norms put out (rows, heads, tokens, head_dim); half a head rotates
+    "phi": PhiConfig(**SIZE, qk_layernorm=True),  # norms return (rows, heads, tokens, head_dim); half a head rotates
     "stablelm": StableLmConfig(**SIZE, qk_layernorm=True, use_qkv_bias=True),
     "glm": GlmConfig(**SIZE, head_dim=16),  # interleaved pairs behind an ordinary table
     "ernie4_5": Ernie4_5Config(**SIZE, head_dim=16),  # the same
@@ -61,12 +61,15 @@ TOKENS = 40
 
 
 def text(tokens=TOKENS, seed=0):
-    """Token ids (tokens,), no two of them equal: no two norms are."""
+    """Token ids (tokens,), no two of them equal, so that no two states have the same norm."""
     return torch.randperm(93, generator=torch.Generator().manual_seed(seed))[:tokens] + 3
 
 
 def model_of(name, **changes):
-    """A model in which nothing is zero or one: weights, biases and norms are drawn."""
+    """A model whose weights, biases and norms are all random.
+
+    A fresh model has biases of 0 and norms of 1, under which different places of a layer show the same states.
+    """
     if name in OTHERS:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(OTHERS[name])).eval()
@@ -84,7 +87,11 @@ def model_of(name, **changes):
 
 @contextlib.contextmanager
 def stored(model, monkeypatch):
-    """Queries and keys before rotation, and values: role to layer to (tokens, heads, features), as a pass goes."""
+    """Record queries and keys before rotation, and values, while a model reads.
+
+    Yields:
+        For each role a list with an entry (tokens, heads, features) for each layer, which a forward pass fills.
+    """
     states = {role: [] for role in ROLES}
     attention = model.get_decoder().layers[0]
     module = sys.modules[type(attention).__module__]
@@ -112,7 +119,7 @@ def stored(model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(module, "apply_rotary_pos_emb", spy_rotation)
         patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", spy_attention)
-        if model.config._attn_implementation == "eager":  # Gemma 2's own choice
+        if model.config._attn_implementation == "eager":  # transformers chooses it for Gemma 2
             attend = module.eager_attention_forward
             patch.setattr(module, "eager_attention_forward", spy_attention)
         yield states

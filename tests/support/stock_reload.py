@@ -1,4 +1,4 @@
-"""Run in a process of its own: load each folder with plain transformers and save the logits. No rope_patch here."""
+"""Load folders with plain transformers and save their logits: a program for a process that cannot import rope_patch."""
 
 import sys
 

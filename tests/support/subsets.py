@@ -1,4 +1,4 @@
-"""Which cases of a test run in ``make test``, and which are left to ``make test-full``."""
+"""Choose which cases of a test run in ``make test``, and which are left to ``make test-full``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from packaging.version import Version
 
 
 def needs_transformers(version: str, reason: str) -> pytest.MarkDecorator:
-    """Skip a test of what an older release of transformers that we support does not have."""
+    """Skip a test under older releases of transformers, which we support, but which lack what it tests."""
     return pytest.mark.skipif(Version(transformers.__version__) < Version(version), reason=reason)
 
 
 def full(*values: Any, id: str | None = None) -> Any:
-    """One case that is left to ``make test-full``."""
+    """A case of a parametrized test that is left to ``make test-full``."""
     return pytest.param(*values, marks=pytest.mark.full, id=id)
 
 
 def covering(rounds: int = 1, /, **axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test by every combination of values, of which ``make test`` runs a part that has each value.
+    """Parametrize a test by every combination of values, of which ``make test`` runs a part with every value in it.
 
     That part is the diagonal: its n-th case has the n-th value of each axis, and shorter axes begin again. Each further
-    round is a diagonal that begins with the next value of the second axis, the one after that of the third, and so on.
+    round is a diagonal that begins one value later on the second axis, two values later on the third, and so on.
+
+    Args:
+        rounds: number of diagonals that ``make test`` runs.
+        **axes: the values of each argument of the test, by its name.
     """
     longest = max(map(len, axes.values()))
     chosen = {
@@ -52,4 +56,4 @@ byte_level_llama = needs_transformers(
 )
 
 examples = pytest.mark.parametrize("examples", [4, full(40)])
-"""How many random examples a slow property test draws in either."""
+"""Number of random examples of a slow property test: 4 in ``make test``, 40 in ``make test-full``."""

@@ -1,4 +1,4 @@
-"""lm-eval's list of tasks, read once in each process: it has 14000 of its own."""
+"""lm-eval's index of tasks, which is built once in each process, since it has 14,000 tasks of its own."""
 
 from __future__ import annotations
 
