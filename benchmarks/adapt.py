@@ -45,6 +45,7 @@ METHODS = {
 POSE = ("yarn", "abf")
 SEEDS = (0, 1, 2)
 LONG, SHORT = 1024, 256
+# STEPS optimizer steps of TOKENS tokens each, for every arm: short rows only mean more of them in a step.
 STEPS, TOKENS = 40, 4096
 DEPTHS, SAMPLES = 10, 20
 
@@ -58,7 +59,7 @@ def cells(quick: bool) -> list[tuple[str, str, int]]:
 
 
 def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str, int]:
-    """Run a cell to its end; it goes on from its last checkpoint."""
+    """Run a cell to its end; if it was interrupted, it continues from its last checkpoint."""
     os.environ.update(TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import warnings
@@ -76,6 +77,7 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
     shape, arm, seed = cell
     name, pose = arm.removesuffix("-pose"), arm.endswith("-pose")
     length = SHORT if pose else LONG
+    # Several cells print at the same time, so only the progress bar of this script is shown.
     with open(os.devnull, "w") as nowhere:
         shown = sys.stdout, sys.stderr
         sys.stdout = sys.stderr = nowhere
@@ -119,18 +121,18 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
 
 
 def _ignore_interrupt() -> None:
-    """Ignore Ctrl-C in the workers: the parent ends them."""
+    """Ignore Ctrl-C in the worker processes: the parent process ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def folder_of(root: Path, cell: tuple[str, str, int]) -> Path:
-    """Return where a cell's adapter lies."""
+    """Return the folder of a cell's adapter."""
     shape, arm, seed = cell
     return root / shape / f"{arm}-{seed}"
 
 
 def report(root: Path, done: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """Return the table of all cells: shares with intervals, differences from default paired by prompt and by seed."""
+    """Return the results of all cells: shares with intervals, and paired differences from default."""
     evaluations = {cell: json.loads((folder_of(root, cell) / "evaluation.json").read_text()) for cell in done}
     runs = {cell: json.loads((folder_of(root, cell) / "results.json").read_text()) for cell in done}
     rows = []
@@ -170,13 +172,13 @@ def report(root: Path, done: list[tuple[str, str, int]]) -> dict[str, Any]:
 
 
 def mean_seconds(each: Iterable[float | None]) -> float | None:
-    """Return the mean time of runs; None where one was resumed, whose time is not known."""
+    """Return the mean time of runs; None if one of them was resumed, since its time is not known."""
     times = list(each)
     return None if None in times else round(statistics.fmean(time for time in times if time is not None), 1)
 
 
 def answers(evaluation: dict[str, Any], length: int) -> list[list[bool]]:
-    """Return which prompts of a length were answered right: depths of each haystack, haystack by haystack."""
+    """Return whether each prompt of a length was answered right: a list for each haystack, a value for each depth."""
     columns = [
         [sample["correct"] for sample in cell["samples"]]
         for cell in evaluation["after"]["retrieval"]["passkey"]["cells"]
@@ -201,7 +203,7 @@ def share(seeds: list[list[list[bool]]]) -> dict[str, Any]:
 
 
 def difference(ours: list[list[list[bool]]], theirs: list[list[list[bool]]]) -> dict[str, Any]:
-    """Return a paired difference of shares with two 95 % intervals: over the prompts, and over the seeds alone."""
+    """Return the paired difference of two shares, with a 95 % interval over prompts and another one over seeds."""
     pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
     count = independent_count([[float(p) - float(q) for p, q in zip(a, b, strict=True)] for a, b in pairs])
     a, b = ([x for haystack in side for x in haystack] for side in zip(*pairs, strict=True))
@@ -262,9 +264,9 @@ def main() -> None:
         with get_context("spawn").Pool(min(options.workers, len(chosen)), _ignore_interrupt) as pool:
             for shape, arm, seed in pool.imap_unordered(work, chosen):
                 bar.set_postfix_str(f"{shape} {arm}-{seed}")
-                bar.update((shape, arm, seed) in todo)  # a finished one is only checked to be the same run
+                bar.update((shape, arm, seed) in todo)  # a finished cell is only checked to be the same run
             pool.close()
-            pool.join()  # their CPU time is counted when they have ended
+            pool.join()  # getrusage counts the CPU time of processes that have ended
     except KeyboardInterrupt:
         print("\nstopped: finished cells are kept, and the same command runs the others", file=sys.stderr)
         sys.exit(130)

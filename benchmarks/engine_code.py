@@ -34,7 +34,8 @@ from torch import Tensor, nn
 
 ENGINES = ("vllm", "sglang")
 Tables = dict[str | None, Tensor]
-"""By layer type, None where all layers share one: (positions, 2 * pairs) float32, cos of every pair, then sin."""
+"""Tables by layer type, or under None if all layers share one: (positions, 2 * pairs) float32, cos of every pair, then
+sin."""
 
 
 def version(engine: str) -> str | None:
@@ -53,12 +54,12 @@ def tables(engine: str, folder: str | Path, positions: int, overrides: dict[str,
 
     Args:
         engine: one of ``ENGINES``.
-        folder: a checkpoint; only its config is read.
-        positions: how many to return [tokens].
-        overrides: what ``--hf-overrides`` or ``--json-model-override-args`` says.
+        folder: a checkpoint folder, of which only the config is read.
+        positions: the number of positions that are returned [tokens].
+        overrides: the values that ``--hf-overrides`` or ``--json-model-override-args`` would give.
 
     Raises:
-        Exception: whatever the engine raises for this config, or ``IndexError`` where its table has fewer positions.
+        Exception: any error that the engine raises for this config, or ``IndexError`` if its table has fewer positions.
     """
     tables_by_kind = (_vllm if engine == "vllm" else _sglang)(str(folder), overrides or {})
     for kind, table in tables_by_kind.items():
@@ -108,14 +109,15 @@ def _vllm(folder: str, overrides: dict[str, Any]) -> Tables:
 # --- SGLang
 
 STOOD_IN = ("torchvision", "torchaudio", "cv2", "sgl_kernel", "flashinfer", "torchcodec", "decord", "decord2")
-"""Packages of image code and kernels that SGLang imports on the way to its models. Where one is missing, its names are
-stood in for by empty ones."""
+"""Packages of image code and kernels that SGLang imports on the way to its models. If one is missing, its names are
+replaced by empty ones."""
 
 
 class _StandIn(ModuleType):
     __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
+        # Python asks modules for such names, and has to see that they are absent.
         if name.startswith("__"):
             raise AttributeError(name)
         return mock.MagicMock(name=f"{self.__name__}.{name}")
@@ -166,7 +168,8 @@ def _sglang(folder: str, overrides: dict[str, Any]) -> Tables:
     model, _ = registry.resolve_model_cls(whole.architectures)
     config = whole.get_text_config()
     with get_context().override_server_args():  # SGLang's own, for tests
-        if config.model_type == "gemma3_text":  # its model holds the tables, and hands them to the layers
+        # Its model holds the tables and passes them to the layers, so no layer calls get_rope.
+        if config.model_type == "gemma3_text":
             return _gemma3(sys.modules[model.__module__], config)
         return _by_type(config, model, {"config": config, "quant_config": None})
 
@@ -193,7 +196,7 @@ _PARALLEL: dict[str, Any] = {
 
 
 class _OneProcess:
-    """The only process: sizes are 1, ranks 0."""
+    """Stands for the group of parallel processes when there is one: sizes are 1, ranks are 0."""
 
     def __getattr__(self, name: str) -> int:
         return int(name.endswith("size"))
@@ -220,6 +223,7 @@ def _by_type(config: Any, model: type, given: dict[str, Any]) -> Tables:
         with _nothing_but_rotary(_model_files(module)):
             try:
                 layer(**arguments)
+                # Reached only if the layer was built to its end: get_rope would have stopped it.
                 raise LookupError(f"{layer.__name__} built no rotary embedding")
             except _Built as built:
                 tables_by_kind[kind] = _cache(built.rotary)
@@ -227,7 +231,7 @@ def _by_type(config: Any, model: type, given: dict[str, Any]) -> Tables:
 
 
 def _home(model: type) -> type:
-    """The class whose file holds the decoder layer: Phi3 is a Llama under another name."""
+    """Return the class whose file holds the decoder layer: it may be a base class, as Llama is of Phi3."""
     for cls in model.__mro__:
         with contextlib.suppress(LookupError):
             _decoder_layer(sys.modules[cls.__module__])
@@ -243,7 +247,7 @@ def _decoder_layer(module: ModuleType) -> type:
 
 
 def _model_files(module: ModuleType) -> list[ModuleType]:
-    """A model's file, and those of the same engine that it builds on."""
+    """Return the module of a model, and the modules of the same engine that it builds on."""
     package = module.__name__.rpartition(".")[0]
     names = {value.__module__ for value in vars(module).values() if isinstance(value, type)}
     return [sys.modules[name] for name in sorted(names | {module.__name__}) if name.startswith(package + ".")]
@@ -256,6 +260,7 @@ def _nothing_but_rotary(files: list[ModuleType]) -> Iterator[None]:
         for module in files:
             for name, value in list(vars(module).items()):
                 layer = isinstance(value, type) and issubclass(value, nn.Module)
+                # Rotary modules and the model's own classes stay real: they decide which arguments reach get_rope.
                 if layer and "otary" not in name and (value.__module__ not in own or name.endswith("MLP")):
                     stack.enter_context(mock.patch.object(module, name, _Empty))
                 elif name == "get_rope":
@@ -275,7 +280,7 @@ def _stop_after(get_rope: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _cache(rotary: nn.Module) -> Tensor:
-    """What a rotary module looks up: of a longrope module with two tables the one for a prompt of the whole context."""
+    """Return the table that a rotary module looks up; of longrope's two, the one for a prompt of the whole context."""
     if isinstance(both := getattr(rotary, "long_short_cos_sin_cache", None), Tensor):
         original = int(
             rotary.original_max_position_embeddings

@@ -1,4 +1,4 @@
-"""The cos and sin tables that vLLM's and SGLang's own Python builds from our folders, against ours.
+"""Compare the cos and sin tables that vLLM's and SGLang's own Python builds from our folders with ours.
 
     pip install --no-deps vllm sglang triton    # their Python alone; then what it says it lacks, without dependencies
     OMP_NUM_THREADS=1 python benchmarks/engine_tables.py -o benchmarks/results/engine_tables.json
@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "phi3": {"original_max_position_embeddings": CONTEXT},
     "gemma": {"head_dim": 64},
-    "gemma2": {"head_dim": 64, "hidden_act": "gelu_pytorch_tanh"},  # as hub configs say it; SGLang reads it
+    "gemma2": {"head_dim": 64, "hidden_act": "gelu_pytorch_tanh"},  # as in hub configs; SGLang reads this key
     "gemma3_text": {"head_dim": 64, **MIXED},
     "gemma4_text": {"head_dim": 64, "global_head_dim": 128, "vocab_size_per_layer_input": 64, **MIXED},
     "olmo3": MIXED,
@@ -88,7 +88,7 @@ METHODS = (
     "yarn:factor=4+p_rope:p=0.5",
     "learned",
 )
-SCALED = "replace_scaling=true"  # Gemma 4's stock table is p-RoPE, which these methods would otherwise not replace
+SCALED = "replace_scaling=true"  # Gemma 4's own table is p-RoPE, which these methods would otherwise refuse
 
 
 def checkpoint(family: str, folder: Path) -> Path:
@@ -100,7 +100,7 @@ def checkpoint(family: str, folder: Path) -> Path:
 
 
 def method_of(name: str, base: Path) -> MethodLike:
-    """Return a method; "learned" is a table no formula gives, with a scaling of its own."""
+    """Return a method; "learned" is a table that no formula gives, with a scaling of its own."""
     slot = inspect_model(skeleton(base)).tables[0]
     if name == "learned":
         rough = [f * (1 + 0.2 * math.sin(3 * i)) for i, f in enumerate(slot.inv_freq.tolist())]
@@ -155,12 +155,12 @@ def rows(engine: str, families: tuple[str, ...], methods: tuple[str, ...], root:
 def _tried(engine: str, folder: Path) -> float | str:
     try:
         return difference(engine, folder)
-    except Exception as error:  # of an engine: what it says is the result
+    except Exception as error:  # an engine may raise anything; its message is the result
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def summary(engine_rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count verdicts, and take the worst figure of an engine."""
+    """Return the number of each verdict, and the worst figure of an engine."""
     counts = {v: sum(row["verdict"] == v for row in engine_rows) for v in ("runs", "refused", "unverified")}
     ran = [row["difference"] for row in engine_rows if row["verdict"] == "runs"]
     control = [row.get("plain_folder") for row in engine_rows if row["verdict"] != "unverified"]

@@ -28,7 +28,7 @@ LENGTH = 1024
 
 
 def choose(shape: str, seed: int) -> dict[str, Any]:
-    """Return what is chosen for a bundled checkpoint, why, and what each candidate of the last round scored."""
+    """Return the method chosen for a bundled checkpoint, the reason, and the scores of the last round's candidates."""
     source = data_path("assets") / shape
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="float32")

@@ -36,6 +36,7 @@ from family_models import IDS, TYPES, in_own_memory
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 PAGE = ROOT / "docs" / "families.md"
+# Seconds that a job may take: a tiny model that needs longer hangs.
 TIME_LIMIT = 120
 MEANINGS = {
     "works": "every check passes, with every method that is not refused",
@@ -57,6 +58,7 @@ CHECKS = {
     "adapter": "a random LoRA adapter, saved by `rope_patch.save` and loaded by `rope_patch.load`, gives equal logits",
     "restored": "`Patch.restore` gives back equal logits and the config",
 }
+# From mildest to worst: a type has the worst result of its methods.
 WEIGHT = ["not built", "no rotary table", "refused", "works", "in part", "crashes"]
 PAGE_HEAD = """# Model families
 
@@ -80,14 +82,14 @@ Equal means to the last bit. A check that fails without a patch too does not cou
 
 """
 LISTED = ("works", "no rotary table")
-"""Results whose types are listed by name alone; the others have their reasons."""
+"""Results whose types are listed by name alone; types with another result are listed with the reason."""
 Report = dict[str, Any]
 
 # --- processes
 
 
 class Worker:
-    """A process that does one job after another, and is replaced when it dies or takes too long."""
+    """A process that does one job after another, and is replaced if it dies or takes too long."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.work = work
@@ -97,7 +99,7 @@ class Worker:
         """Return what the work returns.
 
         Raises:
-            RuntimeError: the process died, exceeded the time limit, or met an error of its own.
+            RuntimeError: the process died, exceeded the time limit, or the checks themselves raised an error.
         """
         if self.process is None:
             context = multiprocessing.get_context("fork")
@@ -108,6 +110,7 @@ class Worker:
         self.pipe.send(job)
         try:
             if self.pipe.poll(TIME_LIMIT):
+                # An answer that is text is the message of an error in the worker.
                 if not isinstance(answer := self.pipe.recv(), str):
                     return answer
                 raise RuntimeError(f"the checks themselves failed: {answer}")
@@ -142,7 +145,7 @@ def run_checks(job: tuple[str, str]) -> Report:
 
 @torch.no_grad()
 def reload_folders(folder: str) -> dict[str, str]:
-    """Load every saved model with transformers alone and compare its logits; returns what is wrong, by folder."""
+    """Load every saved model with transformers alone and compare its logits; return what is wrong, by folder."""
     sys.modules["rope_patch"] = None  # type: ignore[assignment]  # importing it would fail
     problems = {}
     for logits in Path(folder).glob("*.pt"):
@@ -175,7 +178,8 @@ def examine(model_type: str, checks: Worker, reloads: Worker) -> Report:
 
 
 def conclude(model_type: str, report: Report, problems: dict[str, str]) -> Report:
-    """Put the outcomes of the methods and of reloading together: one result, the state of every check, the reasons."""
+    """Combine the outcomes of the methods and of reloading into one result, the state of every check, and reasons."""
+    # If the unpatched model does not reload either, the patch is not to blame.
     if problems.get("unpatched"):
         report["left_out"]["saved"] = f"without a patch: {problems['unpatched']}"
         problems = {}
@@ -211,7 +215,7 @@ def _outcome(outcome: Report, given: str) -> str:
 
 
 def _grouped(label: str, reasons: dict[str, str]) -> str:
-    """Join reasons, naming once those that several checks or methods share."""
+    """Join reasons into a sentence; one that several checks or methods share is named once."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
@@ -219,7 +223,7 @@ def _grouped(label: str, reasons: dict[str, str]) -> str:
 
 
 def examine_all(model_types: list[str]) -> list[Report]:
-    """Return the reports on types."""
+    """Return a report on each type."""
     checks, reloads = Worker(run_checks), Worker(reload_folders)
     return [examine(model_type, checks, reloads) for model_type in tqdm(model_types, desc="types")]
 
@@ -228,13 +232,13 @@ def examine_all(model_types: list[str]) -> list[Report]:
 
 
 def shorten(text: str, limit: int = 260) -> str:
-    """Return a text cut at a word and safe in a table."""
+    """Return a text that is cut at a word and safe in a Markdown table."""
     text = text.replace("|", "\\|")
     return text if len(text) <= limit else text[: text.rindex(" ", 0, limit)] + " …"
 
 
 def page(report: Report) -> str:
-    """Return the page for a report."""
+    """Return the page docs/families.md for a report."""
     versions = ", ".join(f"{name} {report['environment'][name]}" for name in ("transformers", "peft", "torch"))
     lines = [PAGE_HEAD.format(versions=versions, total=len(report["results"]))]
     lines += [f"| {name} | {report['counts'].get(name, 0)} | {meaning} |" for name, meaning in MEANINGS.items()]

@@ -1,8 +1,8 @@
-"""What patching does on one model type: ten checks on a tiny random model, with four methods.
+"""Check what patching does on one model type: ten checks on a tiny random model, with four methods.
 
 YaRN (with a longer context) and ABF have an encoding of their own in the config, the halved table needs the longrope
-form, p-RoPE takes either. Where a check fails, the same is tried without a patch: what transformers or PEFT cannot do
-with the original model is no fault of the patch: the check is left out, with a note.
+form, p-RoPE takes either. If a check fails, the same is tried without a patch: what transformers or PEFT cannot do with
+the original model is no fault of the patch, so the check is left out, with a note.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 4.0, "replace_scaling": True, "target_length": 256},
     "abf": {"factor": 50.0, "replace_scaling": True},
     "p_rope": {"p": 0.5},
-    "table": {},  # the values found, halved
+    "table": {},  # the values of the model's own table, halved
 }
 NEW_TOKENS = 8
 Report = dict[str, Any]
@@ -35,17 +35,17 @@ _LORA: dict[str, Any] = {"r": 2, "target_modules": "all-linear", "exclude_module
 
 
 class NotOurs(Exception):
-    """A check that the model fails without a patch too."""
+    """The model fails a check without a patch, too."""
 
 
 def run_checks(job: tuple[str, str]) -> Report:
     """Run the checks of a model type, except the reload without rope_patch, for which folders are left behind.
 
     Args:
-        job: the model type, and an empty folder.
+        job: the model type, and an empty folder to save models in.
 
     Returns:
-        The model's class, an outcome with ``result`` and ``reason``, and one per method in ``methods``.
+        The model's class, an outcome with ``result`` and ``reason``, and an outcome for each method in ``methods``.
     """
     model_type, folder = job
     report: Report = {"model_class": "", "methods": {}, "left_out": {}}
@@ -67,7 +67,7 @@ def run_checks(job: tuple[str, str]) -> Report:
 
 
 def classify(error: Exception, model: Any) -> Report:
-    """Return the outcome that an error of ``inspect`` or ``apply`` stands for: a refusal has to name the model."""
+    """Return the outcome that an error of ``inspect`` or ``apply`` means; a refusal must name the model's class."""
     result, reason = "crashes", describe(error)
     if isinstance(error, ValueError) and "no rotary table" in reason:
         classes = {type(module) for module in model.modules()}
@@ -85,7 +85,7 @@ def classify(error: Exception, model: Any) -> Report:
 
 
 def rotates(cls: type) -> bool:
-    """Tell whether the source of an attention class speaks of rotary embeddings."""
+    """Return whether the source of an attention class mentions rotary embeddings."""
     return "Attention" in cls.__name__ and "rotary" in ("\n" + inspect.getsource(cls)).partition("\nclass ")[2]
 
 
@@ -104,13 +104,15 @@ def logits(model: Any) -> Tensor:
 @torch.no_grad()
 def cache_error(model: Any) -> float:
     """Return the largest difference between the logits of cached generation and those of a full forward pass."""
-    prompt = IDS[:, : CONTEXT - NEW_TOKENS // 2]  # generation passes the end of the context
+    # Generation passes the end of the context, where dynamic tables change.
+    prompt = IDS[:, : CONTEXT - NEW_TOKENS // 2]
     generated = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
         min_new_tokens=NEW_TOKENS,
         max_new_tokens=NEW_TOKENS,
+        # Only ordinary tokens are generated, those that IDS are drawn from.
         suppress_tokens=[0, 1, 2, *range(90, 96)],
         pad_token_id=0,
         return_dict_in_generate=True,
@@ -121,18 +123,19 @@ def cache_error(model: Any) -> float:
 
 
 class Trial:
-    """A tiny model under one method after another."""
+    """A tiny model that is tested under one method after another."""
 
     def __init__(self, model: Any, original: Tensor, folder: Path, slots: dict[str | None, Any]) -> None:
         self.model, self.original, self.folder, self.slots = model, original, folder, slots
         self.left_out: dict[str, str] = {}
         self.unpatched = copy.deepcopy(model)
-        model.save_pretrained(folder / "unpatched")  # writes class and dtype into the config: before the config is kept
+        # This writes class and dtype into the config, so it comes before the config is stored.
+        model.save_pretrained(folder / "unpatched")
         torch.save({"float32": original}, folder / "unpatched.pt")
         self.config = model.config.to_dict()
 
     def apply(self, model: Any, name: str) -> Any:
-        """Patch a model: of several tables the one for full attention, or the first where there is none."""
+        """Patch a model; of several tables, the one for full attention is patched, or the first if there is none."""
         kind = "full_attention" if "full_attention" in self.slots else next(iter(self.slots))
         options = dict(METHODS[name]) | ({} if kind is None else {"layer_types": (kind,)})
         if name == "table":
@@ -140,7 +143,7 @@ class Trial:
         return rope_patch.apply(model, name, **options)
 
     def run(self, name: str) -> Report:
-        """Run the checks with one method; returns its outcome, with the checks that fail."""
+        """Run the checks with one method and return its outcome, with the checks that fail."""
         config = self.model.config.to_dict()
         try:
             patch = self.apply(self.model, name)
@@ -168,7 +171,7 @@ class Trial:
         return {"result": "in part" if fails else "works", "reason": "", "fails": fails}
 
     def problem(self, check: str, run: Callable[[], Any]) -> str:
-        """Return what is wrong; nothing where the check passes, or does not count."""
+        """Return what is wrong; "" if the check passes or does not count."""
         try:
             outcome = run()
         except NotOurs as error:
@@ -179,14 +182,14 @@ class Trial:
         return "" if outcome is True else str(outcome)
 
     def effect(self, patch: Any, patched: Tensor) -> bool | str:
-        """The logits change, unless the method leaves this table as it is (p-RoPE on a table that is p-RoPE)."""
+        """Check that the logits change, unless the method leaves this table as it is (p-RoPE on a p-RoPE table)."""
         if all(torch.equal(patch.before[kind].inv_freq, slot.inv_freq) for kind, slot in patch.after.items()):
             return True
         change = float((patched - self.original).abs().max())
         return change > 1e-5 or f"the logits change by {change:.1g} only"
 
     def cached(self) -> bool | str:
-        """Cached generation equals the full forward pass."""
+        """Check that cached generation equals the full forward pass."""
         try:
             if (error := cache_error(self.model)) <= 1e-4:
                 return True
@@ -201,10 +204,10 @@ class Trial:
         raise NotOurs(f"without a patch the cache gives logits {error:.1g} off too")
 
     def saved(self, name: str, patched: Tensor) -> bool:
-        """Save the patched model, with its logits as loaded in either dtype, for the process without rope_patch."""
+        """Save the patched model and its logits in both data types, for the process without rope_patch."""
         rope_patch.save(self.model, self.folder / name)
         expected = {"float32": patched}
-        with contextlib.suppress(ValueError):  # AutoModelForCausalLM does not load what this class saves
+        with contextlib.suppress(ValueError):  # AutoModelForCausalLM cannot load what some classes save
             model = self.reloaded("bfloat16")
             self.apply(model, name)
             expected["bfloat16"] = logits(model)
@@ -212,13 +215,13 @@ class Trial:
         return True
 
     def cast(self) -> bool | str:
-        """A cast and back leaves cos and sin as they were, and the patch verifies."""
+        """Check that a cast to bfloat16 and back leaves cos and sin as they were, and that the patch verifies."""
         cast = copy.deepcopy(self.model).to(torch.bfloat16).float()
         rope_patch.verify(cast)
         return all(map(torch.equal, cos_and_sin(self.model), cos_and_sin(cast))) or "cos and sin change"
 
     def adapter(self, name: str) -> bool | str:
-        """A random LoRA adapter over the patched model, saved and loaded by rope_patch, gives equal logits."""
+        """Check that a random LoRA adapter over the patched model gives equal logits after being saved and loaded."""
         try:
             model, bare = self.reloaded(), self.reloaded()
             expected = logits(with_lora(bare, self.folder / "adapter"))
@@ -238,7 +241,7 @@ class Trial:
         return in_own_memory(AutoModelForCausalLM.from_pretrained(self.folder / "unpatched", dtype=dtype))
 
     def restored(self, patch: Any) -> bool | str:
-        """Undoing the patch gives back the logits and the config."""
+        """Check that undoing the patch restores the logits and the config."""
         patch.restore()
         if not torch.equal(logits(self.model), self.original):
             return "the logits are others"
@@ -248,8 +251,9 @@ class Trial:
 
 
 def with_lora(model: Any, folder: Path | None = None) -> Any:
-    """Add a random LoRA adapter to a model, and save it."""
+    """Add a random LoRA adapter to a model, and save it if there is a folder."""
     torch.manual_seed(0)
+    # Not initialized as usual, with zeros: such an adapter would change nothing.
     adapted = peft.get_peft_model(model, peft.LoraConfig(**_LORA, init_lora_weights=False)).eval()
     if folder is not None:
         adapted.save_pretrained(folder)

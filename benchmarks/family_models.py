@@ -1,6 +1,7 @@
 """Tiny random models of every causal language model type of transformers, built offline from the config classes.
 
-A recipe shrinks a type's default config by the names of its fields; ``OVERRIDES`` is for the types it does not fit.
+A recipe shrinks a type's default config by the names of its fields; ``OVERRIDES`` holds values for types that it does
+not fit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _DEPTHS = """num_hidden_layers num_layers n_layer n_layers decoder_layers encode
     num_encoder_layers depth num_blocks num_layers_per_stack conf_num_hidden_layers num_global_layers"""
 LAYERS = 4
 VOCABULARY = 96
+# Standard deviation of the noise that tiny_model adds to every weight.
 NOISE = 0.05
 CONTEXT = 64
 _SIZES = {
@@ -48,7 +50,8 @@ _SIZES = {
 }
 SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
 IDS = torch.randint(3, 90, (2, 80), generator=torch.Generator().manual_seed(0))
-"""Longer than the context, where a table that changes with the length would show."""
+"""Token ids of two rows that are longer than the context, so that a table that changes with the length has an
+effect."""
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16}
@@ -96,7 +99,7 @@ ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def tiny_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the values that shrink a config: sizes by name, lists per layer cut alike, parts shrunk likewise."""
+    """Return the values that shrink a config: sizes by name, shorter lists per layer, and the same for its parts."""
     stated = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     small: dict[str, Any] = {}
     for name, value in stated.items():
@@ -106,11 +109,11 @@ def tiny_settings(config: PreTrainedConfig) -> dict[str, Any]:
             small[name] = min(value, SIZES[name])
         elif name == "rope_parameters" and value:
             small[name] = _cut_context(value)
-        elif isinstance(value, list) and name in SIZES:  # a size per layer
+        elif isinstance(value, list) and name in SIZES:  # one size for each layer
             small[name] = [min(size, SIZES[name]) for size in value]
         elif isinstance(value, (int, list)) and name.endswith(("token_id", "token_index")):
             small[name] = SPECIAL_TOKENS.get(name, VOCABULARY - 1)
-    if "rope_parameters" not in stated:  # learned position embeddings end there
+    if "rope_parameters" not in stated:  # learned position embeddings end there, and IDS are longer than CONTEXT
         small |= {name: 2 * CONTEXT for name in ("max_position_embeddings", "max_seq_len") if name in small}
     if "kv_lora_rank" in small:  # latent attention has as many heads of keys as of queries
         small |= {name: small["num_attention_heads"] for name in ("num_key_value_heads",) if name in small}
@@ -120,13 +123,13 @@ def tiny_settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _cut_context(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary settings, by layer type or not, whose original context is that of the tiny model."""
+    """Return rotary settings, by layer type or not, with the original context of the tiny model."""
     small = {key: _cut_context(value) if isinstance(value, dict) else value for key, value in parameters.items()}
     return small | {key: CONTEXT for key in ("original_max_position_embeddings",) if key in small}
 
 
 def _cut(stated: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Cut every list of one value per layer to the same few layers, one of each kind first."""
+    """Cut every list of one value per layer to the same few layers, so that each kind of layer is among them."""
     lists = {name: v for name, v in stated.items() if isinstance(v, (list, tuple)) and len(v) == depth > LAYERS}
     if not lists:
         return {}
@@ -140,7 +143,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     cls, changes = CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {})
     try:
         start = cls()
-    except Exception:  # some defaults contradict each other
+    except Exception:  # the defaults of some types contradict each other
         start = cls(**changes)
     small = tiny_settings(start)
     for name, value in changes.items():
@@ -157,7 +160,7 @@ def tiny_model(model_type: str) -> Any:
         raise ValueError("it drafts for a main model: its forward pass takes that model's keys and values")
     config = tiny_config(model_type)
     torch.manual_seed(0)
-    if hasattr(config, "decoder"):  # MusicGen's class takes the decoder's config
+    if hasattr(config, "decoder"):  # MusicGen's class takes the config of its decoder
         model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])(config.decoder)
     else:
         model = AutoModelForCausalLM.from_config(config)

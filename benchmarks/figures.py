@@ -1,4 +1,4 @@
-"""Figures of the studies: arrays in, matplotlib Figure out."""
+"""Draws the figures of the studies: arrays in, matplotlib Figure out."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def shares_beside_perplexity(
     share: str,
     perplexity: str,
 ) -> Figure:
-    """Draw a share with its interval beside perplexity, a line per arm, a row of panels per group.
+    """Draw a share with its interval beside perplexity, with a line for each arm and a row of panels for each group.
 
     Args:
-        groups: group to arm to (share, its interval, perplexity of each seed).
-        title: of the figure.
-        share: what the share is of.
-        perplexity: of what.
+        groups: name of a group to name of an arm to (share, its interval, perplexity of each seed).
+        title: the title of the figure.
+        share: the label of the share, such as ``passkey exact match at 1024``.
+        perplexity: the label of the perplexity, such as ``perplexity at 256 to 1024``.
     """
     sizes = [len(arms) for arms in groups.values()]
     figure = Figure(figsize=(9, 0.9 + 0.36 * sum(sizes)), layout="constrained")

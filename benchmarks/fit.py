@@ -31,7 +31,7 @@ FACTORS, SEEDS = (4, 8, 16), (0, 1, 2)
 WINDOWS, SAMPLES = 16, 8
 
 Cell = tuple[str, int, int, str | None]
-"""Checkpoint (``"llama"``, or a folder), factor, seed, and the file of its text."""
+"""A checkpoint (``"llama"``, or a folder), the factor, the seed, and the file of the checkpoint's text."""
 
 
 def place(root: Path, cell: Cell) -> Path:
@@ -55,7 +55,7 @@ def opened(source: str) -> tuple[Any, Any]:
 
 
 def halves(file: str | None, tokenizer: Any) -> list[Any]:
-    """Return the text to fit to and the text to compare on; of the built-in text its own parts."""
+    """Return the text to fit to and the text to compare on; for built-in text these are its own two parts."""
     from rope_patch.evaluation.text import builtin_text
 
     if file is None:
@@ -65,7 +65,7 @@ def halves(file: str | None, tokenizer: Any) -> list[Any]:
 
 
 def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
-    """Return the fitted table of a cell and its cost, from the folder if it is there, else fitted now."""
+    """Return the fitted table of a cell and its cost; it is fitted now unless the folder has it."""
     from rope_patch.fitting import fit, held_out_spec
 
     path = root / f"table-{place(root, cell).name}"
@@ -80,7 +80,7 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
             tokenizer,
             halves(file, tokenizer)[0],
             target_length=target,
-            retrieval=0.8 if file is None else 0.0,  # such a checkpoint answers no prompts
+            retrieval=0.8 if file is None else 0.0,  # a checkpoint with a text of its own answers no prompts
             steps=2 if quick else 40,
             seed=seed,
             spec=held_out_spec(model, target, seed=seed, **small),
@@ -92,7 +92,7 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
 
 
 def measure(cell: Cell, root: Path, quick: bool) -> Cell:
-    """Fit, compare, and write a cell."""
+    """Fit a table, compare it, and write the result of the cell."""
     import rope_patch
     from rope_patch.evaluation.compare import compare
     from rope_patch.evaluation.metrics import Span
@@ -106,6 +106,7 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     yarn, own = f"yarn:factor={factor}", str(rope_patch.parse(table["method"]))
     options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "haystack": "builtin"}
     options |= {"windows": 1, "samples": 1, "depths": [0.5], "haystack": "noise"} if quick else {}
+    # Prompts that neither the fit nor its choice of a table has used.
     spec = EvalSpec(lengths, bucket=lengths[-1], seed=100 + seed, **options)
     suite = EvalSuite(spec, tokenizer, text=halves(file, tokenizer)[1])
     comparison = compare(model, tokenizer, list(dict.fromkeys(["default", yarn, own])), suite)
@@ -126,7 +127,7 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
 
 
 def main() -> None:
-    """Measure what is missing, and write the rows."""
+    """Measure the cells that have no result yet, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="JSON to write; printed otherwise")
     parser.add_argument("--root", type=Path, default=Path("build/fit"), help="folder of the cells")

@@ -38,7 +38,7 @@ from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "golden.json"
-ABSENT = "absent"  # in place of the numbers of a checkpoint that is not at hand
+ABSENT = "absent"  # stands for the numbers of a checkpoint that is not on this machine
 Numbers = dict[str, Any]
 
 # --- what is measured: models, methods, tasks, formats
@@ -47,7 +47,7 @@ Numbers = dict[str, Any]
 def _shape(
     family: str = "llama", size: int = 64, theta: float = 1e4, context: int = 4096, rope: Any = (), **more: Any
 ) -> tuple[str, Numbers, Numbers]:
-    """Return family, config and options of ``apply`` of a tiny model whose heads have a size."""
+    """Return the family, the config and the options of ``apply`` of a tiny model whose heads have ``size`` features."""
     options = {name: more.pop(name) for name in ("freeze_at", "types") if name in more}
     if "types" in options:
         more |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
@@ -55,7 +55,7 @@ def _shape(
     config = {"vocab_size": 32, "hidden_size": 2 * size, "intermediate_size": 32, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "head_dim": size}
     config |= {"max_position_embeddings": context, **more}
-    if rope is not None:  # None leaves the family's own tables
+    if rope is not None:  # None keeps the family's own tables
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, **dict(rope)}
     return family, config, options
 
@@ -144,7 +144,7 @@ def _assets(name: str) -> Path:
 
 
 def _digest(*parts: bytes) -> str:
-    """Return twelve hex digits of bytes: enough to see a change, and few enough to review."""
+    """Return twelve hex digits of a hash of bytes: enough to notice a change, and few enough to review."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 
@@ -157,9 +157,9 @@ def _pick(values: Mapping[str, Any], names: str) -> Numbers:
 
 
 def _command(*words: object, entry: str = "rope-patch") -> str:
-    """Return what a command prints, run from the tree that this process imports.
+    """Return the output of a command that is run from the tree that this process imports.
 
-    An installed script would run the tree that was installed, so the entry point is that of the tree's project file.
+    An installed script would run the tree that was installed, so the entry point is read from the tree's project file.
     """
     import rope_patch
 
@@ -185,7 +185,7 @@ def _printed(*words: object) -> Any:
 
 
 def tables(scratch: Path) -> Numbers:
-    """Every method on every shape: hash of its tables, their type, and hash of what the config says."""
+    """Apply every method to every shape: hash of the tables, their type, and hash of the config's settings."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     results: Numbers = {}
@@ -212,7 +212,7 @@ def _tables_of(model: Any, options: Mapping[str, Any]) -> Numbers:
 
 
 def _table(model: Any, method: str, options: Mapping[str, Any]) -> str:
-    """Return hash, types and hash of the config under a method; the class of the error where it is refused."""
+    """Return hash, types and hash of the config under a method, or the class of the error if it is refused."""
     import rope_patch
 
     try:
@@ -247,7 +247,7 @@ print(json.dumps(results))
 
 
 def logits(scratch: Path) -> Numbers:
-    """Logits of patched models that were saved and loaded by plain transformers, with an adapter merged too."""
+    """Compute logits of patched models, one with a merged adapter, that were saved and loaded by plain transformers."""
     import torch
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import save_file
@@ -285,7 +285,7 @@ def logits(scratch: Path) -> Numbers:
 
 
 def demo(scratch: Path) -> Numbers:
-    """What `rope-patch demo` measures and chooses."""
+    """Run `rope-patch demo`: its measurements and its choice."""
     _command("demo", "--quick", "--threads", 1, "-o", scratch / "demo")
     report = json.loads((scratch / "demo" / "rope_patch_extend.json").read_text("utf-8"))
     return {
@@ -296,7 +296,7 @@ def demo(scratch: Path) -> Numbers:
 
 
 def compare(scratch: Path) -> Numbers:
-    """Three methods by position, length and depth, and every task and LongPPL without a patch."""
+    """Compare three methods by position, length and depth, and run every task and LongPPL without a patch."""
     shared = ("--samples", 1, "--no-report", "--dtype", "float32", "--threads", 1)
     small = (*shared, "--lengths", "256 1k", "--windows", 4, "--methods", "default yarn:factor=4 p_rope:p=0.5")
     words = (*shared, "--lengths", "1k", "--depths", "0.2 0.7", "--windows", 4, "--methods", "default")
@@ -332,7 +332,7 @@ def _compared(report: Mapping[str, Any]) -> Numbers:
 
 
 def analyze(scratch: Path) -> Numbers:
-    """Heads, outliers, sinks and the sweep over p."""
+    """Analyze heads, outliers, sinks and the sweep over p."""
     words = ("--p", "0.75 0.5", "--tokens", "4k", "--window", 256, "--no-report", "--dtype", "float32", "--threads", 1)
     return {
         name: _analyzed(_printed("analyze", _assets(name), *words, "-o", scratch / name))
@@ -359,7 +359,7 @@ def _analyzed(report: Mapping[str, Any]) -> Numbers:
 
 
 def kv_check(scratch: Path) -> Numbers:
-    """Formats of the cache under two methods: quality, errors by layer and pair, verdicts, attribution."""
+    """Check cache formats under two methods: quality, errors by layer and pair, verdicts, attribution."""
     words = ("--schemes", FORMATS, "--lengths", "256 512", "--windows", 2, "--samples", 1, "--no-report")
     words += ("--methods", "default yarn:factor=4", "--dtype", "float32", "--threads", 1)
     results: Numbers = {}
@@ -390,7 +390,7 @@ def _checked(row: Mapping[str, Any]) -> Numbers:
 
 
 def finetune(scratch: Path) -> Numbers:
-    """Losses and scores of a recipe at its smoke size, and the adapter that it trains."""
+    """Run a recipe at its smoke size: losses, scores, and the adapter that it trains."""
     from safetensors.torch import load_file
 
     import rope_patch
@@ -407,7 +407,7 @@ def finetune(scratch: Path) -> Numbers:
 
 
 def fit(scratch: Path) -> Numbers:
-    """A few steps of fitting a table: losses, and what is measured of the tables before and after."""
+    """Fit a table for a few steps: losses, and measurements of the tables before and after."""
     import torch
     from transformers import AutoTokenizer
 
@@ -435,7 +435,7 @@ def fit(scratch: Path) -> Numbers:
 
 
 def harness(scratch: Path) -> Numbers:
-    """Scores of lm-eval."""
+    """Run the lm-eval plug-in: its scores."""
     model = f"pretrained={_assets('llama')},method=yarn:factor=4,target_length=1024,dtype=float32"
     metadata = ("--metadata", "max_seq_lengths=512", "samples=2", "windows=4")
     words = ("--model_args", model, "--tasks", HARNESS_TASKS, *metadata, "--limit", 4)
@@ -449,7 +449,7 @@ def harness(scratch: Path) -> Numbers:
 
 
 def gguf(scratch: Path) -> Numbers:
-    """A GGUF file of random tensors, patched: its tensors, byte for byte, and its rotary keys."""
+    """Patch a GGUF file of random tensors: hash of its tensors' bytes, and its rotary keys."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
@@ -495,7 +495,7 @@ def _in_gguf(path: Path) -> Numbers:
 
 
 def audit(scratch: Path) -> Numbers:
-    """What each program reads from folders that were prepared for it."""
+    """Audit folders that were prepared for other programs: the table that each program reads from them."""
     from transformers import AutoModelForCausalLM
 
     import rope_patch
@@ -532,7 +532,7 @@ def _read_by_programs(folder: Path) -> Numbers:
 
 
 def export(scratch: Path) -> Numbers:
-    """What the config says in folders written for other programs."""
+    """Export to other programs: the settings in the configs of the folders."""
     from transformers import AutoModelForCausalLM
 
     import rope_patch
@@ -557,7 +557,7 @@ def export(scratch: Path) -> Numbers:
 
 
 def plan(scratch: Path) -> Numbers:
-    """Predicted memory of training steps."""
+    """Predict the memory of training steps."""
     import rope_patch
 
     cases = [
@@ -572,7 +572,7 @@ def plan(scratch: Path) -> Numbers:
 
 
 def checkpoints(scratch: Path) -> Numbers:
-    """Public checkpoints, where their files are at hand: tables, perplexity, greedy tokens, a patched GGUF file."""
+    """Patch public checkpoints, if they are on this machine: tables, perplexity, greedy tokens, a GGUF file."""
     at = Path(os.environ["GOLDEN_CHECKPOINTS"])
     results: Numbers = {}
     for name in ("smollm2", "gemma3"):
@@ -617,7 +617,7 @@ def _measure(names: list[str], output: Path) -> None:
             os.chdir(scratch)
             try:
                 results[name] = PROBES[name](Path(scratch))
-            except Exception as error:  # the other probes still say something
+            except Exception as error:  # the other probes still give numbers
                 results[name] = {"failed": f"{type(error).__name__}: {error}"}
             os.chdir(ROOT)
         print(
@@ -631,7 +631,7 @@ def _measure(names: list[str], output: Path) -> None:
 
 
 def _start(tree: Path, label: str, names: list[str], checkpoints: Path, output: Path) -> subprocess.Popen[bytes]:
-    """Start a process that measures a tree: its imports, and those of all it starts, come from there."""
+    """Start a process that measures a tree; it and all processes that it starts import from that tree."""
     own = tree / "benchmarks" / "golden.py"
     script = own if own.exists() else Path(__file__).resolve()
     variables = {"PYTHONPATH": str(tree), "GOLDEN_TREE": label, "GOLDEN_CHECKPOINTS": str(checkpoints)}
@@ -642,7 +642,7 @@ def _start(tree: Path, label: str, names: list[str], checkpoints: Path, output: 
 
 @contextlib.contextmanager
 def _tree_of(commit: str) -> Iterator[Path]:
-    """Check a commit out into a folder of its own, which is removed at the end, after an interruption too."""
+    """Check out a commit into a folder of its own, which is removed at the end, also after an interruption."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder).resolve() / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -654,7 +654,7 @@ def _tree_of(commit: str) -> Iterator[Path]:
 
 
 def measure(trees: Mapping[str, Path], names: list[str], checkpoints: Path) -> list[Numbers]:
-    """Return the numbers of trees, which are measured side by side."""
+    """Return the numbers of each tree; the trees are measured at the same time."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"{i}.json" for i in range(len(trees))]
         started = [
@@ -676,7 +676,7 @@ def measure(trees: Mapping[str, Path], names: list[str], checkpoints: Path) -> l
 
 
 def leaves(numbers: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every number with its path."""
+    """Yield the path and the value of every number."""
     if isinstance(numbers, Mapping | list):
         for key, value in numbers.items() if isinstance(numbers, Mapping) else enumerate(numbers):
             yield from leaves(value, f"{path} / {key}" if path else str(key))
@@ -685,9 +685,9 @@ def leaves(numbers: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: Numbers, new: Numbers, tolerance: float = 0.0) -> tuple[list[str], float]:
-    """Return a line for each number that differs, and the largest relative difference among those that may.
+    """Return a line for each number that differs, and the largest relative difference within the tolerance.
 
-    What is absent on one side is not compared.
+    Numbers that are absent on one side are not compared.
     """
     before, after = dict(leaves(old)), dict(leaves(new))
     absent = [path for path in before.keys() | after.keys() if ABSENT in (before.get(path), after.get(path))]
@@ -702,13 +702,14 @@ def differences(old: Numbers, new: Numbers, tolerance: float = 0.0) -> tuple[lis
                 largest = max(largest, apart)
             else:
                 lines.append(f"{path}: {a!r} -> {b!r} (relative difference {apart:.1e})")
+        # With their types, since True equals 1 in Python.
         elif (type(a), a) != (type(b), b):
             lines.append(f"{path}: {a} -> {b}")
     return lines, largest
 
 
 def report(old: Numbers, new: Numbers, tolerance: float) -> int:
-    """Print how two measurements differ; return the exit status."""
+    """Print how two measurements differ, and return the exit status."""
     if (versions := differences(old["environment"], new["environment"])[0]) != []:
         print("measured under other versions, which change numbers by themselves: " + "; ".join(versions))
     names = [name for name in new if name != "environment"]
@@ -723,7 +724,7 @@ def report(old: Numbers, new: Numbers, tolerance: float) -> int:
 
 
 def main() -> int:
-    """Measure, compare, and print what differs."""
+    """Measure this tree, compare it, and print the numbers that differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="COMMIT", help="measure this commit too, and compare with it")
     parser.add_argument("--only", default=",".join(PROBES), help="probes, joined by commas: %(default)s")

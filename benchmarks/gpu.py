@@ -61,7 +61,7 @@ def chosen(text: str) -> list[Stage]:
     """Return the stages that a list of letters names, in their own order.
 
     Raises:
-        argparse.ArgumentTypeError: an unknown one.
+        argparse.ArgumentTypeError: a letter names no stage.
     """
     known = {stage.key: stage for stage in STAGES}
     unknown = [key for key in text.split(",") if key not in known]
@@ -71,7 +71,7 @@ def chosen(text: str) -> list[Stage]:
 
 
 def listing(stages: Sequence[Stage], setting: Setting) -> str:
-    """Return what the stages measure, how long they take, what they need and what of it is missing here."""
+    """Return a text about the stages: what they measure, their time, what they need and what is missing here."""
     lines = []
     for stage in stages:
         cells = stage.cells(setting)
@@ -87,7 +87,7 @@ def listing(stages: Sequence[Stage], setting: Setting) -> str:
 
 
 def main() -> None:
-    """Measure what is missing, or list it."""
+    """Measure the cells that have no result yet, or list them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="JSON file; benchmarks/results/gpu.json by default")
     parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="English text, files")
@@ -115,9 +115,9 @@ def main() -> None:
         parser.error("there is no GPU here: --tiny rehearses the stages on a CPU")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("rope_patch").setLevel(logging.ERROR)  # it says of each identity that it changes nothing
+    logging.getLogger("rope_patch").setLevel(logging.ERROR)  # it warns about each method here that changes nothing
     gc.collect()
-    gc.freeze()  # what importing made is left out of the many collections between cells
+    gc.freeze()  # the many collections between cells then skip the objects that imports created
     try:
         suite = Suite(setting, output, given.budget, again=given.again)
         left = suite.run(given.stages)

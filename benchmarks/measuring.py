@@ -1,6 +1,6 @@
-"""What the benchmarks share: a process of one's own, peak memory, paired times, and what a report says of itself.
+"""Functions of all benchmarks: work in a process of its own, peak memory, paired times, and the head of a report.
 
-The scripts are run as files, so that this folder is where Python looks first: ``from measuring import …``.
+The scripts are run as files, so Python looks for modules in this folder first: ``from measuring import …``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 import rope_patch
 from rope_patch.runtime.folders import write_atomically
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-tqdm.monitor_interval = 0  # no thread beside the one that forks
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
+tqdm.monitor_interval = 0  # tqdm's monitor thread would make it unsafe to fork
 Job = dict[str, Any]
 Times = dict[str, dict[str, list[float]]]
-"""Seconds of every round, by clock (``wall``, ``cpu``) and side."""
+"""Clock (``wall``, ``cpu``) to side to the seconds of every round."""
 
 # --- what is measured
 
@@ -63,7 +63,7 @@ def random_ids(shape: Mapping[str, int], tokens: int) -> torch.Tensor:
 
 
 def in_own_process(work: Callable[[Job], Job], job: Job) -> Job:
-    """Do a job on one thread in a process of its own, forked from this one, which should only have imported."""
+    """Do a job on one thread in a process of its own, forked from this one, which should only have imported modules."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(work, job, theirs))
@@ -81,7 +81,7 @@ def in_own_process(work: Callable[[Job], Job], job: Job) -> Job:
 
 def _serve(work: Callable[[Job], Job], job: Job, answer: Connection) -> None:
     try:
-        gc.freeze()  # a garbage collection would copy the memory of everything imported
+        gc.freeze()  # a garbage collection would touch, and so copy, the memory of everything imported
         torch.set_num_threads(1)
         transformers.utils.logging.set_verbosity_error()
         answer.send(work(job))
@@ -90,12 +90,12 @@ def _serve(work: Callable[[Job], Job], job: Job, answer: Connection) -> None:
 
 
 def measure_cells(measure: Callable[..., Any], cells: Sequence[tuple[Any, ...]], jobs: int) -> None:
-    """Measure cells side by side, in processes of their own, behind a progress bar.
+    """Measure cells at the same time, in processes of their own, behind a progress bar.
 
     Args:
-        measure: called with the arguments of a cell; it writes the result.
-        cells: the arguments of each.
-        jobs: number of processes.
+        measure: a function that is called with the arguments of a cell and writes the result.
+        cells: the arguments of each cell.
+        jobs: the number of processes.
     """
     processes = multiprocessing.get_context("spawn").Pool(max(1, min(jobs, len(cells))))
     with processes as pool, tqdm(total=len(cells), unit="cell") as bar:
@@ -108,9 +108,10 @@ def measure_cells(measure: Callable[..., Any], cells: Sequence[tuple[Any, ...]],
 
 
 def give_back_what_is_freed() -> None:
-    """Have malloc give back what is freed, so that a peak is what is held and not the holes its heap happens to have.
+    """Make malloc return freed memory at once, so that a peak is what is held and not the holes in its heap.
 
-    M_MMAP_THRESHOLD is fixed at the 128 KiB it starts with. Without glibc nothing is done.
+    M_MMAP_THRESHOLD is fixed at the 128 KiB that it starts with; glibc would raise it as blocks are freed. Without
+    glibc nothing is done.
     """
     if platform.libc_ver()[0] == "glibc":
         glibc = ctypes.CDLL(None)
@@ -119,10 +120,10 @@ def give_back_what_is_freed() -> None:
 
 
 def peak_of(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, Job]:
-    """Return what a piece of work returned, and the most memory it held above what was held before it.
+    """Return the result of some work, and the most memory that it held above what was held before.
 
-    On the CPU that is the highest resident set (VmHWM, cleared just before) less the one just before, in a process that
-    should be a fresh one; on CUDA it is torch's own count.
+    On the CPU this is the highest resident set (VmHWM, cleared just before) less the resident set just before, in a
+    process that should be new; on CUDA it is torch's own count.
     """
     gc.collect()
     if device == "cuda":
@@ -139,7 +140,7 @@ def peak_of(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, Job]:
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)
         before = _status("VmRSS")
-        # Where that is not allowed it is the highest of all of this process, imports included.
+        # If clearing is not allowed, the peak is that of the whole process, imports included.
         how = "VmHWM" if forget_peak(device) else "ru_maxrss"
         began = time.perf_counter()
         result = work()
@@ -149,11 +150,12 @@ def peak_of(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, Job]:
 
 
 def forget_peak(device: str = "cpu") -> bool:
-    """Let a peak of memory be counted from now on; returns whether this machine allows that."""
+    """Count the peak of memory from now on; return whether this machine allows that."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return True
     try:
+        # 5 clears VmHWM, see proc(5).
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
@@ -161,7 +163,7 @@ def forget_peak(device: str = "cpu") -> bool:
 
 
 def _status(field: str) -> int:
-    """Return a field of this process's status [bytes]."""
+    """Return a field of /proc/self/status [bytes]."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -169,7 +171,7 @@ def _status(field: str) -> int:
 
 
 def megabytes(size: float, digits: int = 1) -> float:
-    """Return MB of 1e6 bytes."""
+    """Return a number of bytes in MB (1e6 bytes)."""
     return round(size / 1e6, digits)
 
 
@@ -177,7 +179,7 @@ def megabytes(size: float, digits: int = 1) -> float:
 
 
 def turns(sides: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yield the sides of every round, in an order that alternates: what else the machine does falls on all."""
+    """Yield the sides of every round in an alternating order, so that other work of the machine affects all sides."""
     for i in range(rounds):
         yield from sides if i % 2 else reversed(sides)
 
@@ -185,13 +187,13 @@ def turns(sides: Sequence[str], rounds: int) -> Iterator[str]:
 def time_in_turn(
     works: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: int = 0, device: str = "cpu"
 ) -> Times:
-    """Time pieces of work in turn, in one process.
+    """Time several pieces of work alternately, in one process.
 
     Args:
-        works: by side. One with a method ``prepare`` has it called first, which is not timed.
-        rounds: that count.
-        warm_up: rounds before them.
-        device: waited for.
+        works: the work of each side. If it has a method ``prepare``, that is called first and not timed.
+        rounds: the number of rounds that count.
+        warm_up: the number of rounds before them, which do not count.
+        device: the device that is waited for before a clock is read.
     """
     times: Times = {clock: {side: [] for side in works} for clock in ("wall", "cpu")}
     for side in turns(list(works), warm_up + rounds):
@@ -207,19 +209,19 @@ def time_in_turn(
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device."""
+    """Wait until the device has finished its work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """Return median and quartiles."""
+    """Return the median and the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return {"median": round(middle, digits), "q1": round(low, digits), "q3": round(high, digits)}
 
 
 def ratio(seconds: Mapping[str, list[float]], over: str, under: str, digits: int = 4) -> dict[str, float]:
-    """Return the spread of one side's time over another's, round by round."""
+    """Return the spread of the ratio of two sides' times, taken round by round."""
     return spread([a / b for a, b in zip(seconds[over], seconds[under], strict=True)], digits)
 
 
@@ -227,12 +229,12 @@ def ratio(seconds: Mapping[str, list[float]], over: str, under: str, digits: int
 
 
 def command() -> str:
-    """Return the command that this script was run by."""
+    """Return the command line that ran this script."""
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def environment(*packages: str, device: str = "cpu", threads: int = 1) -> dict[str, Any]:
-    """Return what the figures depend on, with the versions of some more packages."""
+    """Return the device and versions that the figures depend on, with those of some more packages."""
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine(),
         "threads": threads,
@@ -245,7 +247,7 @@ def environment(*packages: str, device: str = "cpu", threads: int = 1) -> dict[s
 
 
 def write(report: Mapping[str, Any], output: Path | None) -> None:
-    """Write a report as JSON; to standard output where there is no file to write."""
+    """Write a report as JSON to a file, or to standard output if there is none."""
     text = json.dumps(report, indent=1) + "\n"
     if output is None:
         print(text)

@@ -55,7 +55,7 @@ def selection_of(root: Path) -> str:
 
 
 def commit_of(root: Path) -> str | None:
-    """Return the commit that is checked out, with a + where files differ from it; None outside of a repository."""
+    """Return the commit that is checked out, with a + if files differ from it; None outside of a repository."""
     words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
@@ -92,17 +92,18 @@ def run_tests(root: Path, files: Sequence[str], selection: str, limit: float) ->
     """Run test files until one fails.
 
     Args:
-        root: of the project.
-        files: in the order in which they run.
-        selection: for `-m` of pytest.
-        limit: after which they have failed [s].
+        root: the root of the project.
+        files: the test files, in the order in which they run.
+        selection: the expression for `-m` of pytest.
+        limit: the time after which the tests count as failed [s].
 
     Returns:
-        `outcome`, survived or caught; `by`, the test that failed or what else did; `seconds`.
+        `outcome`, survived or caught; `by`, the test that failed or another reason; `seconds`.
 
     Raises:
-        SystemExit: pytest could not run them, or selected none.
+        SystemExit: pytest could not run the tests, or selected none.
     """
+    # -rfE prints the name of the test that failed, and COLUMNS is wide enough for it.
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--no-header", *files, "-m", selection]
     paths = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
     began = time.perf_counter()
@@ -113,6 +114,7 @@ def run_tests(root: Path, files: Sequence[str], selection: str, limit: float) ->
             env={**os.environ, **paths},
             stdout=output,
             stderr=subprocess.STDOUT,
+            # A process group of its own, so that _end also ends processes that tests started.
             start_new_session=True,
         )
         try:
@@ -129,19 +131,20 @@ def run_tests(root: Path, files: Sequence[str], selection: str, limit: float) ->
     if status is None:
         return {"outcome": "caught", "by": f"no end within {limit:g} s", "seconds": seconds}
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+    # 1: tests failed; 2: interrupted, as by an import that fails; above: pytest itself could not run.
     if failed is None and status > 2:
         raise SystemExit(f"error: pytest ended with status {status}:\n{text[-2000:]}")
     return {"outcome": "caught", "by": failed[1] if failed else f"status {status}", "seconds": seconds}
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a module, and forget it as it was compiled: Python compares times of whole seconds."""
+    """Write a module and delete its compiled form: Python compares times of whole seconds only."""
     path.write_text(text, "utf-8")
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End what a process has started and left behind, and itself."""
+    """End a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -149,7 +152,8 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args: argparse.Namespace) -> None:
     """Run every mutation that a report does not hold, and write the report after each."""
-    texts = {mutation.name: planted(mutation, root) for mutation in mutations}  # all of them apply, before any runs
+    # This checks that every defect can be planted before any test runs.
+    texts = {mutation.name: planted(mutation, root) for mutation in mutations}
     report["selection"], commit = selection_of(root), commit_of(root)
     with tempfile.TemporaryDirectory() as scratch, tqdm(total=len(mutations), unit="mutation") as bar:
         copy = shutil.copytree(root, Path(scratch) / "copy", ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -173,7 +177,7 @@ def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args:
 
 
 def _check_unchanged(report: dict[str, Any], root: Path, args: argparse.Namespace) -> None:
-    """Raise where the tests of a folder fail without a defect; where one survived they have passed with it."""
+    """Raise if the tests of a folder fail without a defect; if a defect survived, they have already passed."""
     rows = report["mutations"].values()
     folders = {Path(row["file"]).parts[1]: row for row in rows}
     passed = {Path(row["file"]).parts[1] for row in rows if row["outcome"] != "caught"}
@@ -191,7 +195,7 @@ def _check_unchanged(report: dict[str, Any], root: Path, args: argparse.Namespac
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return how many defects of each folder were caught, and the names of those that survived."""
+    """Return a text: the number of defects of each folder that were caught, and the names of those that survived."""
     rows = report["mutations"].values()
     planted_in = Counter(Path(row["file"]).parts[1] for row in rows)
     caught = Counter(Path(row["file"]).parts[1] for row in rows if row["outcome"] == "caught")
@@ -205,7 +209,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(mutations: Sequence[Mutation] = MUTATIONS, root: Path = ROOT) -> None:
-    """Run what is asked for, write the JSON and print a table."""
+    """Run the chosen defects, write the JSON and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="list the mutations and run nothing")
     parser.add_argument("--folder", action="append", help="of rope_patch: only its mutations; may be given again")

@@ -36,7 +36,7 @@ PLAIN = "unpatched"
 
 
 def write(root: Path, types: list[str]) -> Iterator[tuple[str, str]]:
-    """Save patched models, and beside each folder the logits of the model; yields type and method."""
+    """Save patched models, and beside each folder the logits of the model; yield type and method."""
     import torch
     from safetensors.torch import save_file
 
@@ -55,14 +55,14 @@ def write(root: Path, types: list[str]) -> Iterator[tuple[str, str]]:
                     rope_patch.save(model, folder)
                 with torch.no_grad():
                     logits = model(IDS, use_cache=False).logits.float().contiguous()
-            except ValueError:  # refused, with a reason
+            except ValueError:  # the method refuses this model, with a reason
                 continue
             save_file({"logits": logits}, f"{folder}.safetensors")
             yield model_type, method
 
 
 def read(root: Path) -> dict[str, str]:
-    """Load every folder and compare its logits; runs under another transformers, and imports nothing of ours."""
+    """Load every folder and compare its logits; this runs under another transformers, and imports nothing of ours."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, logging
@@ -70,6 +70,7 @@ def read(root: Path) -> dict[str, str]:
     logging.set_verbosity(logging.CRITICAL)
     ids, outcomes, unpatched = load_file(root / "ids.safetensors")["ids"], {}, {}
     folders = (path for path in root.iterdir() if path.is_dir())
+    # The unpatched folder of a family comes first: its logits show whether a patched one lost its patch.
     for folder in sorted(folders, key=lambda path: (not path.name.endswith(f"-{PLAIN}"), path.name)):
         family = folder.name.rpartition("-")[0]
         expected = load_file(f"{folder}.safetensors")["logits"]
@@ -90,13 +91,14 @@ def read(root: Path) -> dict[str, str]:
 
 
 def environment(version: str, folder: Path) -> Path:
-    """Make an environment with a release of transformers, and the other packages of this one; returns its Python."""
+    """Make an environment with a release of transformers and the other packages of this one; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
+    # Packages that the new environment lacks are found in this one; its own transformers comes first.
     (Path(site) / "ours.pth").write_text(sysconfig.get_paths()["purelib"])
     install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", f"transformers=={version}"]
     subprocess.run(install, check=True)
@@ -104,7 +106,7 @@ def environment(version: str, folder: Path) -> Path:
 
 
 def outcome(outcomes: dict[str, str]) -> dict[str, Any]:
-    """Count what a release made of the folders whose unpatched form it reads as it should."""
+    """Count the outcomes of the folders whose unpatched form a release reads correctly."""
     known = {
         name.rpartition("-")[0] for name, result in outcomes.items() if name.endswith(f"-{PLAIN}") and result == "equal"
     }

@@ -45,7 +45,7 @@ SHAPES = {
 def build(shape: str, options: argparse.Namespace) -> Any:
     """Return a random model of a shape; the same weights at every call."""
     torch.manual_seed(0)
-    config = copy.deepcopy(SHAPES[shape])  # models built from one config object share it
+    config = copy.deepcopy(SHAPES[shape])  # models built from one config object share it, and a patch changes it
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
     return model.to(options.device).eval()
 
@@ -57,14 +57,14 @@ def prefill(model: Any, ids: torch.Tensor) -> None:
 
 
 class Decoding:
-    """A prompt of 16 tokens continued one token per call; it starts again after ``steps`` tokens."""
+    """A prompt of 16 tokens that is continued by one token per call; it starts again after ``steps`` tokens."""
 
     def __init__(self, model: Any, ids: torch.Tensor, steps: int) -> None:
         self.model, self.ids, self.steps, self.done = model, ids, steps, steps
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Begin again when it is time to; not part of what is timed."""
+        """Start again after ``steps`` tokens; this is not timed."""
         if self.done == self.steps:
             self.cache, self.done = DynamicCache(config=self.model.config), 0
             self.model.model(self.ids[:, :16], past_key_values=self.cache, use_cache=True)
@@ -78,7 +78,7 @@ class Decoding:
 
 @torch.no_grad()
 def rotary(model: Any, positions: torch.Tensor, steps: int) -> None:
-    """Call the rotary module alone, as decoding does at each step."""
+    """Call only the rotary module, as decoding does at each step."""
     module, x = locate(model).module, model.model.embed_tokens.weight[:1]
     kinds = model.config.rope_parameters if "full_attention" in model.config.rope_parameters else (None,)
     for _ in range(steps):
@@ -87,7 +87,7 @@ def rotary(model: Any, positions: torch.Tensor, steps: int) -> None:
 
 
 def paired(stock: Callable[[], None], ours: Callable[[], None], repeats: int, device: str) -> dict[str, float]:
-    """Time both in turn; returns the median ratio, its quartiles and both medians [s]."""
+    """Time both alternately; return the median ratio, its quartiles and both medians [s]."""
     wall = time_in_turn({"stock": stock, "patched": ours}, repeats, warm_up=2, device=device)["wall"]
     wall_ratio = ratio(wall, "patched", "stock")
     return {
@@ -101,7 +101,7 @@ def paired(stock: Callable[[], None], ours: Callable[[], None], repeats: int, de
 
 
 def main() -> None:
-    """Measure everything; write JSON."""
+    """Measure all cases, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="JSON file; standard output by default")
     parser.add_argument("--device", default="cpu")

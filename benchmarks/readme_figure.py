@@ -12,11 +12,11 @@ from rope_patch.reports.plots.base import perplexity_by_position
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = {"default": "before", "yarn": "after (YaRN, no training)"}
-"""Tables of the study to the names of their lines."""
+"""Table of the study to the label of its line."""
 
 
 def steps(table: str) -> tuple[list[int], list[float]]:
-    """Return positions and perplexities of an untrained table on novels, both ends of each range of positions."""
+    """Return positions and perplexities of an untrained table on novels, with both ends of each range of positions."""
     rows = json.loads((ROOT / "benchmarks" / "results" / "study_smollm2.json").read_text(encoding="utf-8"))["text"]
     measured = {"table": table, "text": "novels", "state": "zero", "length": 16384}
     (row,) = [row for row in rows if measured.items() <= row.items()]

@@ -56,20 +56,20 @@ class Counter:
 
 
 class Side:
-    """Asks the prompts, and stores the answers and how many tokens were read for them."""
+    """Asks the prompts, and stores the answers and the number of tokens that were read for them."""
 
     def __init__(self, ask: Callable[[], list[str]], counter: Counter) -> None:
         self.ask, self.counter = ask, counter
 
     def __call__(self) -> None:
-        """Ask once."""
+        """Ask all prompts once."""
         self.counter.tokens = 0
         self.answers = self.ask()
         self.tokens = self.counter.tokens
 
 
 class Grid:
-    """One checkpoint and length: the prompts, and what either side makes of them."""
+    """One checkpoint and length: the prompts, and the functions of both sides that answer them."""
 
     def __init__(self, model: Any, tokenizer: Any, length: int, depths: list[float], samples: int) -> None:
         self.model, self.tokenizer, self.length = model, tokenizer, length
@@ -77,13 +77,14 @@ class Grid:
         self.columns = self.make()
 
     def make(self) -> list[list[Prompt]]:
-        """Make the prompts: a column of depths for each sample."""
+        """Return the prompts: a list of all depths for each sample."""
         maker = PromptMaker(self.tokenizer, "builtin")
         return [maker.prompts(TASK, self.length, self.depths, seed=SEED, sample=i) for i in range(self.samples)]
 
     def lm_eval_asks(self, columns: list[list[Prompt]]) -> list[str]:
-        """Return what lm-eval's stock HFLM generates."""
-        # The checkpoint's max_length is that of its training; the prompt and the answer just fit into ours.
+        """Return the answers that lm-eval's own HFLM generates."""
+        # By default HFLM cuts prompts to the length that the checkpoint was trained at; a prompt and its answer just
+        # fit into ours.
         lm = HFLM(pretrained=self.model, tokenizer=self.tokenizer, batch_size=1, max_length=self.length)
         requests = [
             Instance(
@@ -97,7 +98,7 @@ class Grid:
         return lm.generate_until(requests, disable_tqdm=True)
 
     def we_ask(self, columns: list[list[Prompt]]) -> list[str]:
-        """Return what our engine says, haystack by haystack."""
+        """Return the answers of our engine, haystack by haystack."""
         reader, answers = Reader(self.model), []
         for column in columns:
             for (got,) in answer(reader, [[prompt] for prompt in column], stops=(self.tokenizer.eos_token_id,)):
@@ -119,13 +120,13 @@ class Grid:
             samples=self.samples,
             seed=SEED,
             haystack="builtin",
-            batch_tokens=1,  # one prompt at a time, as lm-eval here
+            batch_tokens=1,  # one prompt at a time, as lm-eval reads them here
         )
         cells = sorted(result.cells, key=lambda cell: self.depths.index(cell.depth))
         return [cell.samples[i].output for i in range(self.samples) for cell in cells]
 
     def works(self) -> dict[str, dict[str, Callable[[], list[str]]]]:
-        """Return what is timed: by figure and side."""
+        """Return the functions that are timed, by figure and side."""
         return {
             "asking": {"lm_eval": lambda: self.lm_eval_asks(self.columns), "ours": lambda: self.we_ask(self.columns)},
             "whole": {"lm_eval": self.lm_eval_whole, "ours": self.retrieval_whole},
@@ -133,7 +134,7 @@ class Grid:
 
 
 def measure(grid: Grid, counter: Counter, repeats: int) -> dict[str, Any]:
-    """Time both sides in turn; compare what they say and count what they read."""
+    """Time both sides alternately, compare their answers and count the tokens that they read."""
     row: dict[str, Any] = {"prompts": sum(map(len, grid.columns)), "rounds": repeats}
     for figure, asked in grid.works().items():
         sides = {name: Side(ask, counter) for name, ask in asked.items()}
@@ -157,7 +158,7 @@ def measure(grid: Grid, counter: Counter, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure everything; write JSON."""
+    """Measure all checkpoints and lengths, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="JSON file; standard output by default")
     parser.add_argument("--checkpoints", nargs="+", choices=CHECKPOINTS, help="both by default")
@@ -185,7 +186,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         rope_patch.apply(model, options.method)
         counter = Counter(model)
-        first = Grid(model, tokenizer, 128, [0.5], 1)  # whatever is loaded late
+        first = Grid(model, tokenizer, 128, [0.5], 1)  # loads kernels and libraries before anything is timed
         first.we_ask(first.columns)
         first.lm_eval_asks(first.columns)
         for length in lengths:

@@ -57,7 +57,7 @@ WINDOWS, DEPTHS, SAMPLES = 8, (0.0, 0.25, 0.5, 0.75, 1.0), 3
 
 
 class Cell(NamedTuple):
-    """One table on one checkpoint; ``file`` is the text of a checkpoint that is not bundled."""
+    """One measurement of one table on one checkpoint; ``file`` is the text of a checkpoint that is not bundled."""
 
     source: str
     factor: int
@@ -68,7 +68,7 @@ class Cell(NamedTuple):
 
 
 def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
-    """Return every cell: one seed of all first, then the others from short to long, then what no adapter is for."""
+    """Return all cells: first one seed of each, then the others from short to long, last the factors without LoRA."""
     if quick:
         return [
             Cell("llama", 2, arm, 0, lora, None) for arm, lora in ((FITTED, False), ("YaRN", False), ("YaRN", True))
@@ -88,26 +88,26 @@ def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
 
 
 def place(root: Path, cell: Cell) -> Path:
-    """Return where a cell's result lies."""
+    """Return the file of a cell's result."""
     state = "lora" if cell.lora else "zero"
     return root / f"{state}-{Path(cell.source).name}-{cell.factor}-{cell.arm}-{cell.seed}.json"
 
 
 def asked(cell: Cell) -> list[Any]:
-    """Return what a cell's numbers depend on besides its name and the code."""
+    """Return the values that a cell's numbers depend on besides its name and the code."""
     text = None if cell.file is None else hashlib.sha256(Path(cell.file).read_bytes()).hexdigest()
     return [METHODS.get(cell.arm), STEPS * TOKENS if cell.lora else 0, WINDOWS, len(DEPTHS), SAMPLES, text]
 
 
 def known(root: Path, cell: Cell) -> bool:
-    """Whether a cell was measured, as it would be now."""
+    """Return whether a cell was measured with the values of :func:`asked` that it would have now."""
     path = place(root, cell)
     return path.exists() and json.loads(path.read_text()).get("asked") == asked(cell)
 
 
 def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
-    """Train where that is asked, evaluate, and write a cell."""
-    model, tokenizer = opened(cell.source)  # before what logs as it is imported
+    """Train if the cell says so, evaluate, and write the result of the cell."""
+    model, tokenizer = opened(cell.source)  # first, since it turns off messages of modules that are imported later
     import rope_patch
 
     trained = int(model.config.max_position_embeddings)
@@ -123,13 +123,13 @@ def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
         rope_patch.apply(model, method, target_length=cell.factor * trained)
     scores = _evaluate(model, tokenizer, cell, trained, root, quick)
     write_atomically(place(root, cell), json.dumps({"asked": asked(cell), "method": method, **scores}))
-    if cell.lora:  # only now: without its ``work`` a killed run's folder would not be recognized
+    if cell.lora:  # not earlier: without ``work`` the folder of a killed run would not be recognized
         shutil.rmtree(folder / "work", ignore_errors=True)
     return cell
 
 
 def _evaluate(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, quick: bool) -> dict[str, Any]:
-    """Losses of every window between doubling lengths [nats/token], and which prompts were answered."""
+    """Return the losses of every window between doubling lengths [nats/token], and whether each prompt was answered."""
     from rope_patch.evaluation.documents import spread_windows
     from rope_patch.evaluation.perplexity import perplexity
     from rope_patch.evaluation.retrieval import retrieval
@@ -139,7 +139,8 @@ def _evaluate(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, 
     edges = [0, *(trained * 2**i for i in range(cell.factor.bit_length()))]
     text = halves(cell.file, tokenizer)[1] if cell.file else builtin_text("heldout")
     windows, _ = spread_windows(tokenizer, text, target, 1 if quick else WINDOWS)
-    fixed = not cell.lora and cell.arm != FITTED  # such a table reads the same text alike under every seed
+    # Without training or fitting the seed changes nothing about the loss of text, so it is measured once.
+    fixed = not cell.lora and cell.arm != FITTED
     result_cache = root / "parts" / f"{place(root, cell._replace(seed=0) if fixed else cell).stem}.jsonl"
     result_cache.parent.mkdir(exist_ok=True)
     score = perplexity(model, windows, window=target, buckets=edges, resume=result_cache)
@@ -202,9 +203,9 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
 
 
 def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
-    """Return a row per checkpoint, factor, state and table, each against YaRN's on the same windows and prompts.
+    """Return a row for each checkpoint, factor, state and table, compared with YaRN on the same windows and prompts.
 
-    A table's row is of the seeds that were measured for it and for YaRN's, and says which.
+    The row of a table uses the seeds that were measured for it and for YaRN's table, and lists them.
 
     Over seeds a window's loss is its mean; intervals are Student's over windows, Newcombe's over the prompts of all
     seeds (as many as they are worth), and, of trained or fitted tables, Student's over seeds too.
@@ -246,7 +247,7 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
 
 
 def _windows(cells_of_arm: list[dict[str, Any]], bucket: str) -> list[float]:
-    """Loss of each window, the mean over seeds."""
+    """Return the loss of each window, averaged over seeds."""
     return [statistics.fmean(values) for values in zip(*(part["nll"][bucket] for part in cells_of_arm), strict=True)]
 
 
@@ -293,7 +294,7 @@ def _passkey_change(
 
 
 def main() -> None:
-    """Measure what is missing, then summarise."""
+    """Measure the cells that have no result yet, then summarise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
     parser.add_argument(

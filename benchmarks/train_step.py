@@ -69,7 +69,7 @@ HAS_TORCH_SIDE = hasattr(functional, "linear_cross_entropy") and hasattr(torch.n
 
 
 def build(job: dict[str, Any]) -> LlamaForCausalLM:
-    """Return a random model of a job's shape, all of it frozen; the same weights at every call."""
+    """Return a random model of a job's shape with all weights frozen; the weights are the same at every call."""
     model = random_llama(job["shape"], max(64, job["tokens"] // 4)).to(job["device"], getattr(torch, job["dtype"]))
     return model.requires_grad_(False)
 
@@ -78,8 +78,8 @@ def build(job: dict[str, Any]) -> LlamaForCausalLM:
 
 
 def loss_of(side: str, model: LlamaForCausalLM, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss as a side computes it; ``ours_N`` is ours with slices of N tokens."""
-    if side == "stock":  # the end of LlamaForCausalLM.forward
+    """Return the mean loss as one side computes it; ``ours_N`` is ours with slices of N tokens."""
+    if side == "stock":  # what LlamaForCausalLM.forward does at its end
         return model.loss_function(logits=model.lm_head(hidden), labels=labels, vocab_size=model.config.vocab_size)
     if side == "torch":
         states, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -96,16 +96,16 @@ def loss_of(side: str, model: LlamaForCausalLM, hidden: Tensor, labels: Tensor) 
 
 
 class LossPath:
-    """Hidden states and labels of a row, and a model of which only the head is used."""
+    """The hidden states and labels of a row, and a model of which only the head is used."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.model, self.labels = build(job), random_ids(job["shape"], job["tokens"])[None].to(job["device"])
-        # What the last norm puts out: mean square 1.
+        # Values such as the last norm returns: their mean square is 1.
         states = torch.randn(1, job["tokens"], job["shape"]["hidden"], generator=torch.Generator().manual_seed(2))
         self.states = states.to(job["device"], self.model.dtype)
 
     def __call__(self, side: str, tokens: int | None = None) -> tuple[float, Tensor]:
-        """Go forward and backward through one side; returns the loss and the states' gradient."""
+        """Run one side forward and backward; return the loss and the gradient of the states."""
         hidden = self.states[:, :tokens].clone().requires_grad_()
         loss = loss_of(side, self.model, hidden, self.labels[:, :tokens])
         loss.backward()
@@ -123,11 +123,11 @@ def loss_memory(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def loss_time(job: dict[str, Any]) -> dict[str, Any]:
-    """Compare the sides of the loss path and time them in turn."""
+    """Compare the sides of the loss path and time them alternately."""
     path = LossPath(job)
     head = path.model.lm_head.weight
     results: dict[str, tuple[float, dict[str, Tensor]]] = {}
-    # Not timed: the head is trained here too, so that its gradient can be compared.
+    # This is not timed: the head is trained here, so that its gradient can be compared, too.
     for side in job["sides"]:
         head.requires_grad_(True)
         loss, gradient = path(side)
@@ -152,7 +152,7 @@ def loss_time(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Watch(TrainerCallback):
-    """Keeps the time of every step, and the gradients of the last."""
+    """Stores the time of every step, and the gradients of the last one."""
 
     def __init__(self, device: str) -> None:
         self.device, self.wall, self.cpu = device, [], []
@@ -164,7 +164,7 @@ class Watch(TrainerCallback):
         self.began = time.perf_counter(), time.process_time()
 
     def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-        """Keep the gradients."""
+        """Copy the gradients before the optimizer changes the weights."""
         named = model.named_parameters()
         self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
 
@@ -181,7 +181,7 @@ class Step:
     def __init__(self, job: dict[str, Any], side: str) -> None:
         model = build(job)
         rope_patch.apply(model, METHOD)
-        # Both matrices random: with B at zero, as usual, A would have no gradient to compare.
+        # Both matrices are random: with B at zero, as usual, A would have no gradient to compare.
         model = get_peft_model(model, LoraConfig(**LORA, init_lora_weights=False))
         self.folder = tempfile.TemporaryDirectory()
         args = TrainingArguments(
@@ -211,7 +211,7 @@ class Step:
         self.trainer.remove_callback(PrinterCallback)
 
     def __call__(self) -> float:
-        """Take one step, from a new optimizer; returns the loss before it."""
+        """Take one step with a new optimizer; return the loss before it."""
         self.trainer.train()
         return next(entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry)
 
@@ -219,14 +219,14 @@ class Step:
 def step_memory(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the peak of one step of one side."""
     give_back_what_is_freed()
-    Step({**job, "shape": QUICK_MODEL, "tokens": 64}, job["side"])()  # whatever is loaded late
+    Step({**job, "shape": QUICK_MODEL, "tokens": 64}, job["side"])()  # loads libraries before the peak is counted
     step = Step(job, job["side"])
     loss, usage = peak_of(step, job["device"])
     return usage | {"loss": loss, "gradients": {name: g.flatten().tolist() for name, g in step.watch.gradients.items()}}
 
 
 def step_time(job: dict[str, Any]) -> dict[str, Any]:
-    """Time the steps of both sides in turn."""
+    """Time the steps of both sides alternately."""
     steps = {side: Step(job, side) for side in job["sides"]}
     for side in turns(job["sides"], job["repeats"] + 1):
         steps[side]()
@@ -242,13 +242,13 @@ def step_time(job: dict[str, Any]) -> dict[str, Any]:
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job in this process."""
     works = {"loss_memory": loss_memory, "loss_time": loss_time, "step_memory": step_memory, "step_time": step_time}
-    # Its new name for gradient checkpointing is unknown to the oldest release that this package supports.
+    # The oldest release of transformers that this package supports does not know the new name of this argument.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
     return works[job["what"]](job)
 
 
 def difference(actual: Tensor, expected: Tensor) -> dict[str, float]:
-    """Return the largest difference of two tensors, and what it is relative to the largest value expected."""
+    """Return the largest difference of two tensors, and its ratio to the largest expected value."""
     largest = float((actual.double() - expected.double()).abs().max())
     return {"largest": largest, "relative": largest / float(expected.abs().max())}
 
@@ -257,7 +257,7 @@ def difference(actual: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 def memory_row(side: str, repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the processes of one side found."""
+    """Return the memory that the processes of one side measured."""
     peaks = [megabytes(each["peak_bytes"], 2) for each in repeats]
     return {
         "side": side,
@@ -270,7 +270,7 @@ def memory_row(side: str, repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def time_row(side: str, times: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Return one side's tokens/s, alone and against stock's of the same round."""
+    """Return one side's tokens/s, and its ratio to stock's in the same round."""
     row: dict[str, Any] = {"side": side, "tokens_per_s": round(tokens / statistics.median(times["wall"][side]), 1)}
     for clock in ("wall", "cpu"):
         if side != "stock":
@@ -296,7 +296,7 @@ def speed_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def step_gradients(stock: dict[str, list[float]], ours: dict[str, list[float]]) -> dict[str, Any]:
-    """Compare the gradients of two steps, tensor by tensor; the difference is relative to the tensor's largest."""
+    """Compare the gradients of two steps, tensor by tensor, relative to the largest value of the tensor."""
     if stock.keys() != ours.keys() or not stock:
         raise RuntimeError("the two trainers gave gradients to different parameters")
     each = [difference(torch.tensor(ours[name]), torch.tensor(stock[name])) for name in stock]
@@ -309,7 +309,7 @@ def step_gradients(stock: dict[str, list[float]], ours: dict[str, list[float]]) 
 
 
 def main() -> None:
-    """Measure everything; write JSON."""
+    """Measure all sides, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="JSON file; standard output by default")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -325,7 +325,7 @@ def main() -> None:
     memory_repeats = options.memory_repeats or (1 if quick else 2)
     slices = options.slices if options.slices is not None else ([128] if quick else [256, 512, 1024])
     if options.device == "cuda":
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several Trainer would split the batch
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several GPUs, Trainer would split the batch
     base = {
         "shape": QUICK_MODEL if quick else MODEL,
         "tokens": tokens,

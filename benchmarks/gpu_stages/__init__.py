@@ -1,1 +1,1 @@
-"""The stages of ``benchmarks/gpu.py``: one module each, named in the order of their worth."""
+"""The stages of ``benchmarks/gpu.py``: one module for each."""

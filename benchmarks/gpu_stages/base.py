@@ -1,4 +1,4 @@
-"""What the stages share: a cell, a stage, their setting, random models of known shapes, and their ids."""
+"""Classes and functions of all stages: a cell, a stage, their setting, random models of known shapes, and token ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_TINY},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 32, "layer_types": _LAYERS, **_TINY},
 }
-"""Shapes of the models that stand for the real ones when a suite is rehearsed."""
+"""Shapes of tiny models that take the place of the real ones in a rehearsal."""
 PEAKS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
 """Dense bfloat16 peaks by a part of the device's name, from the makers' data sheets [TFLOP/s]."""
 
@@ -54,11 +54,12 @@ class Cell:
     """One measurement, which is written as soon as it is finished.
 
     Attributes:
-        name: within its stage.
-        seconds: that it is expected to take on one H200, an estimate.
-        measure: called with the finished cells of its stage; returns the result, for JSON.
-        needs: names of the manifest, beside what the stage needs.
-        settings: what the result depends on, for JSON: a cell with other settings is measured again.
+        name: the name of the cell within its stage.
+        seconds: the time that the cell is expected to take on one H200, an estimate [s].
+        measure: a function of the finished cells of its stage that returns the result as JSON values.
+        needs: the names of the manifest that the cell needs beside those of its stage.
+        settings: everything that the result depends on, as JSON values; a finished cell with other settings is measured
+            again.
     """
 
     name: str
@@ -73,12 +74,12 @@ class Stage:
     """Cells that answer one question.
 
     Attributes:
-        key: its letter.
-        title: a few words.
-        what: what it measures, a sentence or two.
-        cells: makes them; must be quick and must load nothing.
-        needs: names of the manifest that every cell needs.
-        summary: what follows from the finished cells.
+        key: the letter that names the stage on the command line.
+        title: a few words that name the question.
+        what: a sentence or two about what the stage measures.
+        cells: a function of the setting that makes the cells; it must be quick and load nothing.
+        needs: the names of the manifest that every cell needs.
+        summary: a function that draws conclusions from the finished cells; None if there are none.
     """
 
     key: str
@@ -91,12 +92,12 @@ class Stage:
 
 @dataclass
 class Setting:
-    """What all stages share.
+    """The setting that all stages share.
 
     Attributes:
-        tiny: rehearse with tiny models.
-        device: ``cpu`` or ``cuda``.
-        text: files.
+        tiny: whether this is a rehearsal with tiny models.
+        device: the device, ``cpu`` or ``cuda``.
+        text: the files of English text that are read.
     """
 
     tiny: bool
@@ -109,7 +110,7 @@ class Setting:
         return tiny if self.tiny else real
 
     def seconds(self, real: float) -> float:
-        """Return what a cell is expected to take: its estimate, or a second in a rehearsal."""
+        """Return the time that a cell is expected to take [s]: its estimate, or a second in a rehearsal."""
         return 1.0 if self.tiny else real
 
     @cached_property
@@ -122,7 +123,7 @@ class Setting:
     # --- models
 
     def config(self, name: str, **changes: Any) -> Any:
-        """Return the config of a shape that ships with the package, or of the tiny one that stands for it."""
+        """Return the config of a shape that ships with the package, or in a rehearsal of the tiny one in its place."""
         family = "gemma3" if name.startswith("gemma-3") else "llama"
         shape = (
             TINY[family] if self.tiny else json.loads((data_path("assets") / "configs" / f"{name}.json").read_text())
@@ -138,14 +139,15 @@ class Setting:
         return model.eval().requires_grad_(False)
 
     def held(self, key: Any, build: Callable[[], Any]) -> Any:
-        """Return what was built last if it has this key; otherwise drop it, and build."""
+        """Return the object that was built last if it has this key; otherwise drop it, and build one."""
+        # One object at a time: two models of 8B might not fit into the memory of a GPU.
         if self._held is None or self._held[0] != key:
             self.drop()
             self._held = key, build()
         return self._held[1]
 
     def drop(self) -> None:
-        """Drop the model that is held, and give its memory back."""
+        """Drop the model that is held, and release its memory."""
         self._held = None
         gc.collect()
         if self.device == "cuda":
@@ -159,7 +161,7 @@ class Setting:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the bundled checkpoint: its 1024 ids are words of every model here."""
+        """The tokenizer of the bundled checkpoint; its 1024 ids are within the vocabulary of every model here."""
         return AutoTokenizer.from_pretrained(data_path("assets") / "llama")
 
     @cached_property
@@ -169,14 +171,14 @@ class Setting:
 
     @cached_property
     def text_sha256(self) -> str:
-        """Digest of the texts."""
+        """The first 16 hex digits of the SHA-256 of the texts."""
         digest = hashlib.sha256()
         for name, text in self.texts.items():
             digest.update(f"{name}\0{text}\0".encode())
         return digest.hexdigest()[:16]
 
     def text_ids(self, tokens: int) -> Tensor:
-        """Return the first tokens of the texts (tokens,), read again from the start where they are too short."""
+        """Return the first tokens of the texts (tokens,); texts that are too short are repeated from the start."""
         stream = self._stream
         return stream.repeat(-(-tokens // len(stream)))[:tokens].to(self.device)
 
@@ -192,5 +194,5 @@ def twin(model: Any) -> Any:
 
 
 def gib(size: float) -> float:
-    """Return GiB of 2**30 bytes."""
+    """Return a number of bytes in GiB (2**30 bytes)."""
     return round(size / 2**30, 3)

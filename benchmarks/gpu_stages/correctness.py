@@ -16,7 +16,7 @@ from rope_patch.modeling.training_loss import fuse
 from rope_patch.patching.locate import locate
 
 MODES = {"float32": ("float32", "highest"), "tf32": ("float32", "high"), "bfloat16": ("bfloat16", "highest")}
-"""The dtype of a model, and the precision of torch's matrix products in float32."""
+"""Mode to the dtype of the model and the precision of torch's matrix products in float32."""
 MODELS = ("Llama-3.2-1B", "gemma-3-1b")
 IDENTITIES = ("default", "p_rope:p=1")
 POSITIONS = (1, 4096, 131072, 1_000_000)
@@ -44,7 +44,7 @@ def difference(ours: Tensor, theirs: Tensor) -> dict[str, Any]:
 
 
 def model_of(setting: Setting, name: str, mode: str) -> Any:
-    """Return the model of a shape; it is held until another is asked for."""
+    """Return the model of a shape, which is held until another one is requested."""
     dtype = MODES[mode][0]
     return setting.held(("correctness", name, dtype), lambda: setting.random_model(name, dtype))
 
@@ -58,7 +58,7 @@ def identity(setting: Setting, name: str, mode: str, attention: str, _: Results)
         plain = twin(model)
         plain.set_attn_implementation(attention)
         expected = plain.model(ids, use_cache=False).last_hidden_state
-        # The same model twice: what differs here is no patch's doing.
+        # The same model twice: a difference here is not caused by a patch.
         found["unpatched again"] = difference(plain.model(ids, use_cache=False).last_hidden_state, expected)
         for method in IDENTITIES:
             patched = twin(model)
@@ -73,7 +73,7 @@ def compiled(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
     """Compare compiled models, patched and unpatched, with each other and with the model as it is."""
     model = model_of(setting, MODELS[0], mode)
     ids = setting.ids(setting.size(2048, 48), model.config.vocab_size)[None]
-    backend = "inductor" if setting.device == "cuda" else "eager"  # the CPU's would call a C++ compiler
+    backend = "inductor" if setting.device == "cuda" else "eager"  # on a CPU, inductor would call a C++ compiler
     with torch.no_grad(), matmul_precision(MODES[mode][1]):
         states = {"eager": model.model(ids, use_cache=False).last_hidden_state}
         for side, method in (("compiled", None), ("patched", IDENTITIES[0])):
@@ -99,7 +99,7 @@ def positions(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
     sides: dict[str, Any] = {"unpatched": twin(model), "patched, float32": twin(model)}
     rope_patch.apply(sides["patched, float32"], "default")
     exact = [theta ** (-2 * i / width) for i in range(width // 2)]
-    in_use = locate(model).module.inv_freq.double().tolist()  # rounded to float32, which far positions multiply
+    in_use = locate(model).module.inv_freq.double().tolist()  # far positions multiply its rounding to float32
     tables = {"the exact table": exact, "the table in use": in_use}
     found: dict[str, dict[str, dict[str, float]]] = {name: {side: {} for side in sides} for name in tables}
     with torch.no_grad(), matmul_precision(MODES[mode][1]):
@@ -131,7 +131,7 @@ def loss(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
                 weight.grad = None
     finally:
         weight.requires_grad_(False)
-        setting.drop()  # its forward pass is ours now
+        setting.drop()  # its forward pass was replaced by ours
     return {
         "loss": values,
         "loss_difference": abs(values["ours"] - values["transformers"]),
@@ -140,7 +140,7 @@ def loss(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
 
 
 def cells(setting: Setting) -> list[Cell]:
-    """Return the cells, those of the plainest model first."""
+    """Return the cells, those of the plainer model first."""
     listed = []
     for name in MODELS:
         for mode in MODES:
@@ -158,7 +158,7 @@ def cells(setting: Setting) -> list[Cell]:
 
 
 def summary(done: Results) -> dict[str, Any]:
-    """Return where a patch that changes nothing changed something."""
+    """Return the cells in which a patch that should change nothing changed something."""
     states = {name: cell["hidden_states"] for name, cell in done.items() if "hidden_states" in cell}
     return {
         "identities compared": len(states) * len(IDENTITIES),

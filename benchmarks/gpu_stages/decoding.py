@@ -1,4 +1,4 @@
-"""Stage e: quantized caches, in one pass against decoding token by token."""
+"""Stage e: quantized caches in one pass, compared with decoding token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rope_patch.kv_cache.cache import quantized
 MODEL = "Llama-3.2-1B"
 SCHEMES = ("int4-token", "kivi-2-window")
 WHOLE, LONG, LAST = 2048, 32768, 256
-"""Tokens that are all decoded; tokens of a long text; how many of its last ones are decoded."""
+"""Length of a text that is decoded whole; length of a long text; number of its last tokens that are decoded."""
 
 
 def losses(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -27,17 +27,17 @@ def losses(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def in_one_pass(model: Any, ids: Tensor, scheme: str, last: int) -> Tensor:
-    """Return the losses of the last tokens, read with all others in one pass."""
+    """Return the losses of the last tokens when the whole text is read in one pass."""
     with quantized(model, scheme) as factory:
         hidden = model.model(ids[None], past_key_values=factory(), use_cache=True).last_hidden_state[0]
     return losses(model, hidden[-last - 1 : -1], ids[-last:])
 
 
 def decoded(model: Any, ids: Tensor, scheme: str, last: int, device: str) -> tuple[Tensor, float]:
-    """Return the losses of the last tokens and the time of a token [s].
+    """Return the losses of the last tokens when they are decoded, and the time of a token [s].
 
-    What comes before them is read in one pass that leaves the cache as decoding would; each of the others is a pass of
-    its own, through the model's own attention.
+    The tokens before them are read in one pass that leaves the cache as decoding would; each of the last tokens is read
+    in a pass of its own, through the model's own attention.
     """
     before = len(ids) - last - 1
     kept: list[Any] = []
@@ -64,10 +64,10 @@ def decoded(model: Any, ids: Tensor, scheme: str, last: int, device: str) -> tup
 
 @torch.no_grad()
 def compare(setting: Setting, scheme: str, tokens: int, last: int, _: Results) -> dict[str, Any]:
-    """Compare the losses of both ways, and what a token takes."""
+    """Compare the losses and the time per token of one pass and of decoding."""
     model = setting.held("decoding", lambda: setting.random_model(MODEL, "float32"))
     ids = setting.ids(tokens, model.config.vocab_size)
-    in_one_pass(model, ids[: tokens // 4], scheme, 8)  # loads what is loaded late
+    in_one_pass(model, ids[: tokens // 4], scheme, 8)  # loads kernels and libraries before anything is timed
     one_pass, usage = peak_of(lambda: in_one_pass(model, ids, scheme, last), setting.device)
     streamed, token_seconds = decoded(model, ids, scheme, last, setting.device)
     apart = (one_pass - streamed).abs()

@@ -1,4 +1,4 @@
-"""FLOPs of a training step, from the shapes that a plan has."""
+"""Counts the FLOPs of a training step, from the shapes in a plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class StepFlops:
     """FLOPs of one optimizer step on all GPUs.
 
     Attributes:
-        tokens: the tokens of the step.
-        model: forward and backward pass as they are run.
-        executed: the same, with what checkpointing and the fused loss compute again.
-        palm: by PaLM's formula, 6 N + 12 L H Q T a token: every weight trained, no score masked.
-        palm_causal: by PaLM's formula with half of its attention term, since half of the scores are masked.
+        tokens: the number of tokens of the step.
+        model: the FLOPs of the forward and backward pass as they are run.
+        executed: the same FLOPs, and those that checkpointing and the fused loss compute again.
+        palm: the FLOPs by PaLM's formula, 6 N + 12 L H Q T for each token, which counts every weight as trained and no
+            score as masked.
+        palm_causal: the FLOPs by PaLM's formula with half of its attention term, since half of the scores are masked.
     """
 
     tokens: int
@@ -44,7 +45,10 @@ def step_flops(planned: Plan) -> StepFlops:
     adapters = 2.0 * tokens * adapter_entries(shape, o)
     forward = layers + scores + head + adapters
     weights = layers + head if o.lora_rank is None else adapters
+    # The forward pass; gradients of the states, which cost as much again, but twice as much for scores, a product of
+    # two states; and gradients of the trained weights.
     model = 2 * forward + scores + weights
+    # Checkpointing computes all layers again, and the fused loss always computes the head again.
     again = (forward - head) * o.checkpointing + head
     attention = 12.0 * o.length * shape.total(lambda layer: layer.query)
     palm = [tokens * (6.0 * shape.parameters + part * attention) for part in (1.0, 0.5)]

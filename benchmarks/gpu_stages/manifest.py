@@ -1,4 +1,4 @@
-"""What the stages need beside torch, transformers, peft and accelerate, and what of it is missing on this machine.
+"""Lists what the stages need beside torch, transformers, peft and accelerate, and finds what is missing here.
 
 ``gpu.py --list`` prints it, and a cell that lacks something is skipped with the reason.
 """
@@ -16,17 +16,17 @@ PACKAGES = {
     "liger-kernel": "fused norms and MLPs in Triton",
     "lm-eval": "the harness that ours is compared with",
 }
-"""Optional packages by their name on the package index, which is their module's with hyphens for underscores."""
+"""Optional packages by their name on the package index; the module has the same name, with underscores for hyphens."""
 NEEDS = {**PACKAGES, "GPU": "a CUDA device", "text": "any English text, a megabyte or more; --text"}
-"""What a cell may name under ``needs``."""
+"""Everything that a cell may name under ``needs``."""
 
 
 def lacking(names: Iterable[str], setting: Setting) -> list[str]:
-    """Return a reason for each of these needs that is missing here.
+    """Return a reason for each need that this machine or this run does not meet.
 
     Args:
-        names: of ``NEEDS``.
-        setting: what this run has.
+        names: the needs, which are keys of ``NEEDS``.
+        setting: the setting of this run.
     """
     reasons = []
     for name in names:

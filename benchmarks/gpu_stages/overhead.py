@@ -1,4 +1,4 @@
-"""Stage b: what a patch costs in time, in prefill and in decoding."""
+"""Stage b: the time that a patch costs in prefill and in decoding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gpu_stages.base import Cell, Results, Setting, Stage, twin
 from patch_overhead import Decoding, paired, prefill
 
 MODELS = {"Llama-3.2-1B": 1.0, "Llama-3.1-8B": 3.0}
-"""Shapes, and how long one takes against the other."""
+"""Shapes, and the time that each takes relative to the first."""
 METHODS = ("yarn:factor=4", "p_rope:p=0.75")
 PHASES = ("prefill", "decode")
 
 
 def overhead(setting: Setting, name: str, method: str, phase: str, _: Results) -> dict[str, Any]:
-    """Time a patched and an unpatched model in turn."""
+    """Time a patched and an unpatched model alternately."""
     model = setting.held(("overhead", name), lambda: setting.random_model(name))
     both = [model, twin(model)]
     rope_patch.apply(both[1], method, target_length=32768)
@@ -33,7 +33,7 @@ def overhead(setting: Setting, name: str, method: str, phase: str, _: Results) -
 
 
 def cells(setting: Setting) -> list[Cell]:
-    """Return the cells, decoding first, where small kernels weigh most."""
+    """Return the cells; decoding comes first, since small kernels weigh most there."""
     listed = []
     for name, factor in MODELS.items():
         for phase in reversed(PHASES):

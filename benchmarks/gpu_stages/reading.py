@@ -1,4 +1,4 @@
-"""Stage d: perplexity and retrieval on long texts, against lm-eval's HFLM, whole logits, and generate."""
+"""Stage d: perplexity and retrieval on long texts, compared with lm-eval's HFLM, whole logits, and generate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TASK = "passkey"
 
 
 def model_of(setting: Setting) -> Any:
-    """Return the patched model; it is held."""
+    """Return the patched model, which is held for the next cells."""
 
     def build() -> Any:
         model = setting.random_model(MODEL)
@@ -36,7 +36,7 @@ def model_of(setting: Setting) -> Any:
 
 @torch.no_grad()
 def loss(setting: Setting, side: str, length: int, _: Results) -> dict[str, Any]:
-    """Measure time and memory of one way to score a text; a first short text loads what is loaded late."""
+    """Measure time and memory of one way to score a text, after a short text that loads kernels and libraries."""
     model, tokens = model_of(setting), setting.size(length, length // 128)
     chunk = setting.size(CHUNK, 64)
     ids = setting.text_ids(tokens)
@@ -47,7 +47,7 @@ def loss(setting: Setting, side: str, length: int, _: Results) -> dict[str, Any]
                 return perplexity(model, ids).nll
             case "chunked":
                 return perplexity(model, ids, chunk=min(chunk, len(ids))).nll
-            case "whole_logits":  # the end of LlamaForCausalLM.forward, as a loop over a text calls it
+            case "whole_logits":  # as a plain loop over a text calls the model
                 return float(model(input_ids=ids[None], labels=ids[None], use_cache=False).loss)
         row = ids.tolist()
         ((total, _),) = harness._loglikelihood_tokens([(("", ""), row[:1], row[1:])], disable_tqdm=True)
@@ -71,7 +71,7 @@ def loss(setting: Setting, side: str, length: int, _: Results) -> dict[str, Any]
 
 @torch.no_grad()
 def asked(setting: Setting, side: str, length: int, _: Results) -> dict[str, Any]:
-    """Measure time and memory of the prompts of one length: a passkey at five depths of one haystack."""
+    """Measure time and memory of the prompts of one length, which hide a passkey at five depths of one haystack."""
     model, tokens = model_of(setting), setting.size(length, length // 128)
     chunk = setting.size(CHUNK, 64)
     tokenizer = setting.tokenizer
@@ -121,7 +121,7 @@ def cells(setting: Setting) -> list[Cell]:
     about = {"text": setting.text_sha256}
     listed = []
     for length in LENGTHS:
-        factor = (length / LENGTHS[0]) ** 1.6  # between linear and quadratic
+        factor = (length / LENGTHS[0]) ** 1.6  # between linear (MLPs) and quadratic (attention); an estimate
         for side in SIDES:
             needs = ("text", "lm-eval") if side == "lm_eval" else ("text",)
             measure = partial(loss, setting, side, length)
@@ -133,7 +133,7 @@ def cells(setting: Setting) -> list[Cell]:
 
 
 def summary(done: Results) -> dict[str, Any]:
-    """Return time and memory of the others over ours, at each length."""
+    """Return time and memory of the other ways relative to ours, at each length."""
     found: dict[str, Any] = {}
     for length in LENGTHS:
         pairs = [(f"perplexity-{s}-{length}", f"perplexity-chunked-{length}", "seconds_of_text") for s in SIDES]

@@ -1,4 +1,4 @@
-"""Run the cells of stages within a budget: each is written when it is finished, and is not measured again."""
+"""Runs the cells of stages within a budget; each is written when it is finished, and is not measured again."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from measuring import command, environment, write
 
 WHAT = "what a CPU cannot measure: correctness, speed, memory and training of patched models on a GPU"
 _POISONED = ("CUDA error", "device-side assert", "illegal memory access")
-"""Parts of errors after which this process cannot use the GPU any more."""
+"""Parts of error messages after which this process cannot use the GPU any more."""
 
 
 class Suite:
-    """The report of a run, and how to add to it.
+    """The report of a run, and the functions that add to it.
 
     Args:
-        setting: for all stages.
-        output: JSON file; results in it are kept and added to.
-        budget: that the whole run has [s].
-        again: measure finished cells again.
-        clock: that time is read from [s].
+        setting: the setting of all stages.
+        output: the JSON file of the report; results in it are kept, and new ones are added.
+        budget: the time that the whole run may take [s].
+        again: whether finished cells are measured again.
+        clock: a function that returns the time [s].
 
     Raises:
         ValueError: the file was measured on another device, or in a rehearsal.
@@ -61,7 +61,7 @@ class Suite:
         self.failed: list[str] = []
 
     def part(self, stage: Stage) -> dict[str, Any]:
-        """Return the part of the report that is a stage's."""
+        """Return the part of the report that belongs to a stage."""
         fresh: dict[str, Any] = {"title": stage.title, "what": stage.what, "cells": {}, "skipped": {}, "failed": {}}
         part: dict[str, Any] = self.report["stages"].setdefault(stage.key, fresh)
         return part
@@ -69,10 +69,11 @@ class Suite:
     def finished(self, stage: Stage, cell: Cell) -> bool:
         """Return whether a cell has a result, measured with the same settings."""
         result = self.report["stages"].get(stage.key, {}).get("cells", {}).get(cell.name)
+        # Through JSON, as the settings of the report are: tuples become lists.
         return result is not None and result["settings"] == json.loads(json.dumps(dict(cell.settings)))
 
     def run(self, stages: Sequence[Stage]) -> list[str]:
-        """Measure what is missing, stage after stage; returns the names of the cells that there was no time for."""
+        """Measure the cells that have no result, stage after stage; return the names of those without time left."""
         left = []
         for stage in stages:
             left += self._stage(stage)
@@ -100,17 +101,18 @@ class Suite:
         return left
 
     def _measure(self, stage: Stage, cell: Cell) -> None:
-        """Measure one cell and write what came of it.
+        """Measure one cell and write its result, or why it has none.
 
         Raises:
-            SystemExit: after an error that leaves the GPU unusable.
+            SystemExit: an error leaves the GPU unusable for this process.
         """
         part = self.part(stage)
         began = self.clock()
         try:
             result = cell.measure(part["cells"])
         except torch.OutOfMemoryError as error:
-            result = {"out_of_memory": str(error).splitlines()[0]}  # a result, and the model may be the cause
+            # This is a result. The model that is held may be the cause, so it is dropped.
+            result = {"out_of_memory": str(error).splitlines()[0]}
             self.setting.drop()
         except Exception as error:
             part["failed"][cell.name] = f"{type(error).__name__}: {error}"
@@ -130,7 +132,7 @@ class Suite:
         self._write(stage)
 
     def _run(self) -> int:
-        """Return the number of this run among those of the report; it is entered with its first result."""
+        """Return the index of this run among those of the report; it is added with its first result."""
         if not self.begun:
             self.report["runs"].append(
                 {"command": command(), "environment": self.environment, "precision": precision()}
@@ -140,7 +142,7 @@ class Suite:
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
-        """What the figures depend on."""
+        """The versions and the hardware that the figures depend on."""
         device = self.setting.device
         found = environment("peft", "accelerate", device=device, threads=torch.get_num_threads())
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if device == "cuda" else None}

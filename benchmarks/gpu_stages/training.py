@@ -1,4 +1,4 @@
-"""Stage c: a training step on long rows: speed, and memory beside what ``plan`` predicts."""
+"""Stage c: a training step on long rows: speed, and memory compared with the prediction of ``plan``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MODEL = "Llama-3.1-8B"
 RANK = 16
 LENGTHS = (8192, 32768, 131072)
 STEPS = {8192: 6, 32768: 3, 131072: 1}
-"""Steps that are timed, after one of a short row that loads what is loaded late."""
+"""Row length to the number of steps that are timed, after one step of a short row that loads kernels and libraries."""
 GUESS = 0.3
-"""Share of the peak that is assumed where a cell's time is estimated."""
+"""Share of the peak speed that is assumed when a cell's time is estimated."""
 FORMULA = (
     "mfu: FLOPs of the forward and backward pass as they are run (2 per weight and token forward; backward 2 for "
     "states and 2 for the weights that are trained; causal attention), without recomputation, / time / peak. palm_mfu: "
@@ -38,7 +38,7 @@ FORMULA = (
 
 
 class Clock(TrainerCallback):
-    """Keeps the time of every step [s]. The first one loads what is loaded late: its peak of memory is forgotten."""
+    """Stores the time of every step [s]. The first step loads kernels, so its peak of memory is forgotten."""
 
     def __init__(self, device: str) -> None:
         self.device, self.seconds = device, []
@@ -57,7 +57,7 @@ class Clock(TrainerCallback):
 
 
 def quantize(model: Any) -> Any:
-    """Replace the projections of the decoder by NF4 ones, double-quantized, as the recipe loads them; in place."""
+    """Replace the projections of the decoder in place by NF4 ones, double-quantized, as the recipe loads them."""
     import bitsandbytes as bnb
 
     for name, module in list(model.get_decoder().named_modules()):
@@ -76,19 +76,20 @@ def quantize(model: Any) -> Any:
             ).to(module.weight.device)
             parent = model.get_decoder().get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], packed)
+    # PEFT reads this attribute to choose adapters for 4-bit layers.
     model.is_loaded_in_4bit = True
     return model
 
 
 def planned_step(setting: Setting, length: int, quantization: str) -> Plan:
-    """Return the plan of a step of one row."""
+    """Return the plan of a training step on one row."""
     with torch.device("meta"):
         shape = shape_of(AutoModelForCausalLM.from_config(setting.config(MODEL)))
     return plan(shape, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa")
 
 
 def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str, liger: bool, clock: Clock) -> Any:
-    """Return a trainer that takes one step per row, with the arguments of the recipe."""
+    """Return a trainer that takes one step for each row, with the arguments of the recipe."""
     args = TrainingArguments(
         folder,
         per_device_train_batch_size=1,
@@ -113,7 +114,7 @@ def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str,
 
 
 def step(setting: Setting, length: int, quantization: str, liger: bool, _: Results) -> dict[str, Any]:
-    """Time LoRA steps of one row, and compare the peak of memory with the plan's."""
+    """Time LoRA steps of one row each, and compare the peak memory with the plan."""
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
     setting.drop()
     tokens, steps = setting.size((length, STEPS[length]), (length // 256, 1))
@@ -143,9 +144,9 @@ def step(setting: Setting, length: int, quantization: str, liger: bool, _: Resul
 
 
 def speeds(planned: Plan, seconds: float, peak: float | None) -> dict[str, Any]:
-    """Return tokens/s and the share of the peak [TFLOP/s]; None where the peak is not known.
+    """Return tokens/s and shares of the peak [TFLOP/s]; the shares are None if the peak is not known.
 
-    The FLOPs are those of the plan's shapes, at the time that was measured.
+    The FLOPs follow from the plan's shapes, the time was measured.
     """
     done = step_flops(planned)
     found: dict[str, Any] = {"tokens_per_second": round(done.tokens / seconds, 2), "peak_tflops": peak}
@@ -161,10 +162,10 @@ def speeds(planned: Plan, seconds: float, peak: float | None) -> dict[str, Any]:
 
 
 def memory(setting: Setting, planned: Plan, usage: dict[str, Any], model: Any, reserved: int | None) -> dict[str, Any]:
-    """Return the peak beside the plan's, without the plan's allowance for what no allocator counts."""
+    """Return the measured and the predicted peak, without the plan's allowance for memory that no allocator counts."""
     if setting.device == "cuda":
         before = usage["loaded_bytes"]
-    else:  # the process holds more than the model
+    else:  # on a CPU the process holds more than the model, so the model is counted
         before = sum(p.numel() * p.element_size() for p in model.parameters())
     peak, predicted = before + usage["peak_bytes"], planned.total - planned["overhead"]
     return {
@@ -179,7 +180,7 @@ def memory(setting: Setting, planned: Plan, usage: dict[str, Any], model: Any, r
 
 
 def cells(setting: Setting) -> list[Cell]:
-    """Return the cells, short rows first; what a long one takes is estimated from the FLOPs of its plan."""
+    """Return the cells, short rows first; the time of each is estimated from the FLOPs of its plan."""
     steps: dict[str, Cell] = {}
     for length in LENGTHS:
         seconds = (
@@ -201,7 +202,7 @@ def cells(setting: Setting) -> list[Cell]:
 
 
 def summary(done: Results) -> dict[str, Any]:
-    """Return where the plan's memory is wrong by over 10 %, and the speeds."""
+    """Return the cells whose predicted memory is wrong by over 10 %, and the speeds."""
     ratios = {name: c["memory"]["measured_over_predicted"] for name, c in done.items() if "memory" in c}
     return {
         "formula": FORMULA,

@@ -10,11 +10,11 @@ class Mutation(NamedTuple):
     """A defect.
 
     Attributes:
-        name: says what is wrong.
-        file: that is changed, from the root of the project.
+        name: a name that says what is wrong.
+        file: the file that is changed, from the root of the project.
         old: the text that is replaced, which occurs once.
-        new: what takes its place.
-        why: the program does the same with it, and why; empty where it does not.
+        new: the text that takes its place.
+        why: the reason if the program does the same with the defect, so that no test can catch it; empty otherwise.
     """
 
     name: str
@@ -25,5 +25,5 @@ class Mutation(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The folder of the package, and of the tests, that it belongs to."""
+        """The folder of the package, and of the tests, that the defect belongs to."""
         return Path(self.file).parts[1]

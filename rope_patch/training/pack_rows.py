@@ -75,9 +75,9 @@ def conversation(
     Args:
         tokenizer: the tokenizer of the model.
         messages: turns of ``role`` and ``content``, as transformers' ``apply_chat_template`` takes them.
-        learn: which labels are learned: ``"all"``, or those of the assistant's turns with the tokens that end each
-            turn. A turn that opens the conversation is not learned, since the place where its rendering begins cannot
-            be found.
+        learn: ``"all"`` to learn every label, or ``"assistant"`` to learn those of the assistant's turns with the
+            tokens that end each turn. A turn that opens the conversation is not learned, since the place where its
+            rendering begins cannot be found.
 
     Raises:
         ValueError: there is no chat template, or it refuses these messages, or its rendering of a turn depends on later
