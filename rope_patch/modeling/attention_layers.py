@@ -1,9 +1,10 @@
-"""Where the queries, keys and values of a model appear before rotation, found by measurement.
+"""Find by measurement which modules put out the queries, keys and values of a model before rotation.
 
-Families differ in what stands between a projection and the rotation: norms over a head, over all heads, or none; one
-fused projection or three; keys that several layers share; pairs in halves or interleaved. Names would need a list of
-families. Instead a few tokens are read once with an attention function that records what it is given. The rotation of
-the right part's output must equal the recorded query (or key), and what fits no part is an error, never a guess.
+Families differ in what is between a projection and the rotation: norms over a head, over all heads, or none; one fused
+projection or three; keys that several layers share; pairs in halves or interleaved. To go by names of modules, a list
+of families would be needed. Instead a few tokens are read once with an attention function that records its arguments.
+The output of the right module, once it is rotated, must equal the recorded query (or key). If no module fits, an error
+is raised; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class HeadOutput:
     """A module whose output holds the heads of one role of one layer.
 
     Attributes:
-        module: whose output it is.
-        heads: (heads,) which blocks of ``head_dim`` features are the heads, in order.
-        head_dim: features of a head.
-        tokens_last: the output is (rows, heads, tokens, head_dim), not (rows, tokens, …).
+        module: the module that puts out the heads.
+        heads: (heads,) indices of the blocks of ``head_dim`` features that are the heads, in order.
+        head_dim: number of features of a head.
+        tokens_last: whether the output is (rows, heads, tokens, head_dim) and not (rows, tokens, …).
     """
 
     module: nn.Module
@@ -45,7 +46,7 @@ class HeadOutput:
     tokens_last: bool
 
     def of(self, output: Tensor) -> Tensor:
-        """Return the heads in an output of the module: (rows, tokens, heads, head_dim)."""
+        """Return the heads from an output of the module: (rows, tokens, heads, head_dim)."""
         blocks = _blocks(output, self.head_dim, self.tokens_last)
         if len(self.heads) == blocks.shape[2]:
             return blocks
@@ -54,17 +55,17 @@ class HeadOutput:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One attention layer: where its queries, keys and values appear, and what it does with the logits.
+    """An attention layer: the modules that put out its queries, keys and values, and what it does with the logits.
 
     Attributes:
-        index: of the layer.
-        parts: by role, the modules that put them out.
-        table: its rotary table as in use.
-        interleaved: pair i is features 2 i and 2 i + 1; otherwise i and i + rotary_dim / 2.
+        index: index of the layer in the model.
+        parts: the modules that put out queries, keys and values, by role.
+        table: the rotary table that the layer uses.
+        interleaved: whether pair i is the features 2 i and 2 i + 1; otherwise it is i and i + rotary_dim / 2.
         scaling: factor on q·k.
-        softcap: of the scaled logits, where there is one.
-        window: tokens a sliding layer sees; None where it sees all [tokens].
-        keys_of: the layer whose keys and values it uses; its own index on most models.
+        softcap: bound of the scaled logits; None if there is none.
+        window: number of tokens that a sliding layer sees [tokens]; None if the layer sees all.
+        keys_of: index of the layer whose keys and values this one uses; its own index on most models.
     """
 
     index: int
@@ -79,17 +80,23 @@ class AttentionLayer:
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayers:
-    """The decoder of a model and its attention layers."""
+    """The decoder of a model and its attention layers.
+
+    Attributes:
+        model: the model of transformers.
+        decoder: the decoder of the model.
+        layers: the attention layers, in the order of their calls.
+    """
 
     model: PreTrainedModel
     decoder: nn.Module
     layers: tuple[AttentionLayer, ...]
 
     def pick(self, layers: Sequence[int] | None) -> tuple[AttentionLayer, ...]:
-        """Return the layers of these indices, in order; all by default.
+        """Return the layers with the given indices, in order; all by default.
 
         Raises:
-            ValueError: a layer that the model does not have, or none at all.
+            ValueError: the model does not have one of the layers, or no index is given.
         """
         if layers is not None and not len(layers):
             raise ValueError("layers must name at least one layer")
@@ -104,7 +111,7 @@ class DecoderLayers:
 
 
 def split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return the first and the second features of the pairs of heads: two views (..., pairs) of (..., head_dim).
+    """Return the first and the second feature of each pair of heads: two views (..., pairs) of (..., head_dim).
 
     >>> split_pairs(torch.arange(6), 2, False), split_pairs(torch.arange(6), 2, True)
     ((tensor([0, 1]), tensor([2, 3])), (tensor([0, 2]), tensor([1, 3])))
@@ -115,17 +122,17 @@ def split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tenso
 
 
 def find_attention_layers(model: nn.Module, ids: Tensor) -> DecoderLayers:
-    """Find where a model's queries, keys and values appear before rotation.
+    """Find the modules that put out a model's queries, keys and values before rotation.
 
     Args:
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter, in eval mode.
-        ids: (tokens,) the text; its first tokens are read once.
+        ids: (tokens,) token ids of a text, whose first tokens are read once.
 
     Raises:
-        TypeError: not a transformers model.
-        ValueError: no rotary table, one that changes with the length, or a rotary embedding of another kind; an
-            adapter that puts tokens of its own before the text; a layer whose queries or keys are no rotation of what
-            a part of it puts out.
+        TypeError: it is not a model of transformers.
+        ValueError: the model has no rotary table, one that changes with the length, or a rotary embedding of another
+            kind; an adapter puts tokens of its own before the text; or the queries or keys of a layer are not a
+            rotation of what one of its modules puts out.
     """
     refuse_prompts(model)
     location = locate(model)
@@ -148,6 +155,7 @@ def find_attention_layers(model: nn.Module, ids: Tensor) -> DecoderLayers:
     for order, call in enumerate(calls):
         index = int(getattr(call.module, "layer_idx", order))
         expected = types[index] if index < len(types) else None
+        # The stated layer type is tried first, since two tables of a model may be equal.
         kinds = sorted(tables, key=lambda kind: kind != expected)
         layers.append(_match(type(root).__name__, index, call, {k: tables[k] for k in kinds}, turns, calls, layers))
     if len({layer.index for layer in layers}) < len(layers):
@@ -156,7 +164,7 @@ def find_attention_layers(model: nn.Module, ids: Tensor) -> DecoderLayers:
 
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
-    """Return the tables that a model's rotary module holds by layer type, rounded by a cast or not."""
+    """Return the tables that a model's rotary module holds, by layer type, with any rounding by a cast."""
     inspection = inspect_model(model)  # refuses what the patch layer refuses
     for table in inspection.tables:
         if not isinstance(module, PatchedRotary) and table.is_dynamic:
@@ -171,7 +179,7 @@ def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None
 
 
 def _check_finite(model: str, index: int, call: AttentionCall) -> None:
-    """Raise where a layer is given states that are no numbers: they match nothing."""
+    """Raise ValueError if states of a layer are NaN or infinite, since such states match no module's output."""
     for role, state in call.states.items():
         bad = ~torch.isfinite(state)
         if bool(bad.any()):
@@ -194,16 +202,16 @@ def _match(
     calls: Sequence[AttentionCall],
     before: Sequence[AttentionLayer],
 ) -> AttentionLayer:
-    """Find the parts of one layer.
+    """Find the modules that put out the queries, keys and values of one layer.
 
     Args:
-        model: class name, for errors.
-        index: of the layer.
-        call: its attention call.
-        tables: by layer type, the likely one first.
+        model: name of the model's class, for errors.
+        index: index of the layer.
+        call: the attention call of the layer.
+        tables: the tables by layer type, the likely one first.
         turns: cos and sin of the probe's positions, by layer type.
-        calls: those of all layers, in order.
-        before: the layers matched so far.
+        calls: the attention calls of all layers, in order.
+        before: the layers that were matched before this one.
     """
     heads = {role: call.states[role].shape[1] for role in ROLES}
 
@@ -223,6 +231,7 @@ def _match(
             if query is None:
                 continue
             keys_of = index
+            # Keys that the layer does not put out itself are those of an earlier layer (Gemma 4 shares them).
             key, value = search("key", turn), search("value", lambda x: x)
             if key is None:
                 for other, layer in zip(calls, before, strict=False):  # before holds the calls that came first
@@ -253,7 +262,14 @@ def _match(
 def _search(
     call: AttentionCall, role: str, heads: Mapping[str, int], turn: Callable[[Tensor], Tensor]
 ) -> HeadOutput | None:
-    """Return the part whose output, turned, is what attention was given; the likeliest where several fit."""
+    """Return the module whose output, once rotated, is what the attention function was given; None if none fits.
+
+    Args:
+        call: the attention call of the layer.
+        role: ``"query"``, ``"key"`` or ``"value"``.
+        heads: number of heads of each role.
+        turn: function that rotates heads (rows, tokens, heads, head_dim); for values it returns them unchanged.
+    """
     rotated = call.states[role].transpose(1, 2)
     rows, tokens, _, head_dim = rotated.shape
     fits: list[tuple[bool, int, HeadOutput]] = []
@@ -271,7 +287,15 @@ def _search(
 
 
 def _arrangements(blocks: int, role: str, heads: Mapping[str, int]) -> Iterator[Tensor]:
-    """Yield how the heads of a role may lie among the blocks of a part: alone, fused role by role or head by head."""
+    """Yield indices of the blocks of a module's output that may be the heads of a role.
+
+    The heads may be alone in the output, or the three roles may be fused, role by role or head by head.
+
+    Args:
+        blocks: number of blocks of ``head_dim`` features in the output.
+        role: ``"query"``, ``"key"`` or ``"value"``.
+        heads: number of heads of each role.
+    """
     place, count = ROLES.index(role), heads[role]
     if blocks == count:
         yield torch.arange(count)
@@ -295,6 +319,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool) 
 def _close(got: Tensor, expected: Tensor) -> bool:
     if got.shape != expected.shape:
         return False
+    # In a model of 16 bits the recorded state was rounded after the rotation, and `got` was not.
     allowed = max(1e-4, 4 * torch.finfo(expected.dtype).eps) * float(expected.abs().max())
     return bool(((got.float() - expected.float()).abs() <= allowed).all())
 
@@ -308,11 +333,11 @@ def _try_blocks(output: Tensor, rows: int, tokens: int, head_dim: int, tokens_la
 
 
 def _blocks(output: Tensor, head_dim: int, tokens_last: bool) -> Tensor:
-    """Return an output as (rows, tokens, blocks, head_dim)."""
+    """Return an output of a module as (rows, tokens, blocks, head_dim)."""
     return output.transpose(1, 2) if tokens_last else output.reshape(*output.shape[:2], -1, head_dim)
 
 
 def layers_text(indices: Sequence[int]) -> str:
-    """Return indices of layers as text: as a range where they are consecutive."""
+    """Return indices of layers as text, as a range if they are consecutive from 0."""
     contiguous = list(indices) == list(range(len(indices)))
     return f"0 to {len(indices) - 1}" if contiguous and len(indices) > 1 else ", ".join(map(str, indices))

@@ -1,4 +1,4 @@
-"""Attention functions of our own, and what a model's attention layers were given while they ran.
+"""Record the arguments with which a model's attention layers call their attention function.
 
 A model attends through any function that is registered with transformers' ``AttentionInterface``, in a block of
 :func:`~rope_patch.modeling.temporary_modes.attending_with`. The one registered here attends causally and records
@@ -25,13 +25,13 @@ ROLES = ("query", "key", "value")
 
 @dataclass(eq=False)
 class AttentionCall:
-    """What one attention layer was given, and what the modules directly below it had put out.
+    """A call of the attention function by one layer, and the outputs of the modules directly below the layer.
 
     Attributes:
         module: the attention layer.
-        states: by role, (rows, heads, tokens, head_dim).
-        kwargs: what else the layer passed to its attention function.
-        window: tokens that a sliding layer sees; None where it sees all [tokens].
+        states: queries, keys and values by role: (rows, heads, tokens, head_dim).
+        kwargs: other keyword arguments that the layer passed to its attention function.
+        window: number of tokens that a sliding layer sees [tokens]; None if the layer sees all.
         outputs: name, module and output of the modules directly below the layer, in the order of their calls.
     """
 
@@ -44,7 +44,12 @@ class AttentionCall:
 
 @dataclass(eq=False)
 class _Recording:
-    """The attention calls so far, and the outputs of modules since the last of them."""
+    """A recording in progress.
+
+    Attributes:
+        calls: the attention calls so far.
+        outputs: the outputs of modules since the last of these calls.
+    """
 
     calls: list[AttentionCall] = field(default_factory=list)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
@@ -57,6 +62,7 @@ def _record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend causally, and record the states: (rows, heads, tokens, head_dim) each."""
+    # The function is registered for the whole process, so other threads may call it, without a recording.
     recording = _RECORDING.get()
     if recording is not None:
         states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
@@ -71,15 +77,18 @@ def _record(
 
 
 def window_alone(local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Return the window of a mask in place of the mask: (1, 1, 1, 1). Not every sliding layer passes its window on."""
+    """Return a tensor (1, 1, 1, 1) that holds the window, in place of a mask; None without a window.
+
+    The mask is the only way to learn the window, since not every sliding layer passes it to its attention function.
+    """
     return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
 
 
 def window_of(mask: Tensor | None) -> int | None:
-    """Return the window that :func:`window_alone` gave.
+    """Return the window that :func:`window_alone` has put into a mask.
 
     Raises:
-        ValueError: a mask that the model made itself.
+        ValueError: the model made the mask itself.
     """
     if mask is not None and (mask.numel() > 1 or mask.dtype != torch.long):
         raise ValueError("a layer attends with a mask of its own: causal and sliding layers alone are known")
@@ -92,19 +101,19 @@ AttentionMaskInterface.register(ATTENTION_NAME, window_alone)
 
 @torch.no_grad()
 def record_attention(model: PreTrainedModel, decoder: nn.Module, ids: Tensor, positions: Tensor) -> list[AttentionCall]:
-    """Read a few tokens and return what each attention layer was given, in the order of the calls.
+    """Read a few tokens, and return the call of each attention layer, in the order of the calls.
 
     Args:
-        model: of transformers.
-        decoder: its decoder.
-        ids: (1, tokens) token ids.
-        positions: (1, tokens) their positions.
+        model: a model of transformers.
+        decoder: the decoder of the model, which is run.
+        ids: (1, tokens) token ids that are read.
+        positions: (1, tokens) positions of these tokens [tokens].
     """
     recording = _Recording()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            recording.outputs.pop(module, None)  # the order is that of the last calls
+            recording.outputs.pop(module, None)  # so that the order of a dict is that of the last calls
             recording.outputs[module] = output.cpu().clone()
 
     device = device_of(model.get_input_embeddings())

@@ -1,8 +1,8 @@
-"""Streaming statistics of queries, keys and values before rotation, of every layer and head, in one forward pass.
+"""Statistics of queries, keys and values before rotation, of every layer and head, computed in one forward pass.
 
-Hooks stand where :mod:`rope_patch.modeling.attention_layers` has found the states; the model reads as it always does,
-through its decoder alone, so that no logits exist. Each state is reduced where it appears, a slice of tokens at a time.
-What is kept does not grow with the text.
+Hooks are on the modules in which :mod:`rope_patch.modeling.attention_layers` has found the states. Only the decoder of
+the model is run, so that no logits exist. Each state is reduced as soon as it appears, a slice of tokens at a time, so
+the memory does not grow with the text.
 
 The numbers are those of Jonasson (arXiv:2503.01832) and of Barbero et al. (arXiv:2410.06205, sec. 4): mean
 vector, mean norm and circular deviation of each rotary pair.
@@ -23,7 +23,7 @@ from rope_patch.modeling.streaming import stream
 from rope_patch.patching.locate import locate
 
 LARGEST_STATE = 1e18
-"""States from here on are refused as infinite ones are: their squares leave the range of float32."""
+"""States of this size or more are refused, as infinite ones are: their squares leave the range of float32."""
 
 __all__ = ["Capture", "LayerCapture", "Statistics", "capture"]
 
@@ -38,22 +38,22 @@ def capture(
     """Measure a model's queries, keys and values before rotation on a text.
 
     Layers, heads and layouts are found by measurement, see :mod:`rope_patch.modeling.attention_layers`; attention runs
-    through whatever implementation the model uses. The model is in eval mode meanwhile, and left as it was.
+    through whatever implementation the model uses. Meanwhile the model is in eval mode; it is left as it was.
 
     Args:
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
-        token_ids: (tokens,) or (rows, tokens), at least 2 tokens; rows are texts of their own, read one by one.
-        chunk: tokens per forward pass, through a cache; all of a text by default.
-        layers: indices of the layers to measure; all by default.
+        token_ids: (tokens,) or (rows, tokens) token ids, at least 2 in a row; rows are separate texts, read one by one.
+        chunk: number of tokens in a forward pass, through a cache; by default a text is read in one pass.
+        layers: indices of the layers that are measured; all by default.
 
     Returns:
         The statistics.
 
     Raises:
-        TypeError: not a transformers model.
-        ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have; a model without a rotary
-            table, or whose states cannot be found (see ``find_attention_layers``); NaN or infinite states, by name and
-            position.
+        TypeError: it is not a model of transformers.
+        ValueError: there are fewer than 2 tokens, or ids that the model does not know; it lacks one of the layers, or
+            has no rotary table; its states cannot be found (see ``find_attention_layers``); or states are NaN or
+            infinite, which the message names with their positions.
     """
     rows = token_rows(token_ids)
     sums: dict[tuple[int, str], _StateSums] = {}
@@ -78,7 +78,13 @@ def capture(
 
 
 class _StateSums:
-    """Running sums over the states of one role of a layer: float32 within a slice of tokens, float64 across slices."""
+    """Running sums over the states of one role of a layer, in float32 within a slice of tokens and float64 across them.
+
+    Args:
+        layer: the attention layer.
+        role: ``"query"``, ``"key"`` or ``"value"``.
+        states: (tokens, heads, head_dim) first states, from which shapes and device are taken.
+    """
 
     def __init__(self, layer: AttentionLayer, role: str, states: Tensor) -> None:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
@@ -102,14 +108,21 @@ class _StateSums:
         return values.sum(0).to(self.device).double()
 
     def add(self, states: Tensor, row: int, start: int) -> None:
-        """Add states (tokens, heads, head_dim) that begin at a position."""
-        if not float(states.abs().max()) < LARGEST_STATE:  # true of NaN as well
+        """Add the states of a slice of tokens.
+
+        Args:
+            states: (tokens, heads, head_dim) float32 states.
+            row: index of the text, for errors.
+            start: position of the first token [tokens].
+        """
+        if not float(states.abs().max()) < LARGEST_STATE:  # also true for NaN
             self._refuse(states, row, start)
         self.count += len(states)
         self.sum += self._sum(states)
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
         self.norm_sum += self._sum(norms)
+        # Zero vectors have no direction: they are neither counted nor divided by their norm.
         zero = norms == 0 if float(norms.min()) == 0 else None
         self.directed += len(states)
         if zero is not None:
@@ -129,6 +142,7 @@ class _StateSums:
 
     def result(self) -> Statistics:
         """Return the statistics."""
+        # Rounding can make a mean of unit vectors longer than 1.
         length = torch.hypot(*(self.unit_sum / self.directed.clamp_min(1))).clamp(0, 1)
         return Statistics(
             mean=(self.sum / self.count).cpu(),

@@ -1,4 +1,4 @@
-"""Reading a causal language model so that ``[tokens, vocab]`` logits never exist; every score comes through here."""
+"""Read texts with a causal language model without whole ``[tokens, vocab]`` logits. All scores are computed here."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CacheFactory = Callable[[], Any]
 
 
 def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:
-    """Return the identity of a cache as a part of keys of the result cache; empty without a cache.
+    """Return the entry by which keys of the result cache tell KV caches apart; empty without a KV cache.
 
     Args:
-        cache: factory; its ``identity``, where it has one, is a text.
+        cache: factory of KV caches, whose attribute ``identity`` is a text that describes them, if it has one.
         resume: whether results are stored.
 
     Raises:
-        ValueError: results are stored, and the cache has no identity.
+        ValueError: results are stored, and the factory has no identity.
     """
     if cache is None:
         return {}
@@ -57,11 +57,12 @@ class Reader:
 
     Args:
         model: a causal language model of transformers, bare, quantized, sharded or under a LoRA adapter.
-        inside: the parts are called from the model's own ``forward``: what FSDP2 shards is gathered already.
+        inside: whether the parts are called from the model's own ``forward``, where weights that FSDP2 shards are
+            gathered already.
 
     Raises:
-        TypeError: not a transformers model.
-        ValueError: no decoder and output head, or an adapter that puts tokens of its own before the prompt.
+        TypeError: it is not a model of transformers.
+        ValueError: the model has no decoder with an output head, or an adapter puts tokens of its own before the text.
     """
 
     def __init__(self, model: nn.Module, *, inside: bool = False) -> None:
@@ -87,10 +88,11 @@ class Reader:
         self.call = _call if inside else _through_root(model, self.decoder)
 
     def new_cache(self, capacity: int | None = None) -> DynamicCache:
-        """Return an empty cache that forgets what sliding layers do not read.
+        """Return an empty cache, in which sliding layers keep only the tokens of their windows.
 
         Args:
-            capacity: tokens it will hold, where known: then it grows in place. By default it is copied as it grows.
+            capacity: number of tokens that the cache will hold [tokens]. If it is given, memory is allocated once; by
+                default the cache is copied as it grows.
         """
         cache = DynamicCache(config=self.model.config)
         if capacity is not None:
@@ -106,18 +108,19 @@ class Reader:
         *,
         reach: Reach | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Run the decoder over ids, in chunks when there is a cache.
+        """Run the decoder over token ids, in chunks if there is a cache.
 
         Args:
-            ids: (rows, tokens).
-            past: cache to read through and add to.
-            chunk: tokens per forward pass; all by default.
-            progress: of the work that this is a part of: moved after each layer, and when the next chunk is asked for.
-            reach: the length that the sequences will reach, of all or of each row, which decides the table of a patch
-                with two; by default what the cache holds and what is read here [tokens].
+            ids: (rows, tokens) token ids.
+            past: cache whose tokens are before these, and to which these are added; None for no cache.
+            chunk: number of tokens in a forward pass; all by default.
+            progress: progress of the work to which this belongs; it moves after each layer, and when the next chunk is
+                asked for.
+            reach: length that all rows, or each row, will reach, which decides the table of a patch with two [tokens];
+                by default the tokens in the cache and those that are read here.
 
         Yields:
-            Offset of the chunk, and its last hidden states (rows, chunk, hidden).
+            The offset of the chunk, and its last hidden states (rows, chunk, hidden).
         """
         if self.dynamic and (past is not None or len(ids) > 1):
             raise ValueError(
@@ -131,6 +134,7 @@ class Reader:
             part = ids[:, start : start + size].to(self.device)
             before = 0.0 if progress is None else progress.read
             with contextlib.ExitStack() as stack:
+                # Without a cache sdpa itself needs no mask.
                 if past is not None:
                     stack.enter_context(attending_with(self.model, ATTENTION_NAME, instead_of="sdpa"))
                 stack.enter_context(reaching(self.rotary, reach, trusted=True))
@@ -143,7 +147,7 @@ class Reader:
                 progress.reach(before + part.numel())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does."""
+        """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does it."""
         weight = self.head.weight
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
         logits: Tensor = self.call(self.head, hidden.to(device_of(self.head), dtype)).float()
@@ -155,11 +159,11 @@ class Reader:
         """Score the token that follows each state, a slice of logits at a time.
 
         Args:
-            hidden: (states, hidden).
-            targets: (states,).
+            hidden: (states, hidden) last hidden states.
+            targets: (states,) ids of the tokens that follow.
 
         Returns:
-            Negative log-likelihood (states,) float64 [nats] and the most probable token (states,), both on the CPU.
+            The negative log-likelihood (states,) float64 [nats] and the most probable token (states,), on the CPU.
         """
         # Written in place: small results kept between the large tensors would split the heap, slice by slice.
         losses = torch.empty(len(targets), dtype=torch.float64)
@@ -187,22 +191,22 @@ def losses(
     cache: CacheFactory | None = None,
     progress: Progress | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Score tokens of rows of equal or right-padded length, in one pass or in chunks through a cache.
+    """Score tokens of rows of equal length, or padded on the right, in one pass or in chunks through a cache.
 
-    Padding on the right is never seen by what stands before it, so no mask is sent.
+    No mask is needed, since no token sees the padding to its right.
 
     Args:
-        reader: the model.
-        rows: (rows, tokens), padded on the right with any id.
-        first: position of the first token of each row to score, at least 1.
-        lengths: tokens of each row that are not padding; all by default.
-        chunk: tokens per forward pass; all by default.
-        cache: factory of a cache to read through; a ``DynamicCache`` when chunked.
-        progress: of the work that this is a part of.
+        reader: the model, taken apart.
+        rows: (rows, tokens) token ids, padded on the right with any id.
+        first: position of the first token that is scored in each row, at least 1 [tokens].
+        lengths: number of tokens of each row that are not padding; all by default.
+        chunk: number of tokens in a forward pass; all by default.
+        cache: factory of the cache through which rows are read; by default a ``DynamicCache`` if there are chunks.
+        progress: progress of the work to which this belongs.
 
     Returns:
-        Negative log-likelihood (rows, tokens) float64 [nats] and most probable tokens (rows, tokens), both by the
-        position of the token scored; nan and -1 elsewhere.
+        The negative log-likelihood (rows, tokens) float64 [nats] and the most probable tokens (rows, tokens), both at
+        the position of the scored token; nan and -1 elsewhere.
     """
     width = rows.shape[1]
     lengths = [width] * len(rows) if lengths is None else lengths
@@ -221,7 +225,7 @@ def losses(
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where a module's inputs go: where its weights are, or where accelerate will put them."""
+    """Return the device on which a module takes its inputs: that of its weights, or where accelerate will move them."""
     hook: Any = getattr(module, "_hf_hook", None)
     for each in (hook, *getattr(hook, "hooks", ())):
         if getattr(each, "execution_device", None) is not None:
@@ -235,23 +239,25 @@ def _call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _through_root(model: nn.Module, decoder: nn.Module) -> Callable[..., Any]:
-    """Return what calls the parts of a model; where FSDP2 shards it, as a forward pass of the root.
+    """Return a function that calls the parts of a model; if FSDP2 shards it, as a forward pass of the root.
 
-    The root gathers and casts what belongs to no sharded layer, and the first pass of all must be the root's.
+    The root gathers and casts the weights that belong to no sharded layer, and the first of all passes must be its own.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import, and without it nothing is sharded
+    # Not imported, which is slow: if nobody has imported it, nothing is sharded.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     root: Any = next((m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)), None)
     if root is None or root is decoder or not any(module is decoder for module in root.modules()):
         return _call
     root._rope_patch_call = _call
     fsdp.register_fsdp_forward_method(root, "_rope_patch_call")
+    # FSDP2 wraps a method in place; the wrapped one is taken off the root again, so that the model is as it was.
     call: Callable[..., Any] = root.__dict__.pop("_rope_patch_call")
     return call
 
 
 def _is_dynamic(model: nn.Module) -> bool:
     if any(isinstance(module, PatchedRotary) for module in model.modules()):
-        return False  # ours never is
+        return False  # a patched table never changes with the length
     config: Any = model.config
     parameters: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
     several = [item for item in parameters.values() if isinstance(item, Mapping)]
@@ -259,16 +265,16 @@ def _is_dynamic(model: nn.Module) -> bool:
 
 
 UNHASHED_KEYS = ("transformers_version", "_name_or_path", "architectures", "dtype")
-"""What a config says of who wrote it, and of where it lies: a folder that is moved holds the same model.
+"""Keys of a config that say who wrote it and where it is: a folder that is moved holds the same model.
 
-``save_pretrained`` writes the last two into the config of the model that it saves; both show elsewhere.
+``save_pretrained`` writes the last two into the config of the model that it saves; the hash covers both elsewhere.
 """
 
 
 def model_hash(model: nn.Module) -> str:
     """Return a digest of a model's config, tables, adapters, forward hooks and weights, every bit of them.
 
-    Finished work of an interrupted run is kept under it, so it must differ wherever a result could: a few values of
+    The result cache stores finished work under it, so it must differ whenever a result could differ: a few values of
     each tensor would not show that some rows of an embedding were trained.
     """
     digest = hashlib.sha256()
@@ -292,11 +298,11 @@ def model_hash(model: nn.Module) -> str:
 
 
 _NOT_THE_USERS = ("accelerate.", "rope_patch.", "torch.")
-"""Modules whose hooks move tensors or look at them, and change no result."""
+"""Beginnings of module names whose hooks only move tensors or look at them, and change no result."""
 
 
 def _hooks(module: nn.Module) -> list[str]:
-    """Return what tells the forward hooks of a module from others: a hash of their code and the values they hold."""
+    """Return a hash of each forward hook of a module, of its code and of the values that it holds."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_NOT_THE_USERS)]
     if not own:
@@ -312,17 +318,20 @@ def _hooks(module: nn.Module) -> list[str]:
 
 
 def _quantized_by(module: nn.Module, tensor: Tensor) -> list[Tensor]:
-    """Return the scales by which bitsandbytes quantized a weight: attributes of it, of 8 bits later of the layer."""
+    """Return the scales with which bitsandbytes quantized a weight.
+
+    They are attributes of the weight; those of 8-bit weights move to the layer in its first forward pass.
+    """
     state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
     if scales is None and hasattr(tensor, "CB"):
         scales = getattr(getattr(module, "state", None), "SCB", None)
-    inner = getattr(state, "state2", None)  # of scales that are quantized themselves
+    inner = getattr(state, "state2", None)  # double quantization: the scales are quantized themselves
     parts = [getattr(part, name, None) for part in (state, inner) for name in ("absmax", "offset", "code")]
     return [values for values in (scales, *parts) if values is not None]
 
 
 def _at_hand(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of a module from where its values are: whole where it is sharded, read where it is offloaded."""
+    """Return a tensor of a module with all of its values: gathered if it is sharded, read if it is offloaded."""
     offloaded = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
     if tensor.is_meta:
         return tensor if offloaded is None else offloaded[name]
@@ -353,10 +362,10 @@ def _sums(tensor: Tensor) -> Any:
 
 
 _WORDS_AT_ONCE = 1 << 21
-"""Of eight bytes, added up at once: the copies of 16 MB fit everywhere."""
+"""Number of words of eight bytes that are added up at one time; their copies of 16 MB fit into any memory."""
 
 
 def name_of(model: nn.Module) -> str:
-    """Return what a model's config calls it, without the folder it lies in."""
+    """Return the name of a model in its config, without the folder that it is in."""
     config: Any = model.config
     return str(getattr(config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]

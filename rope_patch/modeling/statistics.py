@@ -1,4 +1,4 @@
-"""What a capture holds: frozen records of tensors, written as plain arrays."""
+"""The results of a capture: frozen dataclasses of tensors, which are written as plain arrays."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ SCHEMA = 2
 class Statistics:
     """Statistics of the queries, keys or values of one layer over a text. Tensors are float64 on the CPU.
 
-    ``first`` and ``second`` feature of pair i are i and i + pairs, or 2 i and 2 i + 1 when ``interleaved``. Values do
-    not rotate; theirs are paired in the same way, as a control.
+    The first and second feature of pair i are i and i + pairs, or 2 i and 2 i + 1 if ``interleaved``. Values are not
+    rotated; their features are paired in the same way, as a control.
 
     Attributes:
-        mean: (heads, head_dim) mean of each feature, unrotated ones included.
+        mean: (heads, head_dim) mean of each feature, those outside the table included.
         mean_norm: (heads, pairs) mean 2-norm of each pair.
-        circular_deviation: (heads, pairs) ``sqrt(-2 ln R)``, R the length of the mean unit vector (Mardia & Jupp,
-            *Directional Statistics*, 2000, sec. 2.3.1) [rad]; inf where the directions cancel out. Zero vectors have no
-            direction and are left out.
-        interleaved: layout of the pairs.
+        circular_deviation: (heads, pairs) ``sqrt(-2 ln R)``, where R is the length of the mean unit vector (Mardia &
+            Jupp, *Directional Statistics*, 2000, sec. 2.3.1) [rad]; inf if the directions cancel out. Zero vectors have
+            no direction and are left out.
+        interleaved: whether the two features of a pair are neighbours.
     """
 
     mean: Tensor
@@ -48,7 +48,7 @@ class Statistics:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs; twice as many features are covered by the table."""
+        """Number of pairs of the table, which covers twice as many features."""
         return self.mean_norm.shape[1]
 
     @property
@@ -64,11 +64,11 @@ class Statistics:
 
     @property
     def unrotated(self) -> Tensor:
-        """Mean of the features behind the table (partial rotary): (heads, head_dim - 2 pairs)."""
+        """Mean of the features that the table does not cover (partial rotary): (heads, head_dim - 2 pairs)."""
         return self.mean[:, 2 * self.pairs :]
 
     def repeated(self, groups: int) -> Statistics:
-        """Return the statistics with each head ``groups`` times: those of key heads, by query head."""
+        """Return the statistics with each head repeated ``groups`` times: those of key heads, by query head."""
         if groups == 1:
             return self
         repeated = {name: getattr(self, name).repeat_interleave(groups, dim=0) for name in _ARRAYS}
@@ -77,21 +77,21 @@ class Statistics:
 
 @dataclass(frozen=True, eq=False)
 class LayerCapture:
-    """What was measured in one attention layer.
+    """The measurements of one attention layer.
 
     Attributes:
-        index: of the layer.
-        layer_type: of its table; None on models with one table.
-        inv_freq: (pairs,) float32, the table in use [rad/token].
+        index: index of the layer in the model.
+        layer_type: layer type of the layer's table; None on a model with one table.
+        inv_freq: (pairs,) float32 frequencies in use [rad/token].
         attention_scaling: factor on cos and sin.
-        context: positions a query of the layer can look back over: the context the config states, or the window of a
-            sliding layer [tokens].
+        context: number of positions that a query of the layer can look back over: the context that the config states,
+            or the window of a sliding layer [tokens].
         scaling: factor on q·k.
-        softcap: of the scaled logits, where the model has one.
-        keys_of: the layer whose keys and values it uses; its own index on most models.
-        query: statistics by query head.
-        key: by key head.
-        value: by key head.
+        softcap: bound of the scaled logits; None if the model has none.
+        keys_of: index of the layer whose keys and values this one uses; its own index on most models.
+        query: statistics of the queries, by query head.
+        key: statistics of the keys, by key head.
+        value: statistics of the values, by key head.
     """
 
     index: int
@@ -108,12 +108,12 @@ class LayerCapture:
 
     @property
     def groups(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads that share a key head."""
         return self.query.heads // self.key.heads
 
     @property
     def key_by_query_head(self) -> Statistics:
-        """Statistics of the keys with each key head repeated for the query heads it serves, as Jonasson counts them."""
+        """Statistics of the keys, with each key head repeated for its query heads, as Jonasson counts them."""
         return self.key.repeated(self.groups)
 
 
@@ -122,12 +122,12 @@ class Capture:
     """Statistics of a model's queries, keys and values on a text.
 
     Attributes:
-        model: class name.
-        tokens: read in all.
-        rows: texts read.
+        model: name of the model's class.
+        tokens: number of tokens that were read, in all texts.
+        rows: number of texts that were read.
         text: 16 hex digits that identify the token ids.
-        chunk: tokens per forward pass; 0 when each text was read at once.
-        layers: those captured, in order.
+        chunk: number of tokens in a forward pass; 0 if each text was read in one pass.
+        layers: the captured layers, in order.
         schema: version of this layout.
     """
 
@@ -143,7 +143,7 @@ class Capture:
         """Return a layer by its index in the model.
 
         Raises:
-            ValueError: a layer that was not captured.
+            ValueError: the layer was not captured.
         """
         for layer in self.layers:
             if layer.index == index:
@@ -151,9 +151,9 @@ class Capture:
         raise ValueError(f"layers {[layer.index for layer in self.layers]} were captured, got {index}")
 
     def to_npz(self, path: str | Path) -> None:
-        """Write everything to one ``.npz`` of plain arrays, no pickle in it, and rename it into place.
+        """Write everything to one ``.npz`` of plain arrays without pickle, under a temporary name that is then renamed.
 
-        ``layer3.key.mean`` and the like; ``outline`` says what was read and how.
+        Arrays have names such as ``layer3.key.mean``; ``outline`` says what was read, and how.
 
         Raises:
             OSError: the folder cannot be written; nothing is left behind.
@@ -169,10 +169,10 @@ class Capture:
 
     @classmethod
     def from_npz(cls, path: str | Path) -> Capture:
-        """Read what :meth:`to_npz` wrote.
+        """Read a file that :meth:`to_npz` has written.
 
         Raises:
-            ValueError: a file of another kind or version.
+            ValueError: the file is of another kind or version.
         """
         outline, arrays = read_arrays(path, SCHEMA)
         layers = []
@@ -200,7 +200,12 @@ _ARRAYS = tuple(item.name for item in fields(Statistics) if item.name != "interl
 
 
 def write_arrays(path: str | Path, outline: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
-    """Write tensors and what they are of to one ``.npz``, no pickle in it, and rename it into place.
+    """Write tensors and an outline to one ``.npz`` without pickle, under a temporary name that is then renamed.
+
+    Args:
+        path: path of the file.
+        outline: a description of the tensors that JSON can hold; it states the schema of the file.
+        arrays: the tensors, by name.
 
     Raises:
         OSError: the folder cannot be written; nothing is left behind.
@@ -212,10 +217,14 @@ def write_arrays(path: str | Path, outline: Mapping[str, Any], arrays: Mapping[s
 
 
 def read_arrays(path: str | Path, schema: int | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read what :func:`write_arrays` wrote: the outline, less its schema, and the tensors.
+    """Return the outline, without its schema, and the tensors of a file that :func:`write_arrays` has written.
+
+    Args:
+        path: path of the file.
+        schema: the schema that the file must have.
 
     Raises:
-        ValueError: a file of another kind or version.
+        ValueError: the file is of another kind or version.
     """
     with numpy.load(path, allow_pickle=False) as arrays:
         outline = json.loads(str(arrays["outline"])) if "outline" in arrays else {}

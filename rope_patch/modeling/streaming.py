@@ -1,4 +1,4 @@
-"""Pass the states of a model to a function while it reads a text; nothing is stored."""
+"""Pass the queries, keys and values of a model to a function while it reads a text; nothing is stored."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rope_patch.patching.two_tables import reaching
 from rope_patch.runtime.progress import Progress
 
 SLICE_TOKENS = {"cpu": 512}
-"""Tokens of a state that are passed on at a time, by device: on a CPU, small slices stay in its cache. On others it is
-``LARGE_SLICE_TOKENS``, since a small kernel costs as much as a large one there."""
+"""Number of tokens whose states are passed on at one time, by type of device: on a CPU small slices stay in its cache.
+On other devices it is ``LARGE_SLICE_TOKENS``, since a small kernel costs as much as a large one there."""
 LARGE_SLICE_TOKENS = 4096
 
 Visit = Callable[[AttentionLayer, str, Tensor, int, int], None]
-"""Called with states as they appear: layer, role, states (tokens, heads, head_dim) float32 before rotation, the row of
-the text and the position of the first of them."""
+"""A function that is called with states as they appear. Its arguments are the layer, the role, the states before
+rotation (tokens, heads, head_dim) in float32, the row of the text, and the position of the first of the states."""
 
 
 @torch.no_grad()
@@ -41,18 +41,17 @@ def stream(
     """Read a text and call a function with the states of its layers as they appear.
 
     Args:
-        model: as for :func:`~rope_patch.modeling.capture.capture`.
-        token_ids: (tokens,) or (rows, tokens).
-        visit: called with each state, a slice of tokens at a time.
-        chunk: tokens per forward pass.
+        model: a causal language model of transformers, as for :func:`~rope_patch.modeling.capture.capture`.
+        token_ids: (tokens,) or (rows, tokens) token ids.
+        visit: function that is called with each state, a slice of tokens at a time.
+        chunk: number of tokens in a forward pass; by default a row is read in one pass.
         layers: indices of the layers whose states are passed on; all by default.
 
     Returns:
         The layers whose states were passed on.
 
     Raises:
-        TypeError: as for :func:`~rope_patch.modeling.capture.capture`.
-        ValueError: as for :func:`~rope_patch.modeling.capture.capture`.
+        TypeError, ValueError: the model or an argument is wrong, as for :func:`~rope_patch.modeling.capture.capture`.
     """
     rows = token_rows(token_ids)
     if chunk is not None and chunk < 1:
@@ -90,6 +89,7 @@ def stream(
                 with progress.within_pass(attention.decoder, ids.numel()), reaching(location.module, len(row)):
                     cache = {cache_argument(attention.decoder): past, "use_cache": past is not None}
                     attention.decoder(input_ids=ids, **cache)
+                # A hook that does not run would leave its layer out of the statistics in silence.
                 if received != len(shown) * len(ROLES):
                     raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")
         progress.finish()
