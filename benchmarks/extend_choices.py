@@ -1,9 +1,8 @@
-"""What `rope-patch extend` chooses on the bundled checkpoints at four times their context, with three seeds.
+"""Record what `rope-patch extend` chooses on the bundled checkpoints at four times their context, with three seeds.
 
     python benchmarks/extend_choices.py -o benchmarks/results/extend_choices.json      # about 10 minutes of a core
 
-Every run measures the default candidates without training. The tolerance is 30 %: those that
-reach four times the context cost more than the 1 % that a run allows by default.
+Every run measures the default candidates without training. Perplexity within the trained context may rise by 30 %.
 """
 
 from __future__ import annotations

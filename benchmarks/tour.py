@@ -22,20 +22,20 @@ from pathlib import Path
 from public_checkpoint import BUILD, CHECKPOINTS, FetchError, Release, plain_folder
 
 BEGINNINGS = ("The capital of France is", "A spider has", "The sea is")
-"""Texts that the model goes on with, before and after."""
+"""Beginnings of texts that the model continues, before and after the patch."""
 
 
 class TourError(Exception):
-    """What stops the tour: one line that says what to do."""
+    """The tour cannot go on; the message is one line that says what to do."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much the tour measures.
+    """The sizes of what the tour measures.
 
     Attributes:
-        minutes: how long it takes on two quiet CPU cores.
-        extend: the options of ``rope-patch extend``.
+        minutes: the time that the tour takes on two quiet CPU cores [min].
+        extend: the options of ``rope-patch extend``: the length to reach, the methods, and what is measured.
     """
 
     minutes: int
@@ -49,7 +49,7 @@ SIZES = {
 
 
 def run(title: str, *words: str) -> None:
-    """Show a command of rope_patch and run it.
+    """Print a command of rope_patch and run it.
 
     Raises:
         TourError: the command failed; its own message was printed above.
@@ -63,13 +63,13 @@ def tour(folder: Path, *, sizes: Sizes, release: Release) -> None:
     """Extend the checkpoint, ask it before and after, and undo the patch.
 
     Args:
-        folder: the folder that holds everything that is written.
-        sizes: how much is measured.
-        release: the checkpoint.
+        folder: the folder of everything that is written.
+        sizes: the sizes of what is measured.
+        release: the checkpoint that is extended.
 
     Raises:
         TourError: a command failed, or the restored config is not the original.
-        FetchError: the checkpoint cannot be had.
+        FetchError: the checkpoint cannot be downloaded.
     """
     print(
         f"A tour of {release.model}: about {sizes.minutes} minutes of two quiet CPU cores, all in {folder}", flush=True
@@ -77,7 +77,7 @@ def tour(folder: Path, *, sizes: Sizes, release: Release) -> None:
     model = plain_folder(folder, release=release)
     extended, restored = folder / "extended", folder / "restored"
     run("Is the rotary table that is used the one that is meant?", "doctor", str(model))
-    # --force writes anew what an interrupted run left.
+    # --force overwrites what an interrupted run left.
     extend = ("extend", str(model), *sizes.extend, "-o", str(extended), "--dtype", "bfloat16", "--force")
     run("Extend it: measure two methods, choose one, write a checkpoint.", *extend)
     run("Is the table of the new checkpoint what was recorded?", "doctor", str(extended))
@@ -93,7 +93,7 @@ def tour(folder: Path, *, sizes: Sizes, release: Release) -> None:
 
 
 def answers(folder: Path) -> dict[str, str]:
-    """Return how a checkpoint, loaded by transformers alone, goes on with each of :data:`BEGINNINGS`."""
+    """Return how a checkpoint, loaded by transformers alone, continues each of :data:`BEGINNINGS`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -109,7 +109,7 @@ def answers(folder: Path) -> dict[str, str]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the tour; what stops it is one line."""
+    """Run the tour; an error is printed as one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", choices=SIZES)
     parser.add_argument("--folder", type=Path, help="where everything is written; by default build/CHECKPOINT")

@@ -49,9 +49,9 @@ def suite_within(
     """Return a suite whose cost is within a limit, and a sentence that says what it loses; "" if it loses nothing.
 
     Args:
-        suite: what would be measured without a limit.
-        most: largest cost allowed, in the unit of ``cost``, which is tokens by default.
-        scalable: fields of the spec that may be lowered.
+        suite: the suite that would be measured without a limit.
+        most: the largest cost allowed, in the unit of ``cost``, which is tokens by default.
+        scalable: the fields of the spec that may be lowered.
         cost: a function that returns the cost of a spec; it gets specs with as many windows as the text has room for.
 
     Raises:
@@ -73,7 +73,7 @@ def comparison_within(
     """Return a suite that fits into a time or suits the size of the model, and a sentence that says what it loses.
 
     Args:
-        suite: what would be measured without a limit.
+        suite: the suite that would be measured without a limit.
         model: the model that is measured.
         methods: number of methods that are compared.
         seconds: time for the comparison [s]; None if the size of the model decides.

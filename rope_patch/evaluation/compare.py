@@ -40,7 +40,7 @@ class Row:
 
     Attributes:
         method: the method as a method string.
-        scores: its perplexity and retrieval.
+        scores: the perplexity and the retrieval of the method.
         tables: the rotary tables that it used, one for each layer type.
         trained: whether the model was trained under the method before it was measured.
     """
@@ -104,7 +104,7 @@ class Comparison:
 
     Attributes:
         rows: rows of the methods, in the order in which these were given.
-        spec: what was measured.
+        spec: the spec of what was measured.
         trained_length: trained context length of the model, as :func:`~rope_patch.patching.verify.trained_length`
             returns it [tokens].
         text: SHA-256 of the held-out text.
@@ -248,8 +248,8 @@ def compare(
         tokenizer: the tokenizer of the model.
         methods: methods to compare; ``"default"`` is the model as it is. If a factor is left out, it follows from the
             longest length.
-        spec: what is measured, or a suite made from it, which may have texts in memory. The key tokens of LongPPL are
-            chosen by the unpatched model, unless the suite has chosen them already.
+        spec: the spec of what is measured, or a suite made from one, which may have texts in memory. The key tokens of
+            LongPPL are chosen by the unpatched model, unless the suite has chosen them already.
         layer_types: layer types whose tables are patched; by default those that :func:`rope_patch.apply` chooses.
         freeze_at: length at which a dynamic table is frozen before anything is measured [tokens].
         resume: file (or mapping) in which finished windows and haystacks are stored: after Ctrl-C or a crash the same

@@ -18,7 +18,7 @@ class Haystack:
     """A text that needles are hidden in.
 
     Attributes:
-        text: the text.
+        text: the text that needles are hidden in.
         name: name of the text in results.
         endless: whether the text is repeated if it is too short. Only noise is: a text with content said twice would be
             another task.

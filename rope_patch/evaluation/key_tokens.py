@@ -110,7 +110,7 @@ def tokens_of_spec(spec: EvalSpec, context: int, windows: int | None = None) -> 
     """Return how many tokens are read to choose the key tokens of an evaluation; 0 if LongPPL is not measured.
 
     Args:
-        spec: what is measured.
+        spec: the spec of what is measured.
         context: context length of the evaluator [tokens].
         windows: number of windows that the text has room for; by default the number that the spec asks for.
     """

@@ -57,7 +57,7 @@ class PromptMaker:
         haystack: the text that the needles are hidden in.
         prefix: ids of the special tokens in front of each prompt; by default the beginning-of-sequence token if there
             is one, and none in a chat.
-        turns: what a chat template writes before and after the user's message, as
+        turns: the text that a chat template writes before and after the user's message, as
             :func:`~rope_patch.evaluation.chat.chat_turns` returns it: the text and the question are then that message,
             the answer begins in the assistant's turn, and the special tokens are those of the template. None for plain
             text.

@@ -183,13 +183,13 @@ def retrieval(
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: its tokenizer.
+        tokenizer: the tokenizer of the model.
         task: name of the task in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and
             ``"vt"`` (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts the
             part of its needle. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one
             word.
-        spec: what is measured: the fields :data:`RETRIEVAL_FIELDS` of a :class:`~rope_patch.EvalSpec`, and its
-            ``haystack``; its tasks are ignored.
+        spec: the spec of what is measured: the fields :data:`RETRIEVAL_FIELDS` of a :class:`~rope_patch.EvalSpec`, and
+            its ``haystack``; its tasks are ignored.
         cache: a factory without arguments, which returns the cache to read through.
         haystack: haystack to use instead of the spec's: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a
             :class:`Haystack`, or a :class:`PromptMaker` of this tokenizer, which then decides about the chat template
@@ -278,7 +278,7 @@ def _result(
     """Return the result of a spec's one task: answers by length and depth, and what the prompts were made of.
 
     Args:
-        spec: what was measured.
+        spec: the spec of what was measured.
         maker: the maker of the prompts.
         depths_of: depths of the parts of the answers, for each length.
         columns: samples of each haystack, in the order of the depths, for each length.

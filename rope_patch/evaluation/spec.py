@@ -35,7 +35,7 @@ def tokens_to_read(spec: EvalSpec, windows: int | None = None) -> int:
     """Return how many tokens one run reads; the progress bar counts to this number.
 
     Args:
-        spec: what the run measures.
+        spec: the spec of what the run measures.
         windows: number of windows that the text has room for; by default the number that the spec asks for.
     """
     asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
@@ -68,7 +68,7 @@ def within(
     If four windows and one sample still cost too much, the longest lengths are left out, as many as needed.
 
     Args:
-        spec: what would be measured without a limit.
+        spec: the spec that would be measured without a limit.
         most: largest cost allowed, in the unit of ``cost``, which is tokens by default.
         scalable: the fields that may be lowered, out of ``windows`` and ``samples``.
         cost: a function that returns the cost of a spec, such as the seconds that it takes; by default the tokens that
@@ -110,7 +110,7 @@ def smaller(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
     Windows and samples are lowered together, and when one sample is left the windows are lowered alone.
 
     Args:
-        spec: what would be measured without a limit.
+        spec: the spec that would be measured without a limit.
         scalable: the fields that may be lowered, as for :func:`within`.
     """
     windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows

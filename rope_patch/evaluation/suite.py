@@ -43,11 +43,11 @@ class EvalResult:
     """The scores of one model.
 
     Attributes:
-        spec: what was measured.
+        spec: the spec of what was measured.
         perplexity: perplexity by position; None if no window of text was asked for.
         retrieval: retrieval by length and depth, for each task.
-        short_window: under a patch with two tables, the length of the windows that give the perplexity at positions up
-            to it, since those are read under the short table; 0 if there is one table [tokens].
+        short_window: the length of the windows that give the perplexity at positions up to it, under a patch with two
+            tables: those windows are read under the short table [tokens]; 0 if there is one table.
         key_tokens: the tokens that LongPPL is measured on; None if it is not measured.
     """
 
@@ -98,7 +98,7 @@ def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy:
     Args:
         scores: results of all methods, all of one spec, without the unpatched model.
         trained_length: trained context length of the model [tokens].
-        remedy: what the reader can do to measure the unpatched model.
+        remedy: the end of the sentence: a way to measure the unpatched model.
     """
     failures = []
     for task in scores[0].retrieval:
@@ -129,7 +129,7 @@ class EvalSuite:
     """The windows of text and the prompts of a spec, in one tokenizer's tokens.
 
     Args:
-        spec: what is measured.
+        spec: the spec of what is measured.
         tokenizer: the tokenizer of the models that will be measured.
         text: a text in memory that replaces the spec's, as :func:`~rope_patch.evaluation.documents.documents` takes it.
         haystack: a haystack in memory that replaces the spec's.

@@ -95,8 +95,8 @@ class Draw:
         """Return ``count`` different numbers with this number of digits.
 
         Args:
-            count: how many numbers.
-            digits: number of digits of each.
+            count: the number of numbers that are returned.
+            digits: the number of digits of each.
         """
         # More than needed, because some repeat and some have another number of tokens.
         pool = ["".join(self.rng.choices("0123456789", k=digits)) for _ in range(64 + count)]
@@ -132,7 +132,7 @@ class Draw:
 
         Args:
             endless: function that yields different items, from a source of randomness.
-            count: how many items are returned.
+            count: the number of items that are returned.
         """
         sizes = self._sizes(list(itertools.islice(endless(random.Random(0)), 128)))
         return self.equally_long(list(itertools.islice(endless(self.rng), 64 + 8 * count)), count, _most_common(sizes))
@@ -141,8 +141,8 @@ class Draw:
         """Return items of a pool, first those with the given number of tokens.
 
         Args:
-            pool: different items.
-            count: how many items are returned.
+            pool: the different items to choose from.
+            count: the number of items that are returned.
             size: number of tokens of an item; by default the most common one in the pool [tokens].
 
         Raises:
