@@ -1,11 +1,11 @@
-"""Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
+"""Learned tables: fit the frequencies of a checkpoint to a longer context, with its weights frozen.
 
-The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
-many lengths, or over short ones at skipped positions. The table is chosen on held-out retrieval first and perplexity
-second: it predicts held-out text no worse than its start does, answers not significantly fewer prompts, and predicts a
-second domain, the documentation of Python, no worse on average and significantly worse nowhere. A gain on text like the
-fit's need not carry over to other text. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors by
-evolution.
+The table is trained by gradient descent on the logarithms of its frequencies, over rows of text and retrieval prompts
+of many lengths, or over short rows at skipped positions. The table is chosen on held-out data, by retrieval first and
+by perplexity second: it predicts held-out text no worse than its start does, does not answer significantly fewer
+prompts, and predicts a second domain, the documentation of Python, no worse on average and significantly worse nowhere.
+A gain on text like that of the fit need not carry over to other text. Related: LongRoPE (Ding et al., arXiv:2402.13753)
+searches the same factors by evolution.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rope_patch.patching.locate import locate
 __all__ = ["Candidate", "FittedPatch", "fit", "held_out_spec"]
 
 SEED_OFFSET = 2_000_003
-"""Added to the seed of held-out prompts, so that no comparison with a small seed asks the same."""
+"""Number that is added to the seed of held-out prompts, so that a comparison with a small seed has other prompts."""
 TEXT_ALONE = (
     "with retrieval=0 (--retrieval 0) the table was fitted by the loss of text alone: no prompt took part, so it may "
     "answer fewer of them, and it is fits of this kind that were found worse on text of another kind"
@@ -47,11 +47,11 @@ class FittedPatch(Patch):
     """A patch whose table was fitted.
 
     Attributes:
-        candidates: the start, and the tables that were found from it.
-        chosen: name of the one in use; ``"start"`` where no other is better.
-        losses: of every step's text [nats/token].
-        stopped: why the fit ended early; "" where it did not.
-        warnings: what to know before the table is used, sentences.
+        candidates: the start, and the tables that were fitted from it.
+        chosen: name of the candidate in use; ``"start"`` if no other is better.
+        losses: loss of the text in each step [nats/token].
+        stopped: the reason why the fit ended early; "" if it did not.
+        warnings: sentences that should be read before the table is used.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -62,11 +62,11 @@ class FittedPatch(Patch):
 
     @property
     def winner(self) -> Candidate:
-        """The table in use."""
+        """The candidate whose table is in use."""
         return next(candidate for candidate in self.candidates if candidate.name == self.chosen)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was found, for JSON."""
+        """Return the candidates, the choice and the losses as a dict for JSON."""
         return {
             "chosen": self.chosen,
             "method": str(self.method),
@@ -78,16 +78,16 @@ class FittedPatch(Patch):
 
 
 def held_out_spec(model: nn.Module, target_length: int, *, seed: int = 0, **changes: Any) -> EvalSpec:
-    """Return what a fit is evaluated on by default: 8 windows, and prompts of lengths that double up to the target.
+    """Return the default spec of a fit's evaluation: 8 windows, and prompts of lengths that double up to the target.
 
     Args:
-        model: to be fitted.
-        target_length: to fit to [tokens].
-        seed: of the fit.
+        model: the model whose table will be fitted.
+        target_length: the context to which the table will be fitted [tokens].
+        seed: seed of the fit.
         **changes: other fields of :class:`~rope_patch.evaluation.spec.EvalSpec`, such as ``samples``.
 
     Raises:
-        ValueError: a target below the trained length, or one that is no number.
+        ValueError: the target is below the trained length, or is not a whole number.
     """
     if not isinstance(target_length, int):
         raise ValueError(f"target_length must be a whole number of tokens, got {target_length!r}")
@@ -113,26 +113,27 @@ def fit(
     spec: EvalSpec | None = None,
     **options: Any,
 ) -> FittedPatch:
-    """Fit the tables of a model to a longer context, and leave the best one in place; no weight is touched.
+    """Fit the tables of a model to a longer context, and leave the best one in place; no weight is changed.
 
     Read the ``warnings`` of the result before the table is used.
 
     Args:
         model: a causal language model without a patch, bare or under an adapter.
-        tokenizer: its own.
-        data: text to fit to; its last tenth is held out, and decides. Passkeys are hidden in a stretch of the rest. By
-            default the code of Python's standard library.
-        spec: what tables are evaluated on; by default :func:`held_out_spec`. Its longest length must be the target.
-            Where it names no text, that is the held-out part of the data.
-        **options: of :class:`~rope_patch.options.fit.FitSettings`: the ``target_length``, the method ``init`` (a method
-            string or a method) whose table the fit starts from, ``retrieval``, ``positions``, ``steps`` and ``seed``.
+        tokenizer: the tokenizer of the model.
+        data: the text to which the table is fitted. Its last tenth is held out, and the table is chosen on it. Passkeys
+            are hidden in a part of the rest. By default it is the code of Python's standard library.
+        spec: the spec by which tables are evaluated; by default :func:`held_out_spec`. Its longest length must be the
+            target. If it names no text, the held-out part of the data is used.
+        **options: fields of :class:`~rope_patch.options.fit.FitSettings`: ``target_length``, the method ``init`` (a
+            method string or a method) from whose table the fit starts, ``retrieval``, ``positions``, ``steps`` and
+            ``seed``.
 
     Returns:
-        The patch in place; its ``candidates`` say what was measured.
+        The patch in place, whose ``candidates`` hold the measurements.
 
     Raises:
-        ValueError: a target below the trained length, a text shorter than it, a value out of its range, or skipped
-            positions for a model that cannot be given them. Nothing is changed then.
+        ValueError: the target is below the trained length, the text is shorter than the target, a value is out of its
+            range, or positions would be skipped in a model for which that is wrong. Nothing is changed then.
         PatchError: the model is patched already.
     """
     settings = FitSettings(**options)
@@ -150,6 +151,7 @@ def fit(
     cut["seed"] = settings.seed
     rows = DrawnRows(tokenizer, text, answers=retrieval > 0, **cut)
     first = apply(model, method, target_length=target_length)
+    # From here on any error, and Ctrl-C, leaves the model unpatched.
     try:
         run = FitRun(method, rows, Evaluator(model, suite, second), retrieval)
         candidates = run(settings.steps)
@@ -172,7 +174,7 @@ def fit(
 
 
 def _doubling(low: int, high: int) -> list[int]:
-    """Return the lengths that double from one to another.
+    """Return lengths that double from one length up to another, which is the last.
 
     >>> _doubling(256, 1024), _doubling(256, 1000), _doubling(256, 256)
     ([256, 512, 1024], [256, 512, 1000], [256])

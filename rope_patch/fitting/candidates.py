@@ -1,4 +1,4 @@
-"""How tables do on held-out text and prompts and on a second domain, and which of them is chosen."""
+"""Evaluate tables on held-out text and prompts and on a second domain, and choose one of them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ METRIC_OF = {
     "second_nll": ("perplexity", "second"),
     "retrieval": ("retrieval", "scores"),
 }
-"""What is compared: the name of the metric, and the attribute of a candidate that it is of."""
+"""The comparisons of two candidates: for each the name of the metric, and the attribute that it is computed from."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A table, and how it did on held-out text and prompts.
+    """A table, and its scores on held-out text and prompts.
 
     Attributes:
-        name: ``"start"``, ``"step 20"``, ``"average"`` (of the second half); where none of these will do, ``"halfway"``
-            from the start to the average, a ``"quarter"`` or an ``"eighth"`` of this way.
-        method: that puts it in.
-        scores: on held-out text and prompts.
-        second: on the text of the second domain; None where there is none.
+        name: ``"start"``, ``"step 20"`` or ``"average"`` (of the second half); if none of these is good enough, also
+            ``"halfway"`` from the start to the average, a ``"quarter"`` or an ``"eighth"`` of this way.
+        method: the method that gives the table.
+        scores: scores on held-out text and prompts.
+        second: scores on the text of the second domain; None if there is no such domain.
     """
 
     name: str
@@ -49,34 +49,38 @@ class Candidate:
 
     @property
     def means(self) -> dict[str, dict[int, float]]:
-        """Loss between the lengths [nats/token] and share of prompts answered, by the length."""
+        """Losses of both domains between the lengths [nats/token], and the share of answered prompts, by length."""
         return self._measured(lambda metric, of, span: statistics.fmean(metric.values(getattr(self, of), span)))
 
     @property
     def answers(self) -> float:
-        """Mean loss of an answer over all prompts, its tokens added up [nats]."""
+        """Mean loss of an answer over all prompts, where the losses of its tokens are added up [nats]."""
         lengths = self.scores.spec.lengths
         return math.fsum(-self.scores.retrieval[RETRIEVAL_TASK].logprob(length) for length in lengths) / len(lengths)
 
     @property
     def answered(self) -> list[list[bool]]:
-        """Which prompts were answered, by haystack, of all lengths."""
+        """Whether each prompt was answered, in a list for each haystack of all lengths."""
         retrieval = self.scores.retrieval[RETRIEVAL_TASK]
         haystacks = (several for length in self.scores.spec.lengths for several in retrieval.haystacks(length))
         return [[sample.correct for sample in several] for several in haystacks]
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Retrieval first, perplexity of both domains second; the larger the better."""
+        """Number of answered prompts, then the negative loss of both domains; a larger rank is better."""
         losses = [*self.means["nll"].values(), *self.means["second_nll"].values()]
         return sum(map(sum, self.answered)), -math.fsum(losses)
 
     def changes(self, other: Candidate) -> dict[str, dict[int, PairedDifference]]:
-        """Return the differences of the means from another's, with 95 % intervals."""
+        """Return the differences of the means from those of another candidate, with 95 % intervals."""
         return self._measured(lambda metric, of, span: metric.difference(getattr(self, of), getattr(other, of), span))
 
     def _measured(self, measure: Callable[[Metric, str, Span], Any]) -> dict[str, dict[int, Any]]:
-        """Return a number of each kind and span; none of the second domain where there is none."""
+        """Return what a function measures for each comparison and span, leaving out a second domain that is not there.
+
+        Args:
+            measure: function of a metric, the name of an attribute of a candidate, and a span.
+        """
         found: dict[str, dict[int, Any]] = {}
         for kind, (name, of) in METRIC_OF.items():
             spans = spans_of(METRICS[name], self.scores.spec) if getattr(self, of) else []
@@ -84,7 +88,7 @@ class Candidate:
         return found
 
     def never_worse(self, other: Candidate) -> bool:
-        """Whether retrieval, text and the second domain are no worse than another's.
+        """Tell whether retrieval, text and the second domain are no worse than those of another candidate.
 
         No bucket of text may be predicted worse. The second domain may not be predicted worse on average over buckets,
         nor significantly worse in any: the paired 95 % interval over windows may not lie above 0.
@@ -99,12 +103,12 @@ class Candidate:
         )
 
     def finds_no_less(self, other: Candidate) -> bool:
-        """Whether retrieval is no worse, and significantly worse at no length.
+        """Tell whether retrieval is no worse than that of another candidate, and significantly worse at no length.
 
-        Significantly: the paired 95 % interval of the difference in prompts answered lies below 0, over as many
-        independent prompts as the haystacks are worth. Over all lengths, either no fewer are answered, or not
-        significantly fewer and the answers are no less probable: which of the borderline prompts are answered is
-        chance, and no other table would match a start that was lucky with them.
+        It is significantly worse if the paired 95 % interval of the difference in answered prompts lies below 0, where
+        the prompts of a haystack count as fewer independent ones. Over all lengths, either no fewer prompts are
+        answered, or not significantly fewer and the answers are no less probable: which of the borderline prompts are
+        answered is chance, and no other table would match a start that was lucky with them.
         """
         ours, theirs = self.answered, other.answered
         apart = [[float(a) - float(b) for a, b in zip(*both, strict=True)] for both in zip(ours, theirs, strict=True)]
@@ -114,7 +118,7 @@ class Candidate:
         return not lost and all(change.high >= 0 for change in self.changes(other)["retrieval"].values())
 
     def to_dict(self, start: Candidate) -> dict[str, Any]:
-        """Return the scores and their differences from the start's, for JSON: estimate and 95 % interval."""
+        """Return the scores, and their differences from those of the start with 95 % intervals, as a dict for JSON."""
         changes = {kind: {n: list(c) for n, c in several.items()} for kind, several in self.changes(start).items()}
         facts = {"name": self.name, "method": str(self.method), "answers_nll": self.answers}
         return {**facts, **self.means, "change_from_start": changes}
@@ -122,12 +126,12 @@ class Candidate:
 
 @dataclass(eq=False)
 class Evaluator:
-    """Measures tables on held-out text and prompts and on a second domain, the same for all candidates.
+    """Evaluates tables on held-out text and prompts and on a second domain, the same for all candidates.
 
     Attributes:
-        model: whose table is fitted.
-        suite: held-out windows and prompts.
-        second: windows of the second domain, as long as the suite's; none where there is no such domain.
+        model: the model whose table is fitted.
+        suite: the suite of held-out windows and prompts.
+        second: windows of the second domain, as long as those of the suite; empty if there is no such domain.
     """
 
     model: nn.Module
@@ -135,7 +139,12 @@ class Evaluator:
     second: Sequence[TokenDocument] = ()
 
     def __call__(self, name: str, method: Method) -> Candidate:
-        """Measure the table that is in place."""
+        """Evaluate the table that is in place on the model, and return it as a candidate.
+
+        Args:
+            name: name of the candidate.
+            method: the method that gives the table.
+        """
         spec, second = self.suite.spec, None
         with progress.stage(f"{name}: evaluation"):
             scores = self.suite.run(self.model)
@@ -146,7 +155,8 @@ class Evaluator:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the best candidate that is in nothing worse than the first, the start; of equals, the start."""
+    """Return the best candidate that is not worse than the first one, the start, in anything; otherwise the start."""
     start, *others = candidates
+    # A candidate that equals the start is no reason to change the table.
     better = [c for c in others if c.never_worse(start) and c.rank != start.rank]
     return max(better, key=lambda c: c.rank, default=start)

@@ -1,4 +1,4 @@
-"""The rows that a table is fitted to: text and retrieval prompts, drawn by seed and step, and their positions."""
+"""Draw the rows to which a table is fitted, by seed and step: text and retrieval prompts, and their positions."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.training_loss import IGNORED_LABEL
 
 HAYSTACK_CHARACTERS = 1_000_000
-"""Characters of the text in which prompts hide their needles; more where a row is longer."""
+"""Number of characters of the text in which prompts hide their needles; there are more if rows are long."""
 PROMPT_ATTEMPTS = 20
-"""Attempts to draw a prompt of an exact length before the error is raised."""
+"""Number of attempts to draw a prompt of an exact length before the error is raised."""
 TARGET_LENGTH_SHARE = 0.5
-"""Share of the steps whose rows have the target length; under ``"pose"`` share of the rows that stand for such rows."""
+"""Share of the steps whose rows have the target length; with ``"pose"`` the share of rows that stand for such rows."""
 LONGEST_SKIPPING_ROW = 2048
-"""The longest that rows with skipped positions are, and the tokens of such rows read side by side."""
+"""Greatest length of rows with skipped positions, and the number of tokens of such rows in one forward pass."""
 LEAST_STEP_TOKENS = 4096
-"""Tokens of a step, at least: two rows, if they are longer."""
+"""Least number of tokens of a step; two rows may be more."""
 
 
 def longest_row(positions: str, trained: int, target: int) -> int:
-    """Return the length of the longest row, of all rows under ``"pose"`` [tokens].
+    """Return the length of the longest row [tokens]; with ``"pose"`` all rows have it.
 
     Args:
         positions: ``"full"`` or ``"pose"``.
-        trained: length that the model was trained at [tokens].
-        target: to fit to [tokens].
+        trained: length at which the model was trained [tokens].
+        target: length to which the table is fitted [tokens].
 
     >>> longest_row("full", 256, 1024), longest_row("pose", 256, 1024), longest_row("pose", 256, 16384)
     (1024, 256, 2048)
@@ -45,31 +45,32 @@ def longest_row(positions: str, trained: int, target: int) -> int:
 
 
 def step_tokens(positions: str, trained: int, target: int) -> int:
-    """Return the tokens of a step; the arguments are those of :func:`longest_row`."""
+    """Return the number of tokens of a step; the arguments are those of :func:`longest_row`."""
     return max(LEAST_STEP_TOKENS, 2 * longest_row(positions, trained, target))
 
 
 class DrawnRows:
-    """The rows of every step; they depend on the seed and the step alone.
+    """The rows of every step, which depend on nothing but the seed and the step.
 
     Half of the rows of a step are text, and half are text that hides a passkey; without answers all are text. Half of
     the needles are anywhere, a quarter at the very start and a quarter right before the question, where most are lost:
     prompts that are answered anyway only add noise to the gradient.
 
     Args:
-        tokenizer: of the model.
-        text: that rows are drawn from.
+        tokenizer: the tokenizer of the model.
+        text: the text from which rows are drawn.
         answers: whether there are rows of retrieval prompts.
-        positions: ``"full"``: rows have every position from 0 to their length, which is drawn between the trained
-            length and the target, evenly on a logarithmic scale; ``"pose"``: short rows stand for such rows and skip
-            positions (PoSE, Zhu et al. 2023, arXiv:2309.10400). Text is cut at a random place, a prompt in the text
-            around its needle, so that it lies as far from the question as in a whole prompt.
-        trained: length that the model was trained at [tokens].
-        target: to fit to [tokens].
-        seed: of all that is drawn.
+        positions: kind of positions. With ``"full"`` rows have every position from 0 to their length, which is drawn
+            between the trained length and the target, evenly on a logarithmic scale. With ``"pose"`` short rows stand
+            for such rows and skip positions (PoSE, Zhu et al. 2023, arXiv:2309.10400). Text is cut at a random place,
+            and a prompt in the text around its needle, so that the needle is as far from the question as in a whole
+            prompt.
+        trained: length at which the model was trained [tokens].
+        target: length to which the table is fitted [tokens].
+        seed: seed of everything that is drawn.
 
     Raises:
-        ValueError: a text that is shorter than a row, or a prompt that does not fit into a row.
+        ValueError: the text is shorter than a row, or a prompt does not fit into a row.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class DrawnRows:
         size = max(HAYSTACK_CHARACTERS, 16 * target)
         start = random.Random(f"hay/{seed}").randrange(max(1, len(text) - size))
         self.maker = PromptMaker(tokenizer, Haystack(text[start : start + size], "text to fit to"))
+        # A text or prompt that does not fit raises here, before the model is changed.
         self._crop(random.Random(0), self.longest)
         for length in {self.longest, self.longest if self.skipping else trained} if answers else ():
             self._prompt(random.Random(0), length, 0)
@@ -99,12 +101,13 @@ class DrawnRows:
     def __call__(self, step: int, goal: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         """Yield the rows of a step, all of one length: ids, labels, weights and positions, (rows, tokens) each.
 
-        The weights add up to 1 over all of them. The positions are None where they are those of every row, from 0 on.
+        The weights of all rows add up to 1. The positions are None if they are counted from 0 in every row.
 
         Args:
-            step: its number.
+            step: number of the step.
             goal: 0 for text, 1 for answers.
         """
+        # Random numbers are drawn from the seed, the step and the row, so that a step does not depend on earlier ones.
         length = self.longest if self.skipping else self._length(random.Random(f"fit/{self.seed}/{step}"))
         count = self.tokens // length
         texts = count - count // 2 if self.goals == 2 else count
@@ -133,14 +136,21 @@ class DrawnRows:
                 yield ids[part], labels[part], weights[part], torch.stack(positions[part]) if self.skipping else None
 
     def _length(self, rng: random.Random) -> int:
-        """Draw the length of a row, or of the row that a short one stands for."""
+        """Draw the length of a row, or of the long row that a short one stands for."""
         if rng.random() < TARGET_LENGTH_SHARE:
             return self.target
         return round(math.exp(rng.uniform(math.log(self.trained), math.log(self.target))))
 
     def _prompt(self, rng: random.Random, length: int, number: int) -> Prompt:
-        """Return a prompt with its needle drawn."""
+        """Return a prompt whose needle is at a random depth.
+
+        Args:
+            rng: source of the randomness.
+            length: length of the prompt [tokens].
+            number: number of the haystack; each has other values and another place in the text.
+        """
         for left in reversed(range(PROMPT_ATTEMPTS)):
+            # Clipped, so that a quarter of the needles is at the very start and a quarter at the very end.
             depth = min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0)
             try:
                 return self.maker.prompts(RETRIEVAL_TASK, length, [depth], seed=rng.getrandbits(32), sample=number)[0]
@@ -151,6 +161,7 @@ class DrawnRows:
 
     def _crop(self, rng: random.Random, length: int) -> list[int]:
         """Return a row that begins at a random place of the text."""
+        # 8 characters a token are more than most texts have; if they are not enough, more are taken.
         size, characters = length - len(self.prefix), 8 * length
         while True:
             start = rng.randrange(max(1, len(self.text) - characters))

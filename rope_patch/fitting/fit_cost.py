@@ -1,4 +1,4 @@
-"""How much a fit reads."""
+"""Count the tokens that a fit reads, and choose an evaluation that it can afford."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ from rope_patch.options.evaluation import EvalSpec
 
 
 def tokens_to_fit(spec: EvalSpec, steps: int, positions: str) -> int:
-    """Return the tokens of all steps and evaluations of a fit.
+    """Return the number of tokens of all steps and evaluations of a fit.
 
-    A table is evaluated at the start, at the checks, and once more where an average is one of several steps. Where none
-    of these is better than the start, up to three others are.
+    Tables are evaluated at the start and at the checks, and the average is, if it is one of several steps. If none of
+    these is better than the start, up to three more are evaluated, which are not counted here.
 
     Args:
-        spec: what tables are evaluated on; its first length is the trained one, its last one the target.
-        steps: the number of steps.
-        positions: of the rows, ``"full"`` or ``"pose"``.
+        spec: the spec by which tables are evaluated; its first length is the trained one, its last one the target.
+        steps: number of steps.
+        positions: positions of the rows, ``"full"`` or ``"pose"``.
     """
     evaluations = 1 + len(checks(steps)) + (steps - (steps + 1) // 2 > 1)
-    # the windows of the second domain are as many as of the first
+    # The second domain has as many windows as the first.
     once = tokens_to_read(spec) + (spec.windows or DEFAULT_WINDOWS) * spec.longest
     return steps * step_tokens(positions, spec.lengths[0], spec.longest) + evaluations * once
 
 
 def affordable(spec: EvalSpec, steps: int, positions: str, most: int) -> EvalSpec:
-    """Return a spec with as many windows and samples as a number of tokens allows, and at least the fewest."""
+    """Return a spec with as many windows and samples as a number of tokens allows, but at least the fewest possible.
+
+    Args:
+        spec: the spec by which tables are evaluated if there is enough time.
+        steps: number of steps.
+        positions: positions of the rows, ``"full"`` or ``"pose"``.
+        most: the number of tokens that the fit may read.
+    """
     specs = smaller(spec, SCALABLE)
     return next((one for one in specs if tokens_to_fit(one, steps, positions) <= most), specs[-1])

@@ -1,4 +1,4 @@
-"""Skipped positions for a fit: those of a retrieval prompt, and the layers that must not be given any."""
+"""Skipped positions for a fit: those of a retrieval prompt, and the layers whose positions must not skip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.patching.locate import locate
 
 WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Layer types that see a part of a row only, and the name of its length in their configs."""
+"""Layer types that see only a part of a row, each with the config's name for the length of that part."""
 
 
 def stretched_positions(prompt: Prompt, maker: PromptMaker, length: int, rng: random.Random) -> Tensor:
@@ -28,15 +28,15 @@ def stretched_positions(prompt: Prompt, maker: PromptMaker, length: int, rng: ra
 
     Args:
         prompt: the short prompt.
-        maker: that made it.
-        length: of the long prompt, at least that of the short one [tokens].
-        rng: source of the cuts.
+        maker: the maker of the prompt.
+        length: length of the long prompt, at least that of the short one [tokens].
+        rng: source of the randomness of the cuts.
     """
     positions, room = torch.arange(len(prompt.ids)), length - len(prompt.ids)
     depths = [*(depth for depth, _ in prompt.hidden), 1.0]
     start, skipped = max(1, len(maker.prefix)), 0
     for depth, (first, stop) in zip(depths, _parts(prompt, maker), strict=True):
-        if first > start:  # there is text before it that can be cut
+        if first > start:  # there is text before the needle or question, which can be cut
             skips = round(depth * room)
             positions[rng.randint(start, first) :] += skips - skipped
             skipped = skips
@@ -45,20 +45,20 @@ def stretched_positions(prompt: Prompt, maker: PromptMaker, length: int, rng: ra
 
 
 def _parts(prompt: Prompt, maker: PromptMaker) -> Iterator[tuple[int, int]]:
-    """Yield the first token of every needle and the one after its last; then the same of question and answer."""
+    """Yield the first token of every needle and the one after its last, then those of question and answer together."""
     text, ids, at = prompt.text + prompt.target, prompt.ids, 0
     for _, needle in prompt.hidden:
         begin = text.index(needle.strip(), at)
         at = begin + len(needle.strip())
         after = maker.tokenizer(text[at:], add_special_tokens=False, verbose=False)["input_ids"]
-        # A token that reaches over either end of the needle belongs to it.
+        # Text is compared by its tokens from both ends: a token that reaches over an end of the needle belongs to it.
         yield _alike(ids, maker.encode(text[:begin])), len(ids) - _alike(ids[::-1], after[::-1])
     begin = text.rindex(prompt.question.strip(), at, len(prompt.text))
     yield _alike(ids, maker.encode(text[:begin])), len(ids)
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many ids at the start are the same.
+    """Return the number of ids at the start that are the same in both lists.
 
     >>> _alike([1, 2, 3], [1, 2, 4]), _alike([1, 2], [1, 2, 4])
     (2, 2)
@@ -69,18 +69,19 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
 def consecutive_types(model: nn.Module, length: int) -> tuple[str, ...]:
     """Return the layer types whose positions must not skip, because their window counts tokens and not positions.
 
-    Within its window a sliding layer of a long row meets consecutive positions only, and masks are made by the place of
-    a token in its row. A window of the whole length hides nothing.
+    Within its window, a sliding layer that reads a long row meets only consecutive positions, and masks go by the place
+    of a token in its row. A window of the whole length hides nothing, so such layers are left out.
 
     Args:
-        model: patched.
-        length: that positions reach [tokens].
+        model: the patched model.
+        length: the length that positions reach [tokens].
 
     Raises:
-        ValueError: such layers share their table with others, and so their positions.
+        ValueError: such layers share their table with others, and therefore their positions.
     """
     site = locate(model)
-    types = getattr(site.config, "layer_types", None) or ["sliding_attention"]  # as a window without types means
+    # A config with a window and without layer types gives every layer the window.
+    types = getattr(site.config, "layer_types", None) or ["sliding_attention"]
     windows = {kind: getattr(site.config, name, None) for kind, name in WINDOW_KEYS.items() if kind in types}
     short = tuple(kind for kind, window in windows.items() if window is not None and window < length)
     tables: Any = site.module.tables

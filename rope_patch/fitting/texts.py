@@ -1,4 +1,4 @@
-"""The text of a fit: what rows are drawn from, what is held out, and the second domain."""
+"""The texts of a fit: the one that rows are drawn from, the one that is held out, and the second domain."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from rope_patch.evaluation.documents import Source, TokenDocument, documents, sp
 from rope_patch.evaluation.text import Corpus, builtin_kind
 
 VALIDATION_SHARE = 0.1
-"""Share of the text, at its end, that is held out: the table is chosen on it."""
+"""Share of the text, at its end, that is held out, so that the table is chosen on it."""
 MOST_CHARACTERS = 64_000_000
 """The most characters of a text that are used."""
 
 
 def split_text(data: Source | None) -> tuple[str, str]:
-    """Return the text to fit to and the held-out text; without data, of the code of Python's standard library."""
+    """Return the text to which a table is fitted, and the held-out text.
+
+    Args:
+        data: the text of the fit; by default the code of Python's standard library.
+    """
     source = builtin_kind("source") if data is None else data
     whole = source.text if isinstance(source, Corpus) else "\n\n".join(document.text for document in documents(source))
     whole = whole[:MOST_CHARACTERS]
@@ -31,14 +35,16 @@ def second_domain(
     """Return windows of the second domain, the reference documentation of Python.
 
     A table that fits one kind of text better can be worse on another kind, so the choice looks at a second one. There
-    are no windows where the fit was made on the whole built-in text, or where the documentation is too short.
+    are no windows if the table is fitted to the whole built-in text, of which the documentation is a part, or if the
+    documentation is too short.
 
     Args:
-        tokenizer: of the model.
-        data: that the fit is made on.
-        length: of a window [tokens].
-        windows: how many are asked for; as many as there is room for where these are too many.
+        tokenizer: the tokenizer of the model.
+        data: the text of the fit.
+        length: length of a window [tokens].
+        windows: number of windows; if there are not as many, all that there are.
     """
+    # The second attempt asks for as many windows as the text has.
     for count in () if isinstance(data, Corpus) else (windows, None):
         with contextlib.suppress(ValueError):
             return spread_windows(tokenizer, builtin_kind("reference"), length, count)[0]
