@@ -118,7 +118,7 @@ def findings(analysis: Analysis) -> list[str]:
         sentences.append(f"None of {total} heads is of a known type.")
     for states in ("key", "query"):
         pairs = analysis.outliers(states)
-        # A key head counts once for each query head that it serves, as in `scatter`.
+        # A key head counts once for each query head that it serves, as in `outlier_pairs`.
         count = sum(layer.query.heads * layer.query.pairs for layer in analysis.capture.layers)
         if not pairs:
             sentences.append(

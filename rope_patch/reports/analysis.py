@@ -9,7 +9,7 @@ from rope_patch.reports import analysis_figures as figures
 from rope_patch.reports import analysis_tables as tables
 from rope_patch.reports import page as pages
 from rope_patch.reports.layer_kinds import Kind, kinds
-from rope_patch.reports.page import DataTable, Figure, Note, Page, Section
+from rope_patch.reports.page import Page, Section
 
 
 def page(analysis: Analysis) -> Page:
@@ -59,15 +59,12 @@ def _outliers(analysis: Analysis) -> Section:
         "angles beyond a bound of their own."
     )
     listed = [tables.outlier_pairs(analysis, states) for states in ("key", "query")]
-    parts: list[DataTable | Figure | Note] = [figures.outlier_scatter(analysis), *listed]
-    return Section("Outliers and their bounds", [answer], parts)
+    return Section("Outliers and their bounds", [answer], listed)
 
 
 def _p_sweep(analysis: Analysis) -> Section:
-    parts: list[DataTable | Figure] = [tables.swept(analysis)] if analysis.p_sweep else []
-    if any(point.change is not None for point in analysis.p_sweep):
-        parts.append(figures.p_sweep(analysis))
-    return Section("Which p of p-RoPE", [analysis.advice.reason], parts)
+    swept = [tables.swept(analysis)] if analysis.p_sweep else []
+    return Section("Which p of p-RoPE", [analysis.advice.reason], swept)
 
 
 def facts(analysis: Analysis) -> list[tuple[str, str]]:

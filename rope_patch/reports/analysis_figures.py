@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.heads import LayerHeads
-from rope_patch.analysis.outliers import OUTLIER_RATIO, scatter
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
-from rope_patch.evaluation.numbers import number_text, relative
-from rope_patch.reports.analysis_tables import PLURAL_OF_ROLE, spans_of
+from rope_patch.evaluation.numbers import number_text
+from rope_patch.reports.analysis_tables import PLURAL_OF_ROLE
 from rope_patch.reports.layer_kinds import kinds
 from rope_patch.reports.page import Figure, drawn
-from rope_patch.reports.plots import outliers as plots_outliers
 from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, head_view, heat_maps, pair_map, spread
 
 BOUND_CAPTION = (
@@ -104,46 +102,3 @@ def norms(analysis: Analysis) -> Figure:
     title = "Mean norm of each pair, by layer"
     figure = heat_maps(grid, title=title, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")
     return drawn(figure, f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {BOUND_CAPTION}")
-
-
-def outlier_scatter(analysis: Analysis) -> Figure:
-    """Return the figure of the mean's length against its turns and against its angle, with both bounds."""
-    points = scatter(analysis.capture)
-    cuts = {states: OUTLIER_RATIO * float(points.radius(states).median()) for states in ("key", "query")}
-    counted = []
-    for states, cut in cuts.items():
-        long = points.radius(states) > cut
-        below, beyond = (int((long & mask).sum()) for mask in (points.partial, points.within_angle))
-        counted.append(
-            f"of {int(long.sum())} outliers of the {PLURAL_OF_ROLE[states]} {below} lie below the frequency bound "
-            f"and {beyond} beyond the angle bound"
-        )
-    figure = plots_outliers.radius_angle(points, cuts, title="Length of every pair’s mean, and the two bounds")
-    caption = f"Each point is a pair of one query head (Jonasson 2025, figures 8 and 11): {'; '.join(counted)}."
-    return drawn(figure, f"{caption} Dotted: {OUTLIER_RATIO:g} times the median length.")
-
-
-# --- p ---------------------------------------------------------------------------------------------------------------
-
-
-def p_sweep(analysis: Analysis) -> Figure:
-    """Return the figure of what the pairs that each p zeroes carry, and of what zeroing them costs."""
-    points = [point for point in analysis.p_sweep if point.change is not None]
-    carried = {
-        "norm of the queries": [point.query_share for point in points],
-        "norm of the keys": [point.key_share for point in points],
-        "logits": [point.logit_share for point in points],
-        "logits, the part that depends on distance": [point.turned for point in points],
-    }
-    rises: dict[str, list[tuple[float, float, float]]] = {}
-    for point in points:
-        for span, (estimate, low, high) in zip(spans_of(analysis), point.change or (), strict=False):
-            rises.setdefault(span, []).append((relative(estimate), relative(low), relative(high)))
-    figure = plots_outliers.p_sweep(
-        [point.p for point in points], carried, rises, title="What each p zeroes, and what it costs"
-    )
-    caption = (
-        "Left: the share of norms and logits that the zeroed pairs carry. Right: the change of perplexity without "
-        "training, with 95 % intervals over the windows."
-    )
-    return drawn(figure, caption)

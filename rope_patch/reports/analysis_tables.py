@@ -127,7 +127,7 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
     )
     columns = ("Head", "Pair", "Wavelength [tokens]", "Turns", "Length", "Times median", "Deviation [rad]",
                "Angle φ [rad]", "Bound [rad]", "Kind")  # fmt: skip
-    return DataTable(f"Outlier pairs of the {PLURAL_OF_ROLE[states]}", columns, rows, caption, folded=True)
+    return DataTable(f"Outlier pairs of the {PLURAL_OF_ROLE[states]}", columns, rows, caption)
 
 
 # --- p ---------------------------------------------------------------------------------------------------------------

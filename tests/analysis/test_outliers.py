@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_patch
 from rope_patch import frequencies
-from rope_patch.analysis.outliers import bounds, phi, scatter
+from rope_patch.analysis.outliers import bounds, outlier_pairs, phi
 from rope_patch.modeling.capture import capture
 
 LAYERS, HEADS, GROUPS, PAIRS, CONTEXT = 3, 4, 2, 16, 256
@@ -81,22 +82,20 @@ def is_offset(angle, f, context):
     ids=["Phi-1", "Llama-2-7B"],
 )
 def test_golden_bounds(rotary_dim, context, partial, share, mean):
-    got = bounds(frequencies.geometric(1e4, rotary_dim), context)
-    assert got.partial.nonzero().flatten().tolist() == list(partial)
-    mean_angle = float(got.angle[got.partial].mean())
-    assert (round(float(got.partial.double().mean()), 2), round(mean_angle, 2)) == (share, mean)
-    assert got.limit == pytest.approx(TAU / context)
+    below, angle = bounds(frequencies.geometric(1e4, rotary_dim), context)
+    assert below.nonzero().flatten().tolist() == list(partial)
+    assert (round(float(below.double().mean()), 2), round(float(angle[below].mean()), 2)) == (share, mean)
     # By hand: the slowest pair of Phi-1 turns 1e4^(-30/32) = 1.778e-4 rad/token, of Llama-2 1e4^(-126/128) = 1.155e-4.
     slowest = {32: math.pi + 2048 * 1.778279e-4 / 2, 128: math.pi + 4096 * 1.154782e-4 / 2}[rotary_dim]
-    assert float(got.angle[-1]) == pytest.approx(slowest, rel=1e-5)
+    assert float(angle[-1]) == pytest.approx(slowest, rel=1e-5)
 
 
 @pytest.mark.parametrize("context", [64, 300])
 def test_bounds_are_those_of_a_scan(context):
     """Pair by pair: an angle a little above the bound is an offset feature, one a little below is not."""
     table = frequencies.geometric(1e4, 32)
-    got = bounds(table, context)
-    for f, partial, limit in zip(table.double().tolist(), got.partial.tolist(), got.angle.tolist(), strict=True):
+    below, angles = bounds(table, context)
+    for f, partial, limit in zip(table.double().tolist(), below.tolist(), angles.tolist(), strict=True):
         assert partial == (limit < TAU)
         for angle in (0.01, 1.0, math.pi - 0.01, 3.5, 4.5, 5.5, TAU - 1e-3, limit + 0.01, limit - 0.01):
             if angle <= TAU:
@@ -104,31 +103,46 @@ def test_bounds_are_those_of_a_scan(context):
 
 
 def test_an_unrotated_pair_lies_below_the_frequency_bound_and_is_never_an_offset_feature():
-    got = bounds(torch.tensor([1.0, 0.01, 0.0]), 256)
-    assert got.partial.tolist() == [False, True, True]
-    assert got.angle.tolist() == pytest.approx([math.pi + 128, math.pi + 1.28, math.inf])
+    below, angle = bounds(torch.tensor([1.0, 0.01, 0.0]), 256)
+    assert below.tolist() == [False, True, True]
+    assert angle.tolist() == pytest.approx([math.pi + 128, math.pi + 1.28, math.inf])
     assert not any(is_offset(angle, 0.0, 256) for angle in (0.5, 2.0, 4.0, 6.0))
     for context in (0, -1):
         with pytest.raises(ValueError, match="context"):
             bounds(torch.tensor([1.0]), context)
 
 
+def every_pair(capture, states="key"):
+    """Every pair of every head, by layer, head and pair: a tiny ratio makes all of them outliers."""
+    return {(pair.layer, pair.head, pair.pair): pair for pair in outlier_pairs(capture, states, ratio=1e-12)}
+
+
+def first_head(capture, layer=0):
+    return [pair for (index, head, _), pair in sorted(every_pair(capture).items()) if (index, head) == (layer, 0)]
+
+
+BELOW = ("offset feature", "partial turn", "unrotated")
+
+
 def test_bounds_are_of_the_table_and_the_window_in_use():
     model = tiny_model("llama", rope_parameters=LLAMA3, max_position_embeddings=512)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config)
-    got = scatter(capture(model, ids(20, 1)))
-    assert torch.equal(got.partial[:8], expected.double() < TAU / 512)
-    torch.testing.assert_close(got.angle[:8], math.pi + 256 * expected.double())
-    assert not torch.equal(frequencies.geometric(1e4, 16) < TAU / 512, got.partial[:8]), "the plain table has others"
+    got = first_head(capture(model, ids(20, 1)))
+    below = (expected.double() < TAU / 512).tolist()
+    assert [pair.kind in BELOW for pair in got] == below
+    assert [pair.angle for pair in got] == pytest.approx((math.pi + 256 * expected.double()).tolist())
+    assert (frequencies.geometric(1e4, 16) < TAU / 512).tolist() != below, "the plain table has others"
     model = model_of("llama")
     with rope_patch.patched(model, "p_rope", p=0.5):
-        got = scatter(capture(model, text()))
-    assert got.partial[:8].tolist() == [False] * 3 + [True] * 5  # 2π/64 = 0.098: pair 2 turns 0.1 rad/token
-    assert got.angle[:8].isinf().tolist() == [False] * 4 + [True] * 4
-    sliding = scatter(capture(model_of("gemma2"), text()))
+        got = first_head(capture(model, text()))
+    # 2π/64 = 0.098: pair 2 turns 0.1 rad/token
+    assert [pair.kind in BELOW for pair in got] == [False] * 3 + [True] * 5
+    assert [pair.kind == "unrotated" for pair in got] == [False] * 4 + [True] * 4
+    assert [math.isinf(pair.angle) for pair in got] == [False] * 4 + [True] * 4
+    sliding = capture(model_of("gemma2"), text())
     # The window of 16 tokens: 2π/16 = 0.39 passes pair 1 (0.316) too; the full layer of 64 does not.
-    assert sliding.partial[sliding.layer == 0][:8].tolist() == [False] + [True] * 7
-    assert sliding.partial[sliding.layer == 1][:8].tolist() == [False] * 3 + [True] * 5
+    assert [pair.kind in BELOW for pair in first_head(sliding)] == [False] + [True] * 7
+    assert [pair.kind in BELOW for pair in first_head(sliding, 1)] == [False] * 3 + [True] * 5
 
 
 # --- a planted checkpoint
@@ -138,38 +152,47 @@ def test_bounds_are_of_the_table_and_the_window_in_use():
 def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk):
     drawn_phi, arrays = draw()
     got = capture(planted(*arrays), ids(30, 1), chunk=chunk)
-    points = scatter(got)
-    table = frequencies.geometric(1e4, 2 * PAIRS).double()
-    shape = (LAYERS, HEADS, PAIRS)
-    torch.testing.assert_close(points.phi.view(shape), drawn_phi, rtol=0, atol=1e-5)
-    keys = arrays[2].repeat_interleave(GROUPS, 1)
-    torch.testing.assert_close(points.key_radius.view(shape), keys, rtol=1e-5, atol=0)
-    torch.testing.assert_close(points.query_radius.view(shape), arrays[3], rtol=1e-5, atol=0)
-    assert points.layer.view(shape)[2, 0, 0] == 2 and points.head.view(shape)[0, 3, 0] == 3
-    assert points.pair.view(shape)[0, 0].tolist() == list(range(PAIRS))
-    assert float(points.key_deviation.max()) < 1e-3, "nothing varies, so nothing deviates"
-
-    angles = drawn_phi.flatten().tolist()
-    scanned = torch.tensor([is_offset(a, f, CONTEXT) for a, f in zip(angles, points.inv_freq.tolist(), strict=True)])
-    assert torch.equal(points.within_angle, scanned)
-    assert 10 < int(scanned.sum()) < len(scanned) - 10, "some satisfy the definition, some do not"
-    never_turns = (CONTEXT * table < TAU).expand(shape).flatten()
-    assert torch.equal(points.partial, never_turns)
+    keys, queries = every_pair(got), every_pair(got, "query")
+    table = frequencies.geometric(1e4, 2 * PAIRS).double().tolist()
+    offsets = 0
+    for layer, head, pair in itertools.product(range(LAYERS), range(HEADS), range(PAIRS)):
+        key, f = keys[layer, head, pair], table[pair]
+        angle = float(drawn_phi[layer, head, pair])
+        assert key.phi == pytest.approx(angle, abs=1e-5)
+        assert key.radius == pytest.approx(float(arrays[2][layer, head // GROUPS, pair]), rel=1e-5)
+        assert queries[layer, head, pair].radius == pytest.approx(float(arrays[3][layer, head, pair]), rel=1e-5)
+        assert key.deviation < 1e-3, "nothing varies, so nothing deviates"
+        assert (key.wavelength, key.turns) == pytest.approx((TAU / f, CONTEXT * f / TAU))
+        is_below, is_one = CONTEXT * f < TAU, is_offset(angle, f, CONTEXT)
+        assert key.kind == ("offset feature" if is_one else "partial turn" if is_below else "full turns")
+        offsets += is_one
+    assert 10 < offsets < len(keys) - 10, "some satisfy the definition, some do not"
 
 
-def test_pairs_that_do_not_rotate_lie_below_the_frequency_bound_alone():
+def test_outliers_are_above_a_multiple_of_the_median_of_all_layers():
+    _, arrays = draw()
+    got = capture(planted(*arrays), ids(8, 1))
+    radius = arrays[2].repeat_interleave(GROUPS, 1).flatten()
+    outliers = outlier_pairs(got, ratio=1.5)
+    assert len(outliers) == int((radius > 1.5 * radius.median()).sum())
+    assert [pair.radius for pair in outliers] == sorted((pair.radius for pair in outliers), reverse=True)
+    assert outliers[0].ratio == pytest.approx(float(radius.max() / radius.median()), rel=1e-5)
+
+
+def test_pairs_that_do_not_rotate_are_a_kind_of_their_own():
     _, arrays = draw()
     model = planted(*arrays)
     with rope_patch.patched(model, "p_rope", p=0.5):
         got = capture(model, ids(8, 1))
-    points = scatter(got)
-    assert not points.within_angle[points.pair >= 8].any() and bool(points.partial[points.pair >= 8].all())
+    assert {pair.pair for pair in every_pair(got).values() if pair.kind == "unrotated"} == set(range(8, PAIRS))
 
 
-def test_bad_states():
+def test_bad_states_and_ratio():
     got = capture(tiny_model(), ids(8, 1))
     with pytest.raises(ValueError, match="value"):
-        scatter(got).radius("value")
+        outlier_pairs(got, "value")
+    with pytest.raises(ValueError, match="ratio"):
+        outlier_pairs(got, ratio=0)
 
 
 def test_angles_by_hand():

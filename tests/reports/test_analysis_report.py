@@ -16,7 +16,6 @@ from support.report_pages import Page, accessible, loads_nothing
 from rope_patch import frequencies
 from rope_patch.analysis.analyze import Chosen, analyze_rows
 from rope_patch.analysis.heads import Heads, LayerHeads
-from rope_patch.analysis.outliers import scatter
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.single_heads import SingleHead
@@ -167,7 +166,7 @@ def test_the_page_is_whole_and_loads_nothing():
     loads_nothing(text)
     accessible(text)
     page = Page(text)
-    assert len(page.all("img")) == 5  # masses, view, norms, scatter, p
+    assert len(page.all("img")) == 3  # masses, view, norms
     words = "".join(page.text)
     assert "Some <b> model" in words and "<b>" not in text
     facts = dict(page.table("What was measured")[1:])
@@ -242,7 +241,7 @@ def test_nothing_found_is_said(figures):
     ):
         assert sentence in words
     assert not NO_NUMBER.search(words)
-    assert len(figures) == 3  # masses, norms, scatter
+    assert len(figures) == 2  # masses, norms
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -283,34 +282,12 @@ def test_heat_maps_show_their_values_and_clip_few():
     heat_maps([[Map("", nothing, ["0", "1"], {})]], title="t", xlabel="x", ylabel="y", label="one")
 
 
-def test_the_scatter_draws_each_pair_against_its_own_bound(figures):
-    analysis = random_analysis(tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 8)))
-    analysis_figures.outlier_scatter(analysis)
-    points = scatter(analysis.capture)
-    turns_of = {
-        layer.index: layer.context * layer.inv_freq.double() / (2 * math.pi) for layer in analysis.capture.layers
-    }
-    turns = torch.stack([turns_of[layer][pair] for layer, pair in zip(points.layer.tolist(), points.pair, strict=True)])
-    left, right = figures[0].axes[:2]
-    full, _, partial = (collection.get_offsets() for collection in left.collections)
-    numpy.testing.assert_allclose(full[:, 0], turns[~points.partial])
-    numpy.testing.assert_allclose(partial[:, 0], turns[points.partial])
-    numpy.testing.assert_allclose(partial[:, 1], points.key_radius[points.partial])
-    assert (full[:, 0] > 1).all() and (partial[:, 0] < 1).all()
-    (shown,) = right.collections
-    assert (shown.get_offsets()[:, 0] > 0).sum() == int(points.within_angle.sum())
-    numpy.testing.assert_allclose(shown.get_array(), frequencies.wavelength(points.inv_freq)[points.partial])
-
-
-def test_unrotated_pairs_stand_at_the_end_of_the_scale(figures):
+def test_unrotated_pairs_are_named():
     analysis = random_analysis()
     tables = [torch.where(torch.arange(8) < 5, layer.inv_freq, 0.0) for layer in analysis.capture.layers]
     layers = [replace(layer, inv_freq=t) for layer, t in zip(analysis.capture.layers, tables, strict=True)]
     analysis = replace(analysis, capture=replace(analysis.capture, layers=tuple(layers)))
     assert {row[-1].text for row in analysis_tables.outlier_pairs(analysis, "key").rows} == {"unrotated"}
-    analysis_figures.outlier_scatter(analysis)
-    full, rests, _ = (collection.get_offsets() for collection in figures[0].axes[0].collections)
-    assert len(rests) == 3 * 4 * 3 and (rests[:, 0] < full[:, 0].min()).all()
 
 
 def test_a_view_shows_its_head(figures):
@@ -374,4 +351,4 @@ def test_a_real_model_has_a_page(figures, tmp_path, family):
         assert widths == {8, 16}
     labels = {label for figure in figures for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel())}
     assert all("[" in label for label in labels if "position" in label or "wavelength" in label or "distance" in label)
-    assert {"position [tokens]", "turns within the context [turns]"} <= labels
+    assert "position [tokens]" in labels
