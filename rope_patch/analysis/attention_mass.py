@@ -1,12 +1,11 @@
-"""Measure where the heads of a model attend: attention mass by distance, sinks, induction, and bounds on the logits.
+"""Measure where the heads of a model attend: attention mass by distance, sinks, induction.
 
 This is a forward pass of its own, since no fused kernel returns its weights. The model attends through a function of
 this module, which computes weights a block of queries at a time, reduces them, and goes on with the same weights: the
 pass costs one forward with unfused attention, and memory for one block, never ``(heads, tokens, tokens)``.
 
-*Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5 and tables 3-5, for diagonal and previous-token heads
-and for the Cauchy-Schwarz bound; Gu et al., arXiv:2410.10781, for sinks; Olsson et al.,
-arXiv:2209.11895, for induction (their prefix matching).
+*Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5, for diagonal and previous-token heads; Gu et al.,
+arXiv:2410.10781, for sinks; Olsson et al., arXiv:2209.11895, for induction (their prefix matching).
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_patch.analysis.attention_sums import AttentionSums, Block, TextRead
-from rope_patch.analysis.heads import Heads
-from rope_patch.modeling.attention_layers import layers_text
+from rope_patch.analysis.attention_sums import AttentionSums, Block
+from rope_patch.analysis.heads import OFFSETS, Heads
 from rope_patch.modeling.attention_probe import window_alone, window_of
-from rope_patch.modeling.inputs import refuse_prompts, text_digest, token_rows
+from rope_patch.modeling.inputs import refuse_prompts, token_rows
 from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
+from rope_patch.modeling.sources import layers_text
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
 
 ATTENTION_NAME = "rope_patch_attention_mass"
-OFFSETS = 8
-"""Number of distances, from 0 on, whose mass is kept one by one."""
 REPEATED_TOKENS = 64
 """Longest half of the random tokens that come twice: short, so that layers of a small window see it too [tokens]."""
 BLOCK_BYTES = 1 << 26
@@ -48,7 +45,6 @@ def measure_heads(
     model: nn.Module,
     token_ids: Tensor,
     *,
-    offsets: int = OFFSETS,
     layers: Sequence[int] | None = None,
     block: int | None = None,
 ) -> Heads:
@@ -59,12 +55,11 @@ def measure_heads(
             meanwhile, and left as it was.
         token_ids: (tokens,) or (rows, tokens) the text, at least 2 tokens; rows are texts of their own, read one by
             one.
-        offsets: the number of distances, from 0 on, whose attention mass is kept one by one, at least 2.
         layers: the indices of the layers to measure; all by default.
         block: the number of queries at a time; by default as many as ``BLOCK_BYTES`` of weights allow.
 
     Returns:
-        Attention masses, sinks and bounds, by layer.
+        Attention masses and sinks, by layer.
 
     Raises:
         TypeError: the model is not one of transformers.
@@ -72,8 +67,8 @@ def measure_heads(
             table, or whose attention this pass does not reproduce (learned sinks, biases or masks of its own); an
             adapter that puts tokens of its own before the text; NaN or infinite logits, by layer and head.
     """
-    if offsets < 2 or (block is not None and block < 1):
-        raise ValueError(f"offsets must be >= 2 and block >= 1, got {offsets} and {block}")
+    if block is not None and block < 1:
+        raise ValueError(f"block must be >= 1, got {block}")
     rows = token_rows(token_ids)
     refuse_prompts(model)
     root: Any = locate(model).model
@@ -85,9 +80,9 @@ def measure_heads(
         raise ValueError(f"{type(root).__name__} has attention layers {layers_text(range(total))}, got {list(layers)}")
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
     device = device_of(root.get_input_embeddings())
-    on_text = _Pass(TextRead(rows, offsets), block, layers, total)
-    on_repeated = _Pass(TextRead(repeated_tokens(rows)[None], offsets), block, layers, total)
-    reads = rows.numel() + on_repeated.text.rows.numel()
+    on_text = _Pass(rows, block, layers, total)
+    on_repeated = _Pass(repeated_tokens(rows)[None], block, layers, total)
+    reads = rows.numel() + on_repeated.rows.numel()
     progress = Progress(rows.numel(), reads=reads)
     with in_eval_mode(model):
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
@@ -96,7 +91,7 @@ def measure_heads(
             for current in (on_text, on_repeated):
                 reset = _PASS.set(current)
                 try:
-                    for number, row in enumerate(current.text.rows):
+                    for number, row in enumerate(current.rows):
                         current.begin_row(number)
                         with progress.within_pass(decoder, len(row)):
                             decoder(input_ids=row[None].to(device), use_cache=False)
@@ -106,26 +101,24 @@ def measure_heads(
     progress.finish()
     measured = tuple(on_text.sums[index].result() for index in sorted(on_text.sums))
     # In a shorter text the token to be found is among the nearest keys, where a head may attend by distance alone.
-    if on_repeated.text.rows.shape[1] > 2 * OFFSETS:
+    if on_repeated.rows.shape[1] > 2 * OFFSETS:
         measured = tuple(
             replace(layer, repeated_mass=on_repeated.sums[layer.index].result().induction_mass) for layer in measured
         )
-    return Heads(type(root).__name__, rows.numel(), len(rows), text_digest(rows), measured)
+    return Heads(measured)
 
 
-def repeated_tokens(rows: Tensor, *, longest: int = REPEATED_TOKENS, seed: int = 0) -> Tensor:
+def repeated_tokens(rows: Tensor) -> Tensor:
     """Return tokens of a text in random order, twice in a row: (2 length,). No token occurs twice in a half.
 
     Induction alone can know what follows there.
 
     Args:
         rows: (rows, tokens) the text; both halves together are no longer than a row.
-        longest: the greatest length of a half [tokens].
-        seed: the seed of the random order.
     """
     different = torch.unique(rows)
-    order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed))
-    half = different[order[: min(longest, max(1, rows.shape[1] // 2))]]
+    order = torch.randperm(len(different), generator=torch.Generator().manual_seed(0))
+    half = different[order[: min(REPEATED_TOKENS, max(1, rows.shape[1] // 2))]]
     return torch.cat((half, half))
 
 
@@ -136,7 +129,7 @@ class _Pass:
     """One pass over a text: what is measured, and how far the pass has come.
 
     Args:
-        text: the text that is read.
+        rows: (rows, tokens) the text that is read.
         block: the number of queries at a time; None for as many as memory allows.
         layers: the indices of the layers to measure; None for all.
         total: the number of layers of the model.
@@ -144,12 +137,12 @@ class _Pass:
 
     def __init__(
         self,
-        text: TextRead,
+        rows: Tensor,
         block: int | None,
         layers: Sequence[int] | None,
         total: int,
     ) -> None:
-        self.text, self.block, self.layers, self.total = text, block, layers, total
+        self.rows, self.block, self.layers, self.total = rows, block, layers, total
         self.sums: dict[int, AttentionSums] = {}
 
     def begin_row(self, row: int) -> None:
@@ -172,7 +165,7 @@ class _Pass:
         if self.layers is not None and index not in self.layers:
             return None
         if index not in self.sums:
-            self.sums[index] = AttentionSums(index, heads, self.text)
+            self.sums[index] = AttentionSums(index, heads, self.rows)
         self.sums[index].begin_row(self.row)
         return self.sums[index]
 
@@ -209,16 +202,15 @@ def _attend(
         stop = min(start + size, tokens)
         # The first key within the window of the block's first query: keys before it are not even multiplied.
         low = max(0, start - window + 1)
-        block_queries = queries[:, start:stop]
         # The queries that share a key head stand one after the other, for one product of matrices.
-        grouped = block_queries.reshape(key_heads, -1, head_dim)
+        grouped = queries[:, start:stop].reshape(key_heads, -1, head_dim)
         logits = (grouped @ keys[:, low:stop].mT).view(heads, stop - start, stop - low) * scaling
         apart = places[start:stop, None] - places[low:stop]
         hidden = (apart < 0) | (apart >= window)
         capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
         if sums is not None:
-            sums.add(Block(start, low, block_queries, keys[:, low:stop], scaling, logits, weights, apart, hidden))
+            sums.add(Block(start, low, logits, weights, apart, hidden))
         attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
         out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
     if sums is not None:

@@ -1,13 +1,13 @@
-"""Running sums over the attention weights of one layer, from which its attention masses, sinks and bounds follow."""
+"""Running sums over the attention weights of one layer, from which its attention masses and sinks follow."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rope_patch.analysis.heads import SINK_DISTANCE, LayerHeads
+from rope_patch.analysis.heads import OFFSETS, SINK_DISTANCE, LayerHeads
 
 FIRST_COUNTED_QUERY = 8
 """Queries from this position on are counted: before it, every key is both near and among the first [tokens]."""
@@ -17,24 +17,6 @@ SINKS_PER_HEAD = 4
 """Number of sinks that are kept for each head."""
 
 
-@dataclass(eq=False)
-class TextRead:
-    """The text of a pass, and what every layer's sums need to know of it.
-
-    Attributes:
-        rows: (rows, tokens) the token ids.
-        offsets: the number of distances, from 0 on, whose mass is kept one by one.
-        first_query: the position of the first query that is counted [tokens].
-    """
-
-    rows: Tensor
-    offsets: int
-    first_query: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.first_query = min(FIRST_COUNTED_QUERY, self.rows.shape[1] // 2)
-
-
 @dataclass(frozen=True, eq=False)
 class Block:
     """Some queries of a row, and their attention to the keys that they may see.
@@ -42,9 +24,6 @@ class Block:
     Attributes:
         start: the position of the first query [tokens].
         low: the position of the first key [tokens].
-        query: (heads, queries, head_dim) the queries after rotation.
-        key: (key heads, keys, head_dim) the keys after rotation.
-        scaling: the factor on q·k, usually ``1 / sqrt(head_dim)``.
         logits: (heads, queries, keys) the scaled logits, before soft-capping.
         weights: (heads, queries, keys) the attention weights.
         apart: (queries, keys) the distance from each key to the query behind it; negative for keys that come later
@@ -54,9 +33,6 @@ class Block:
 
     start: int
     low: int
-    query: Tensor
-    key: Tensor
-    scaling: float
     logits: Tensor
     weights: Tensor
     apart: Tensor
@@ -69,20 +45,19 @@ class AttentionSums:
     Args:
         index: the index of the layer.
         heads: the number of query heads.
-        text: the text that is read.
+        rows: (rows, tokens) the token ids of the text that is read.
     """
 
-    def __init__(self, index: int, heads: int, text: TextRead) -> None:
-        self.index, self.heads, self.text = index, heads, text
-        self.offset = self._zeros(heads, text.offsets)
-        self.offset_count = [0] * text.offsets
+    def __init__(self, index: int, heads: int, rows: Tensor) -> None:
+        self.index, self.heads, self.rows = index, heads, rows
+        self.first_query = min(FIRST_COUNTED_QUERY, rows.shape[1] // 2)
+        self.offset = self._zeros(heads, OFFSETS)
+        self.offset_count = [0] * OFFSETS
         self.first, self.first_count = self._zeros(heads), 0
         self.distance, self.entropy, self.queries = self._zeros(heads), self._zeros(heads), 0
         self.induction, self.even, self.matched = self._zeros(heads), 0.0, 0
-        self.near = self._zeros(3, heads, 2)  # logit, bound, ratio
-        self.near_count = [0, 0]
         self.sink_sum = self._zeros(heads)
-        self.sinks: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, position, row: (heads, top) of each row
+        self.sinks: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, position, token: (heads, top) of each row
 
     @staticmethod
     def _zeros(*shape: int) -> Tensor:
@@ -91,7 +66,7 @@ class AttentionSums:
     def begin_row(self, row: int) -> None:
         """Begin a row of the text."""
         self.row = row
-        tokens = self.text.rows.shape[1]
+        tokens = self.rows.shape[1]
         self.far, self.all = self._zeros(self.heads, tokens), self._zeros(self.heads, tokens)
         self.far_count = torch.zeros(tokens, dtype=torch.float64)
         self.row_queries = 0
@@ -106,9 +81,8 @@ class AttentionSums:
                 f"layer {self.index}, query head {head} has logits that are no finite numbers at position "
                 f"{start + at}: statistics need finite states"
             )
-        ids = self.text.rows[self.row].to(logits.device)
-        self._add_bound(block)
-        skip = max(self.text.first_query - start, 0)
+        ids = self.rows[self.row].to(logits.device)
+        skip = max(self.first_query - start, 0)
         if skip >= len(hidden):
             return
         weights, apart, hidden = block.weights[:, skip:], block.apart[skip:], hidden[skip:]
@@ -117,7 +91,7 @@ class AttentionSums:
         queries = stop - start
         self.queries += queries
         self.row_queries += queries
-        for offset in range(self.text.offsets):
+        for offset in range(OFFSETS):
             # Otherwise no query of the block has a key that far back.
             if start - low - offset > -queries:
                 self.offset[:, offset] += _sum(weights.diagonal(start - low - offset, 1, 2))
@@ -144,22 +118,6 @@ class AttentionSums:
         self.far_count[low:stop] += far.sum(0).cpu().double()
         self.all[:, low:stop] += weights.sum(1).cpu().double()
 
-    def _add_bound(self, block: Block) -> None:
-        """Add logits and their Cauchy-Schwarz bound for the query's own key and the previous one."""
-        key, logits, first = block.key, block.logits, block.start - block.low
-        lengths = key.norm(dim=-1).repeat_interleave(self.heads // len(key), 0)
-        for offset in (0, 1):
-            if first - offset <= -logits.shape[1]:
-                continue
-            line = logits.diagonal(first - offset, 1, 2)
-            stop = first + logits.shape[1] - offset  # the end of the keys of this diagonal, within the block
-            # The first query of a text has no previous key: the diagonal is shorter, and its queries are the last ones.
-            bound = block.query[:, -line.shape[1] :].norm(dim=-1) * lengths[:, stop - line.shape[1] : stop]
-            bound = bound * block.scaling
-            cosine = torch.where(bound > 0, line / bound.clamp_min(torch.finfo(bound.dtype).tiny), 0.0)
-            self.near[:, :, offset] += torch.stack([_sum(part) for part in (line, bound, cosine)])
-            self.near_count[offset] += line.shape[1]
-
     def end_row(self) -> None:
         """End the row: keep its sinks."""
         draws = self.far / self.far_count.clamp_min(1)
@@ -168,20 +126,18 @@ class AttentionSums:
         )
         self.sink_sum += torch.where(draws > SINK_WEIGHT, self.all, 0.0).sum(1)
         weight, position = draws.topk(min(SINKS_PER_HEAD, draws.shape[1]))
-        self.sinks.append((weight, position, torch.full_like(position, self.row)))
+        self.sinks.append((weight, position, self.rows[self.row, position]))
         if len(self.sinks) > 1:
-            weight, position, row = (torch.cat(parts, 1) for parts in zip(*self.sinks, strict=True))
+            weight, position, token = (torch.cat(parts, 1) for parts in zip(*self.sinks, strict=True))
             weight, keep = weight.topk(min(SINKS_PER_HEAD, weight.shape[1]))
-            self.sinks = [(weight, position.gather(1, keep), row.gather(1, keep))]
+            self.sinks = [(weight, position.gather(1, keep), token.gather(1, keep))]
         del self.far, self.all, self.far_count
 
     def result(self) -> LayerHeads:
         """Return the means."""
-        ((weight, position, row),) = self.sinks
+        ((weight, position, token),) = self.sinks
         drawn = weight > 0
-        token = self.text.rows[row, position]
         counts = torch.tensor(self.offset_count, dtype=torch.float64)
-        logit, bound, cosine = self.near / torch.tensor(self.near_count, dtype=torch.float64).clamp_min(1)
         unknown = torch.full((self.heads,), torch.nan, dtype=torch.float64)
         return LayerHeads(
             index=self.index,
@@ -190,16 +146,12 @@ class AttentionSums:
             sink_mass=self.sink_sum / self.queries,
             sink_position=position.masked_fill(~drawn, -1),
             sink_token=token.masked_fill(~drawn, -1),
-            sink_row=row.masked_fill(~drawn, -1),
             sink_weight=weight,
             induction_mass=self.induction / self.matched if self.matched else unknown,
             induction_chance=torch.tensor(self.even / max(self.matched, 1), dtype=torch.float64),
             repeated_mass=unknown,
             distance=self.distance / self.queries,
             entropy=self.entropy / self.queries,
-            logit=logit,
-            bound=bound,
-            cosine=cosine,
         )
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rope_patch.modeling.statistics import read_arrays, write_arrays
 
-SCHEMA = "heads 2"
+SCHEMA = "heads 3"
 
+OFFSETS = 8
+"""Number of distances, from 0 on, whose attention mass is kept one by one."""
 SINK_DISTANCE = 8
 """A key counts as a sink by the mean weight that it draws from queries this far behind it, or farther [tokens]."""
 TYPE_SHARE = 0.5
@@ -33,7 +35,6 @@ class LayerHeads:
         sink_position: (heads, top) the positions of the keys that draw most from afar, the strongest first; -1 where
             there are no more [tokens].
         sink_token: (heads, top) the token ids at these positions.
-        sink_row: (heads, top) the row of the text in which each sink stands.
         sink_weight: (heads, top) the mean weight that they draw from queries at least ``SINK_DISTANCE`` tokens behind.
         induction_mass: (heads,) mean weight on keys whose previous token equals the query's token, over the queries
             that have any; nan when none has.
@@ -43,10 +44,6 @@ class LayerHeads:
             distance.
         distance: (heads,) mean distance of attention [tokens].
         entropy: (heads,) mean entropy of the weights [nats].
-        logit: (heads, 2) mean logit with the query's own key and with the previous one, before soft-capping; over all
-            queries, as the next two.
-        bound: (heads, 2) mean of the Cauchy-Schwarz bound on that logit, ``scaling ‖q‖ ‖k‖``.
-        cosine: (heads, 2) mean ratio of the logit to its bound.
     """
 
     index: int
@@ -55,23 +52,19 @@ class LayerHeads:
     sink_mass: Tensor
     sink_position: Tensor
     sink_token: Tensor
-    sink_row: Tensor
     sink_weight: Tensor
     induction_mass: Tensor
     induction_chance: Tensor
     repeated_mass: Tensor
     distance: Tensor
     entropy: Tensor
-    logit: Tensor
-    bound: Tensor
-    cosine: Tensor
 
     @property
     def heads(self) -> int:
         """Number of query heads."""
         return len(self.first_mass)
 
-    def head_types(self, head: int, *, majority: float = TYPE_SHARE) -> tuple[str, ...]:
+    def head_types(self, head: int) -> tuple[str, ...]:
         """Return what a head does with most of its attention.
 
         ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (sinks together, where the
@@ -80,19 +73,18 @@ class LayerHeads:
 
         Args:
             head: the index of the query head.
-            majority: the share of attention from which on a head is of a type.
         """
         types = [
-            name for name, mass in zip(_offset_names(self.offset_mass.shape[1]), self.offset_mass[head], strict=True)
-            if float(mass) >= majority
+            name for name, mass in zip(_OFFSET_NAMES, self.offset_mass[head], strict=True)
+            if float(mass) >= TYPE_SHARE
         ]  # fmt: skip
-        if float(self.first_mass[head]) >= majority:
+        if float(self.first_mass[head]) >= TYPE_SHARE:
             types.append("first token")
-        elif float(self.sink_mass[head]) >= majority:
+        elif float(self.sink_mass[head]) >= TYPE_SHARE:
             types.append("sink")
         # NaN stands for what was not measured, and counts as no attention.
         on_text = self.induction_mass[head] - self.induction_chance
-        if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= majority:
+        if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= TYPE_SHARE:
             types.append("induction")
         return tuple(types)
 
@@ -102,27 +94,10 @@ class Heads:
     """Where the heads of a model attend on a text.
 
     Attributes:
-        model: the class name of the model.
-        tokens: the number of tokens that were read in all.
-        rows: the number of texts that were read.
-        text: the 16 hex digits that identify the token ids.
         layers: the layers that were measured, in order.
     """
 
-    model: str
-    tokens: int
-    rows: int
-    text: str
     layers: tuple[LayerHeads, ...]
-
-    def positional(self, *, majority: float = TYPE_SHARE) -> list[tuple[int, int, tuple[str, ...]]]:
-        """Return layer, head and types of every positional head: those that attend to a fixed distance."""
-        return [
-            (layer.index, head, types)
-            for layer in self.layers
-            for head in range(layer.heads)
-            if set(_offset_names(layer.offset_mass.shape[1])) & set(types := layer.head_types(head, majority=majority))
-        ]
 
     def layer(self, index: int) -> LayerHeads:
         """Return a layer by its index in the model.
@@ -141,8 +116,7 @@ class Heads:
         Raises:
             OSError: the folder cannot be written; nothing is left behind.
         """
-        outline = {name: getattr(self, name) for name in ("model", "tokens", "rows", "text")}
-        outline |= {"schema": SCHEMA, "layers": [layer.index for layer in self.layers]}
+        outline = {"schema": SCHEMA, "layers": [layer.index for layer in self.layers]}
         arrays = {f"layer{layer.index}.{name}": getattr(layer, name) for layer in self.layers for name in _ARRAYS}
         write_arrays(path, outline, arrays)
 
@@ -156,13 +130,12 @@ class Heads:
         outline, arrays = read_arrays(path, SCHEMA)
         layers = [
             LayerHeads(index=index, **{name: arrays[f"layer{index}.{name}"] for name in _ARRAYS})
-            for index in outline.pop("layers")
+            for index in outline["layers"]
         ]
-        return cls(**outline, layers=tuple(layers))
+        return cls(tuple(layers))
 
 
 _ARRAYS = tuple(item.name for item in fields(LayerHeads) if item.name != "index")
 
 
-def _offset_names(offsets: int) -> list[str]:
-    return ["diagonal", "previous token", *(f"{offset} back" for offset in range(2, offsets))][:offsets]
+_OFFSET_NAMES = ("diagonal", "previous token", *(f"{offset} back" for offset in range(2, OFFSETS)))

@@ -15,7 +15,7 @@ from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture
 from rope_patch.runtime.result_cache import finite
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,6 @@ class Analysis:
     advice: Advice
     token_texts: Mapping[int, str]
     environment: Mapping[str, str]
-    schema: int = SCHEMA
 
     def token_text(self, token: int) -> str:
         """Return the text of a token id."""
@@ -66,7 +65,7 @@ class Analysis:
     def to_json(self) -> str:
         """Return everything but the arrays: types of heads, outliers, the p sweep and its advice."""
         out = {
-            "schema": self.schema,
+            "schema": SCHEMA,
             "model": self.name,
             "class": self.capture.model,
             "table": self.table,
@@ -150,5 +149,4 @@ def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
         "repeated_mass": float(measured.repeated_mass[head]),
         "distance": float(measured.distance[head]),
         "entropy": float(measured.entropy[head]),
-        "cosine": measured.cosine[head].tolist(),
     }

@@ -49,27 +49,6 @@ def head_types(analysis: Analysis) -> DataTable | Note:
     return DataTable("Heads and their types", columns, rows[:MOST_HEADS], caption)
 
 
-def bounds(analysis: Analysis) -> DataTable | Note:
-    """Return logits of positional heads beside their Cauchy-Schwarz bound (Barbero et al., tables 3 to 5)."""
-    rows: list[Cells] = []
-    for index, head, types in analysis.heads.positional():
-        layer = analysis.heads.layer(index)
-        cells = [Cell(", ".join(types), style="left")]
-        for offset, head_type in enumerate(("diagonal", "previous token")):
-            cells += [Cell(number_text(float(part[head, offset]))) for part in (layer.logit, layer.bound)]
-            cosine = number_text(float(layer.cosine[head, offset]))
-            cells.append(Cell(cosine, style="strong" if head_type in types else ""))
-        rows.append([f"{index}.{head}", *cells])
-    if not rows:
-        return Note("No head is positional, so there are no logits to compare with their bound.")
-    columns = ("Head", "Types", "Own: logit", "bound", "cosine", "Previous: logit", "bound", "cosine")
-    caption = (
-        "Mean logit with the own and the previous key, its bound ‖q‖‖k‖, and the mean of their ratio (Barbero et al. "
-        f"2024, tables 3 to 5); bold: the distance of the head’s type.{_more(len(rows), MOST_HEADS)}"
-    )
-    return DataTable("Logits of positional heads and their upper bound", columns, rows[:MOST_HEADS], caption)
-
-
 def sinks(analysis: Analysis) -> DataTable | Note:
     """Return the sinks, by the number of heads that attend to them."""
     found: dict[tuple[int, bool], list[tuple[float, str, int]]] = {}

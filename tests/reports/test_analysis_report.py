@@ -60,16 +60,12 @@ def random_heads(draw, index, heads):
         sink_mass=0.1 * draw(heads),
         sink_position=torch.arange(4).expand(heads, 4).clone(),
         sink_token=token,
-        sink_row=torch.zeros(heads, 4, dtype=torch.long),
         sink_weight=sink_weight,
         induction_mass=0.3 * draw(heads),
         induction_chance=torch.tensor(0.01, dtype=torch.float64),
         repeated_mass=torch.full((heads,), math.nan, dtype=torch.float64),
         distance=100 * draw(heads),
         entropy=5 * draw(heads),
-        logit=10 * draw(heads, 2),
-        bound=20 + draw(heads, 2),
-        cosine=draw(heads, 2),
     )
 
 
@@ -139,7 +135,7 @@ def random_analysis(
         context=256,
         rows=TextRows(ids.expand(2, tokens), groups, "a text", "ab" * 32),
         capture=Capture("TinyForCausalLM", 2 * tokens, 2, "c" * 16, 0, tuple(captured)),
-        heads=Heads("TinyForCausalLM", 2 * tokens, 2, "c" * 16, tuple(attended)),
+        heads=Heads(tuple(attended)),
         single_heads=(view,),
         p_sweep=points,
         p_sweep_positions=(0, 256, 1024),
@@ -195,9 +191,6 @@ def test_numbers_of_heads_are_those_of_the_analysis(page):
     masses = [layer.offset_mass[1, 0], layer.offset_mass[1, 1], layer.first_mass[1], layer.sink_mass[1]]
     assert rows["1.1"][2:7] == [f"{float(mass):.2f}" for mass in [*masses, layer.induction_mass[1]]]
     assert rows["1.1"][7:] == ["–", f"{float(layer.distance[1]):.1f}", f"{float(layer.entropy[1]):.2f}"]
-    bound = {row[0]: row for row in page.table("Logits of positional heads and their upper bound")[1:]}
-    assert set(bound) == {"0.0", "0.1", "1.0", "1.1", "2.0", "2.1"}
-    assert bound["1.1"][2:4] == [f"{float(part[1, 0]):.2f}" for part in (layer.logit, layer.bound)]
     assert page.table("Sinks")[1:] == [["<s>", "first", "3", "2.2", "0.64"]]
 
 
@@ -232,10 +225,7 @@ def test_nothing_found_is_said(figures):
     heads, capture = replace(analysis.heads, layers=tuple(idle)), replace(analysis.capture, layers=tuple(even))
     words = "".join(Page(render(analysis_report.page(replace(analysis, heads=heads, capture=capture)))).text)
     for sentence in (
-        *(
-            "No head is of a known type.",
-            "No head is positional",
-        ),
+        *("No head is of a known type.",),
         *("No head has a sink", "No pair of a mean key is longer than 5 times", "No pair of a mean query"),
         *("No single head was analyzed.", "so no p is advised"),
     ):
