@@ -21,10 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_patch.analysis.attention_sums import AttentionSums, Block
 from rope_patch.analysis.heads import OFFSETS, Heads
+from rope_patch.modeling.attention_layers import layers_text
 from rope_patch.modeling.attention_probe import window_alone, window_of
 from rope_patch.modeling.inputs import refuse_prompts, token_rows
 from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
-from rope_patch.modeling.sources import layers_text
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
 
