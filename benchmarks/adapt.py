@@ -68,7 +68,7 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
     import transformers
 
     from rope_patch.options.finetune import RecipeOptions
-    from rope_patch.options.writing import from_dict
+    from rope_patch.options.yaml_and_json import from_dict
     from rope_patch.training.finetune import finetune
 
     warnings.filterwarnings("ignore", category=FutureWarning)

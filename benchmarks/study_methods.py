@@ -163,7 +163,7 @@ def _evaluate(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, 
 
 def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, tokenizer: Any, quick: bool) -> None:
     from rope_patch.options.finetune import RecipeOptions
-    from rope_patch.options.writing import from_dict
+    from rope_patch.options.yaml_and_json import from_dict
     from rope_patch.training.finetune import finetune
 
     warnings.filterwarnings("ignore", category=FutureWarning)

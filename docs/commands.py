@@ -14,7 +14,7 @@ from pathlib import Path
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import Option, OptionSet, leaves
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.writing import from_dict, to_yaml
+from rope_patch.options.yaml_and_json import from_dict, to_yaml
 
 PAGE = Path(__file__).with_name("commands.md")
 RECIPE = PAGE.parents[1] / "recipes" / "configs" / "lora.yaml"

@@ -22,7 +22,7 @@ _HOME = {
     "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
     "diagnosis.callback": "RopeDoctorCallback",
     "diagnosis.check": "Diagnosis",
-    "diagnosis.diagnosing": "doctor",
+    "diagnosis.doctor": "doctor",
     "evaluation.perplexity": "perplexity",
     "evaluation.retrieval": "retrieval",
     "evaluation.compare": "compare",
@@ -42,14 +42,14 @@ __all__ = sorted([*_MODULE_OF, "__version__"])
 if TYPE_CHECKING:
     from rope_patch.analysis.analyze import analyze as analyze
     from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
-    from rope_patch.checkpoints.checking import inspect as inspect
-    from rope_patch.checkpoints.checking import verify as verify
+    from rope_patch.checkpoints.inspect_verify import inspect as inspect
+    from rope_patch.checkpoints.inspect_verify import verify as verify
     from rope_patch.checkpoints.save_load import load as load
     from rope_patch.checkpoints.save_load import load_adapter as load_adapter
     from rope_patch.checkpoints.save_load import save as save
     from rope_patch.diagnosis.callback import RopeDoctorCallback as RopeDoctorCallback
     from rope_patch.diagnosis.check import Diagnosis as Diagnosis
-    from rope_patch.diagnosis.diagnosing import doctor as doctor
+    from rope_patch.diagnosis.doctor import doctor as doctor
     from rope_patch.engines.write_export import export as export
     from rope_patch.evaluation.compare import compare as compare
     from rope_patch.evaluation.perplexity import perplexity as perplexity

@@ -115,7 +115,7 @@ FITTING = (
 TRAINING = (
     Mutation(
         "perplexity_outweighs_a_prompt",
-        "rope_patch/training/evaluating.py",
+        "rope_patch/training/evaluate_run.py",
         "- nll / (100 * asked)",
         "- nll / asked",
     ),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.inputs import token_rows
 from rope_patch.modeling.statistics import pairs_of
-from rope_patch.modeling.streaming import stream
+from rope_patch.modeling.visit_states import visit_states
 
 LONGEST_TEXT = 1024
 """Length of the longest text that is accepted: a pattern grows with its square [tokens]."""
@@ -159,7 +159,7 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
         if role != "value":
             captured.setdefault((layer.index, role), []).append(states.cpu().double())
 
-    stream(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
+    visit_states(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
     found = []
     for index, head in heads:
         query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))

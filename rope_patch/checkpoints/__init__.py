@@ -8,7 +8,7 @@ from rope_patch.checkpoints.adapters import (
     read_record,
     write_record,
 )
-from rope_patch.checkpoints.checking import inspect, verify
+from rope_patch.checkpoints.inspect_verify import inspect, verify
 from rope_patch.checkpoints.save_load import load, load_adapter, save
 from rope_patch.checkpoints.source_files import load_config, read_tokenizer
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.gguf_file import open_gguf
-from rope_patch.checkpoints.gguf_reader import read_once
+from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.checkpoints.gguf_table import ROUNDED_TWICE, read_gguf, sliding_base
 from rope_patch.checkpoints.source_files import in_gguf, read_tokenizer
 from rope_patch.errors import blamed_on
@@ -45,7 +45,7 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
         ImportError: the package gguf is missing.
     """
     path = Path(path)
-    with read_once(path):
+    with cached_headers(path):
         inspection = read_gguf(path)
         with blamed_on(f"{path}: transformers cannot read this GGUF file"):
             options = {**_dequantizing(), **from_pretrained}
@@ -121,7 +121,7 @@ def unpack(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None
     Raises:
         ValueError: the file is not a whole GGUF model, or transformers cannot read it.
     """
-    with read_once(path):
+    with cached_headers(path):
         model = load_gguf(path, dtype=dtype)
         progress.say("copying the weights, dequantized")
         model.save_pretrained(folder)

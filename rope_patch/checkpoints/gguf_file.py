@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_patch.checkpoints.gguf_reader import gguf, read_once
+from rope_patch.checkpoints.gguf_header_cache import cached_headers, gguf
 from rope_patch.runtime.folders import file_in_one_move
 
 _VERSION = 3
@@ -127,7 +127,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     if len(beginning) == 8 and beginning[4:6] == b"\0\0":
         raise ValueError(f"{path} is written in the other byte order: convert it with gguf-convert-endian")
     try:
-        with read_once(path):
+        with cached_headers(path):
             reader = gguf().GGUFReader(path)
     except (ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
         raise ValueError(

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.gguf_file import open_gguf
-from rope_patch.checkpoints.gguf_reader import read_once
+from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.errors import blamed_on, in_one_line, read_json
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import older_differences, text_part
@@ -58,7 +58,7 @@ def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
         **options: arguments of ``AutoConfig.from_pretrained``.
     """
     if is_gguf(source):
-        with read_once(source):
+        with cached_headers(source):
             open_gguf(source)  # its errors say what is wrong with the file
             with blamed_on(f"{source}: transformers cannot read this GGUF file"):
                 config: PreTrainedConfig = AutoConfig.from_pretrained(**in_gguf(source), **options)
@@ -79,7 +79,7 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
     Raises:
         ValueError: the checkpoint has no tokenizer that can be loaded; the message says why.
     """
-    with read_once(source):
+    with cached_headers(source):
         if is_gguf(source):
             open_gguf(source)  # its errors say what is wrong with the file
             options |= in_gguf(source)

@@ -18,7 +18,7 @@ def doctor(words: Sequence[str]) -> int:
     options = parse(DoctorOptions, words)
     if options.method is not None:
         return _print_flags(options, options.method)
-    from rope_patch.diagnosis.diagnosing import doctor as diagnose
+    from rope_patch.diagnosis.doctor import doctor as diagnose
 
     diagnosis = diagnose(options.model, for_programs=options.for_programs)
     if options.as_json:

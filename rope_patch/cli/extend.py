@@ -25,7 +25,7 @@ def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
     options = parse(ExtendOptions, words)
     from rope_patch.extending.extend import RESULT_CACHE, Run
-    from rope_patch.extending.writing import check
+    from rope_patch.extending.write_extended import check
 
     if options.report:
         from rope_patch.reports import comparison as report
@@ -80,7 +80,7 @@ def extend(words: Sequence[str]) -> int:
 def _print(outcome: Extended) -> None:
     """Print the scores, the choice with its reason, and what was written."""
     from rope_patch.cli.compare import print_scores, print_table
-    from rope_patch.extending.choosing import RANKING
+    from rope_patch.extending.choose_method import RANKING
 
     if outcome.choice.cost:
         print(f"The price: {outcome.choice.cost}.\n")

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 from rope_patch.options.fields import Option, OptionSet, build, leaves
-from rope_patch.options.writing import read_value, stated
+from rope_patch.options.yaml_and_json import read_value, stated
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rope_patch import checkpoints
 from rope_patch.checkpoints.folder_patch import check_free, skeleton
 from rope_patch.checkpoints.gguf_file import check_out
-from rope_patch.checkpoints.gguf_reader import gguf, read_once
+from rope_patch.checkpoints.gguf_header_cache import cached_headers, gguf
 from rope_patch.checkpoints.gguf_table import CHECKED
 from rope_patch.engines.folders import export_folder
 from rope_patch.engines.gguf import NEEDS_CONVERTER, export_gguf
@@ -143,7 +143,7 @@ def export(
     request = ExportRequest(to, method, options, converter, dtype, lora, overwrite)
     if not isinstance(model, nn.Module):
         source = Path(model) if Path(model).exists() else model
-        with read_once(source):
+        with cached_headers(source):
             return _export(source, output, request, name_of(str(source)))
     request.check(adapter=hasattr(model, "peft_config"))
     origin = str(getattr(model.config, "name_or_path", "")) if hasattr(model, "config") else ""

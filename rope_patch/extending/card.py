@@ -15,7 +15,7 @@ from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
-from rope_patch.extending.choosing import RANKING, short
+from rope_patch.extending.choose_method import RANKING, short
 from rope_patch.extending.result import Extended
 
 HEADING = """

@@ -14,15 +14,15 @@ from rope_patch.evaluation.compare import Comparison, Row, compare, labelled
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.extending.adapting import Training, plan_training, train
-from rope_patch.extending.choosing import Choice, MethodEvaluator, short
+from rope_patch.extending.choose_method import Choice, MethodEvaluator, short
 from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, cost_of, rounds_within
-from rope_patch.extending.writing import check, write
+from rope_patch.extending.train_adapter import Training, plan_training, train
+from rope_patch.extending.write_extended import check, write
 from rope_patch.methods import as_method
 from rope_patch.options.extend import CANDIDATES, ExtendSettings
-from rope_patch.options.writing import from_dict, to_yaml
+from rope_patch.options.yaml_and_json import from_dict, to_yaml
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, trained_length

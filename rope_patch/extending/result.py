@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.evaluation.compare import Comparison
-from rope_patch.extending.adapting import Training
-from rope_patch.extending.choosing import Choice
+from rope_patch.extending.choose_method import Choice
+from rope_patch.extending.train_adapter import Training
 from rope_patch.options.extend import ExtendSettings
 
 

@@ -19,7 +19,7 @@ from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.inputs import text_digest, token_rows
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
-from rope_patch.modeling.streaming import stream
+from rope_patch.modeling.visit_states import visit_states
 from rope_patch.patching.locate import locate
 
 LARGEST_STATE = 1e18
@@ -64,7 +64,7 @@ def capture(
             state_sums = sums[layer.index, role] = _StateSums(layer, role, states)
         state_sums.add(states, row, start)
 
-    read = stream(model, rows, visit, chunk=chunk, layers=layers)
+    read = visit_states(model, rows, visit, chunk=chunk, layers=layers)
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
     size = 0 if chunk is None or chunk >= rows.shape[1] else chunk
     return Capture(

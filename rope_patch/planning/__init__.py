@@ -8,7 +8,7 @@
 ['--gpus 2 --context-parallel 2']
 """
 
-from rope_patch.planning.model_shapes import shape_of as shape_of
 from rope_patch.planning.plans import Plan as Plan
 from rope_patch.planning.plans import plan as plan
+from rope_patch.planning.read_shapes import shape_of as shape_of
 from rope_patch.planning.shapes import Shape as Shape

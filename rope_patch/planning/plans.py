@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.memory import Part, kv_cache, memory, prefill, weights
-from rope_patch.planning.model_shapes import shape_of
+from rope_patch.planning.read_shapes import shape_of
 from rope_patch.planning.shapes import Shape
 from rope_patch.runtime.text import parse_length
 

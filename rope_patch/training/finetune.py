@@ -17,7 +17,7 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime.folders import claimed
 from rope_patch.runtime.parallel import from_first
-from rope_patch.training.evaluating import measure, metrics, suite_of
+from rope_patch.training.evaluate_run import measure, metrics, suite_of
 from rope_patch.training.models import load_model, prepare
 from rope_patch.training.pack_rows import make_rows
 from rope_patch.training.results import write_results

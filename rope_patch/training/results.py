@@ -14,11 +14,11 @@ from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.writing import to_dict, to_yaml
+from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.folders import write_atomically
-from rope_patch.training.evaluating import changes, metrics
+from rope_patch.training.evaluate_run import changes, metrics
 from rope_patch.training.models import BUNDLED_MODELS
 from rope_patch.training.pack_rows import rows_per_step
 from rope_patch.training.runs import RESULTS_FILE

@@ -6,7 +6,7 @@ import os
 
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.writing import to_yaml
+from rope_patch.options.yaml_and_json import to_yaml
 from rope_patch.planning import Plan, plan
 from rope_patch.training.models import resolve
 from rope_patch.training.pack_rows import rows_per_step

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.writing import to_dict
+from rope_patch.options.yaml_and_json import to_dict
 from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
 from rope_patch.training.pack_rows import rows_per_step
 

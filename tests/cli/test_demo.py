@@ -11,7 +11,7 @@ from support.commands import invoke
 import rope_patch
 from rope_patch.cli.parsing import parse
 from rope_patch.options.extend import ExtendOptions
-from rope_patch.options.writing import to_dict
+from rope_patch.options.yaml_and_json import to_dict
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from support.tiny import ids, small
 import rope_patch
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.modeling.streaming import stream
+from rope_patch.modeling.visit_states import visit_states
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.install import patched
 
@@ -63,7 +63,9 @@ def test_hidden_states_are_read_under_the_table_for_the_whole_text():
     for method in (BOTH, LONG, "default"):
         model = small()
         with patched(model, method):
-            stream(model, ids(100)[0], lambda layer, role, states, *place: seen.append(states.flatten()), chunk=25)
+            visit_states(
+                model, ids(100)[0], lambda layer, role, states, *place: seen.append(states.flatten()), chunk=25
+            )
     both, long, short = torch.cat(seen).chunk(3)
     torch.testing.assert_close(both, long)
     assert not torch.allclose(long, short, atol=1e-4)

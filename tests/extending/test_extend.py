@@ -22,12 +22,12 @@ import rope_patch
 from rope_patch.cli.parsing import parse
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending.card import card
-from rope_patch.extending.choosing import RANKING
+from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.extend import Run, extend
 from rope_patch.extending.other_programs import other_programs
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
-from rope_patch.options.writing import from_dict, to_dict
+from rope_patch.options.yaml_and_json import from_dict, to_dict
 from rope_patch.runtime.progress import listen
 
 pytestmark = pytest.mark.usefixtures("reloads_fork")
@@ -146,7 +146,9 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
 
 
 def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.extending.writing.plain_logits", lambda folder, vocabulary, **_: torch.zeros(1, 1))
+    monkeypatch.setattr(
+        "rope_patch.extending.write_extended.plain_logits", lambda folder, vocabulary, **_: torch.zeros(1, 1)
+    )
     with pytest.raises(RuntimeError, match="plain transformers gives other logits, by up to"):
         extend(llama, TOKENIZER, output=tmp_path / "out", budget=40, tokens=FEW, **{**QUICK, "methods": ["yarn"]})
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]

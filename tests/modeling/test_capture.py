@@ -23,7 +23,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
-from rope_patch.modeling import streaming
+from rope_patch.modeling import visit_states
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.capture import Capture, capture
 
@@ -311,7 +311,7 @@ def test_what_is_computed_on_the_way_is_a_slice_wide(monkeypatch):
                         self.rows = max(self.rows, tensor.shape[0])
             return out
 
-    monkeypatch.setitem(streaming.SLICE_TOKENS, "cpu", 16)
+    monkeypatch.setitem(visit_states.SLICE_TOKENS, "cpu", 16)
     model = model_of("llama")
     with Largest() as largest:
         sliced = capture(model, text(90))

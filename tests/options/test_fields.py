@@ -22,7 +22,7 @@ from rope_patch.options.fields import (
     whole,
     word,
 )
-from rope_patch.options.writing import to_dict, to_yaml
+from rope_patch.options.yaml_and_json import to_dict, to_yaml
 
 
 @dataclass(frozen=True)

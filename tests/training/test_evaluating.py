@@ -14,7 +14,7 @@ from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.training.evaluating import changes, measure, metrics, score, suite_of
+from rope_patch.training.evaluate_run import changes, measure, metrics, score, suite_of
 
 
 def result(answers, losses=()):

@@ -28,7 +28,7 @@ from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.runtime.folders import claimed
 from rope_patch.training import finetune as module
-from rope_patch.training.evaluating import metrics, suite_of
+from rope_patch.training.evaluate_run import metrics, suite_of
 from rope_patch.training.finetune import finetune
 from rope_patch.training.runs import last_checkpoint
 from rope_patch.training.setup import arguments

@@ -12,7 +12,7 @@ from support.recipe_runs import recipe
 
 from rope_patch.cli.finetune import smaller
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.writing import from_dict, to_dict, to_yaml
+from rope_patch.options.yaml_and_json import from_dict, to_dict, to_yaml
 from rope_patch.training.setup import check
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"

@@ -23,7 +23,7 @@ from rope_patch.extending.result import Extended
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.extend import ExtendSettings
-from rope_patch.options.writing import to_dict, to_yaml
+from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.install import patched
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import (

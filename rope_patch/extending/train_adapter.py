@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.writing import from_dict
+from rope_patch.options.yaml_and_json import from_dict
 from rope_patch.planning import plan
 from rope_patch.runtime.folders import folder_in_one_move
 from rope_patch.runtime.parallel import from_first, processes

@@ -36,7 +36,7 @@ def gguf() -> Any:
 
 
 @contextlib.contextmanager
-def read_once(source: str | Path) -> Iterator[None]:
+def cached_headers(source: str | Path) -> Iterator[None]:
     """Replace the reader of the package ``gguf`` in this block by one that keeps the headers it has read.
 
     It gives the same fields and tensors, so it may serve another thread, too. A block within another one uses what that

@@ -30,7 +30,7 @@ rotation (tokens, heads, head_dim) in float32, the row of the text, and the posi
 
 
 @torch.no_grad()
-def stream(
+def visit_states(
     model: nn.Module,
     token_ids: Tensor,
     visit: Visit,

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.checkpoints.gguf_file import Key, write_gguf
-from rope_patch.checkpoints.gguf_reader import read_once
+from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.engines import export
 
 
@@ -49,14 +49,14 @@ def contents(reader):
 
 def test_it_reads_what_the_package_reads(file):
     theirs = gguf.GGUFReader(file)
-    with read_once(file):
+    with cached_headers(file):
         assert contents(gguf.GGUFReader(file)) == contents(theirs)
     assert type(theirs) is gguf.GGUFReader
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):
     path = tmp_path / "m.gguf"
-    with read_once(path):
+    with cached_headers(path):
         for text in ("first", "second"):
             write_gguf(path, [Key.of("a", text)], [], overwrite=True)
             assert gguf.GGUFReader(path).fields["a"].contents() == text
@@ -64,10 +64,10 @@ def test_a_file_that_changed_is_read_again(tmp_path):
 
 def test_the_reader_of_the_package_is_back_after_an_error(file, tmp_path):
     original = gguf.GGUFReader
-    with pytest.raises(RuntimeError), read_once(file), read_once(file):
+    with pytest.raises(RuntimeError), cached_headers(file), cached_headers(file):
         raise RuntimeError
     assert gguf.GGUFReader is original
-    with read_once(tmp_path):  # no GGUF file
+    with cached_headers(tmp_path):  # no GGUF file
         assert gguf.GGUFReader is original
 
 
