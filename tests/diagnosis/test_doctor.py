@@ -1,0 +1,256 @@
+"""``doctor`` on models that were broken by hand, in memory and as folders, and on what is wrapped around a model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from support.patches import edit_json, lora, module_of, patched_model
+from support.tiny import YARN, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaForCausalLM
+
+import rope_patch
+from rope_patch import doctor
+
+BROKEN = {}
+"""For each function that breaks a model: the check that differs, and a part of what it says."""
+
+
+def broken(check, said):
+    def enter(build):
+        BROKEN[build] = (check, said)
+        return build
+
+    return enter
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A healthy checkpoint."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# --- in memory --------------------------------------------------------------------------------------------------------
+
+
+@broken("config", "changed after the patch")
+def a_patched_model_whose_config_is_edited(folder):
+    model = patched_model("yarn:factor=4")
+    model.config.rope_parameters["factor"] = 8.0
+    return model
+
+
+@broken("context of the patch", "changed after the patch")
+def a_patched_model_whose_context_is_edited(folder):
+    model = patched_model("yarn:factor=4", target_length=256)
+    model.config.max_position_embeddings = 512
+    return model
+
+
+@broken("table in use", "the patch is lost")
+def the_second_model_of_one_config(folder):
+    first = tiny_model()
+    second = LlamaForCausalLM(first.config)
+    rope_patch.apply(first, "yarn:factor=4")
+    return second
+
+
+@broken("patch record", "lost its record")
+def a_patched_model_without_its_record(folder):
+    model = patched_model("yarn:factor=4")
+    del model.config.rope_patch
+    return model
+
+
+@broken("patch record", "altered")
+def a_patched_model_with_an_altered_record(folder):
+    model = patched_model("yarn:factor=4")
+    model.config.rope_patch["method"]["factor"] = 2.0
+    return model
+
+
+@broken("table in use", "plain RoPE with a base (rope_theta) of 20000")
+def a_buffer_of_another_base(folder):
+    model = tiny_model()
+    module_of(model).inv_freq.copy_(1 / 20000 ** (torch.arange(8) / 8))
+    return model
+
+
+@broken("table in use", "in another order")
+def a_buffer_in_another_order(folder):
+    model = tiny_model()
+    module_of(model).inv_freq.copy_(module_of(model).inv_freq.flip(0))
+    return model
+
+
+@broken("table in use", "divided by 2")
+def a_buffer_with_a_linear_factor_too_many(folder):
+    model = tiny_model(rope_parameters=YARN, max_position_embeddings=256)
+    module_of(model).inv_freq.div_(2)
+    return model
+
+
+@broken("float32", "neighbouring positions")
+def positions_beyond_float32(folder):
+    return tiny_model(max_position_embeddings=2**25)
+
+
+@broken("layer types", "another type")
+def layer_types_that_are_edited(folder):
+    model = tiny_model("gemma3")
+    model.config.layer_types = model.config.layer_types[::-1]
+    return model
+
+
+@broken("adapters", "abf")
+def an_adapter_of_another_patch(folder):
+    model = an_adapter_under_yarn(folder)
+    rope_patch.apply(model, "abf", replace=True)
+    return model
+
+
+@broken("adapters", "never saw")
+def an_adapter_whose_patch_is_undone(folder):
+    model = an_adapter_under_yarn(folder)
+    rope_patch.restore(model)
+    return model
+
+
+def an_adapter_under_yarn(folder):
+    rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), folder / "adapter")
+    return rope_patch.load(folder / "adapter")
+
+
+@broken("adapters", "match nothing")
+def an_adapter_within_an_adapter(folder):
+    with warnings.catch_warnings(action="ignore"):  # PEFT only warns
+        return get_peft_model(lora(tiny_model()), LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def with_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@broken("weights files", "random values")
+def a_folder_without_a_tensor(folder):
+    return with_weights(folder, lambda weights: weights.pop("model.norm.weight"))
+
+
+@broken("weights files", "random values")
+def a_folder_with_a_tensor_of_another_shape(folder):
+    return with_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(32)}))
+
+
+@broken("tied head", "drop the head")
+def a_folder_whose_tied_head_is_another(folder):
+    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    return folder
+
+
+@broken("leftovers", "model.safetensors.index.json are both there")
+def a_folder_of_two_saves(folder):
+    tiny_model().save_pretrained(folder / "shards", max_shard_size="100KB")
+    (folder / "model.safetensors").rename(folder / "shards" / "model.safetensors")
+    return folder / "shards"
+
+
+@broken("leftovers", "nothing of a patch")
+def a_folder_over_a_patched_one(folder):
+    rope_patch.save(rope_patch.load(folder, "yarn:factor=4"), folder / "patched")
+    tiny_model().save_pretrained(folder / "patched")
+    return folder / "patched"
+
+
+@broken("adapter", "never saw")
+def an_adapter_on_another_base(folder):
+    rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), folder / "adapter")
+    edit_json(folder / "config.json", lambda config: config["rope_parameters"].update(rope_theta=5e5))
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize("build", BROKEN, ids=lambda build: build.__name__)
+def test_what_is_broken_is_named(build, folder):
+    found = doctor(build(folder))
+    check, part = BROKEN[build]
+    assert found.status == 1
+    assert any(each.name == check and part in f"{each.found} {each.meaning}" for each in found.found("differs")), found
+
+
+# --- what is no fault, and what cannot be known -----------------------------------------------------------------------
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [lora, torch.nn.DataParallel, compiled])
+def test_what_is_wrapped_around_a_model_is_looked_through(wrap):
+    assert doctor(wrap(patched_model("yarn:factor=4"))).ok
+    wrapped = wrap(tiny_model())
+    assert doctor(wrapped).ok
+    wrapped.bfloat16()
+    assert doctor(wrapped).status == 1
+
+
+def test_quantized_weights_do_not_matter(folder):
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    assert doctor(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)).ok
+
+
+def test_what_decides_nothing_is_a_note():
+    model = tiny_model(rope_parameters=YARN, max_position_embeddings=128)  # four times 64 are 256
+    model.generation_config.max_length = 1000
+    found = doctor(model)
+    assert found.ok
+    notes = {check.name for check in found.checks if check.state == "differs" and not check.counts}
+    assert notes == {"generation config", "context of the table"}
+    assert str(found).count("note ") == 2
+
+
+def test_what_cannot_be_known_is_no_fault():
+    with torch.device("meta"):
+        unfilled = LlamaForCausalLM(tiny_config("llama"))
+        other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=8))
+    for model, reason in ((unfilled, "meta device"), (other, "no rotary table")):
+        found = doctor(model)
+        assert found.status == 3 and reason in found.found("unknown")[0].found
+
+
+def test_an_adapter_without_a_record_on_a_patched_base(folder):
+    rope_patch.save(rope_patch.load(folder, "yarn:factor=4"), folder / "patched")
+    lora(AutoModelForCausalLM.from_pretrained(folder / "patched")).save_pretrained(folder / "adapter")
+    assert doctor(folder / "adapter").status == 3
+
+
+def test_a_diagnosis_is_read_from_the_verdict_down_and_as_json(folder):
+    found = doctor(a_folder_without_a_tensor(folder))
+    lines = str(found).splitlines()
+    verdict = next(i for i, line in enumerate(lines) if line.startswith("NOT OK: 1 of "))
+    assert lines[verdict + 1].startswith("differs ") and not any("differs" in line for line in lines[:verdict])
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["status"] == 1 and [check["state"] for check in data["checks"] if check["counts"]].count("differs") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((torch.nn.Linear(1, 1), ()), TypeError),
+        ((tiny_model(), ("vllm",)), ValueError),
+        (("gpt2", ("tgi",)), ValueError),
+    ],
+)
+def test_what_doctor_refuses(arguments, error):
+    model, programs = arguments
+    with pytest.raises(error):
+        doctor(model, for_programs=programs)
