@@ -107,12 +107,16 @@ def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
     model = skeleton(source, checked=False)
     folder = Path(source)
     if folder.is_dir():
-        more = [check for function in on_disk.CHECKS for check in _made(function, folder, model)]
+        more = _on_disk(folder, model)
         length = stated_length(folder) if tokenizer is None else tokenizer.model_max_length
     else:
         more, length = [on_disk.weights_elsewhere(source)], None if tokenizer is None else tokenizer.model_max_length
     more += _made(programs_agree, source)
     return _of_model(source, model, length, in_memory=False, more=more)
+
+
+def _on_disk(folder: Path, model: nn.Module) -> list[Check]:
+    return [check for function in on_disk.CHECKS for check in _made(function, folder, model)]
 
 
 def _of_adapter(source: str) -> Diagnosis:
@@ -124,6 +128,7 @@ def _of_adapter(source: str) -> Diagnosis:
         return Diagnosis(source, None, {}, {}, (wrong,))
     base = adapter_base(source)
     model = skeleton(base, beside_adapter=True)
+    beside = _on_disk(Path(source), model) if base == source else []
     try:
         if record is not None:
             reapply(model, record)
@@ -136,7 +141,7 @@ def _of_adapter(source: str) -> Diagnosis:
             "the adapter works on angles that it never saw",
             "give the base model that it was trained on",
         )
-        return Diagnosis(source, None, {}, {}, (wrong,))
+        return Diagnosis(source, None, {}, {}, (wrong, *beside))
     if record is None:
         own = Check(
             "adapter",
@@ -146,7 +151,7 @@ def _of_adapter(source: str) -> Diagnosis:
         )
     else:
         own = Check("adapter", HOLDS, f"trained under {record.to_method()}, whose tables fit the base {base}")
-    return _of_model(source, model, stated_length(Path(source)), in_memory=False, more=[own])
+    return _of_model(source, model, stated_length(Path(source)), in_memory=False, more=[own, *beside])
 
 
 def _of_gguf(source: str | Path) -> Diagnosis:

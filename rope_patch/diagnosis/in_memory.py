@@ -473,7 +473,10 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
             meaning="the names in an adapter's file match nothing there",
             fix="wrap the base model once",
         )
-    if (holder := peft_model(model)) is None:
+    holder = peft_model(model)
+    if holder is None and getattr(subject.location.model, "_hf_peft_config_loaded", False):
+        holder = subject.location.model  # transformers put an adapter on it, without PEFT's model around
+    if holder is None:
         return
     own = {name: getattr(config, TABLES_ATTRIBUTE, None) for name, config in holder.peft_config.items()}
     trained = [name for name, known in own.items() if known is not None]
@@ -490,7 +493,7 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
         return
     try:
         if record is not None:
-            check_adapters(model, record)
+            check_adapters(holder, record)
     except PatchError as error:
         yield Check("adapters", DIFFERS, str(error))
         return

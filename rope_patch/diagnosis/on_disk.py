@@ -94,9 +94,14 @@ def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     whole, index = folder / "model.safetensors", folder / INDEX_FILE
     if whole.is_file() and index.is_file() and whole.name not in shards(index):
         left.append((f"{whole.name} and {INDEX_FILE} are both there: loaders take one or the other", True))
+    unpatched = getattr(model.config.get_text_config(), "rope_patch", None) is None
+    without_patch = unpatched and (folder / RECORD_FILE).is_file()
     if (folder / ADAPTER_FILE).is_file():
-        left.append((f"{ADAPTER_FILE} lies beside the model: transformers puts that adapter on it when it loads", True))
-    elif (folder / RECORD_FILE).is_file() and getattr(model.config.get_text_config(), "rope_patch", None) is None:
+        beside = f"{ADAPTER_FILE} lies beside the model: transformers puts that adapter on it when it loads"
+        left.append(
+            (f"{beside}, without the patch that it was trained under" if without_patch else beside, without_patch)
+        )
+    elif without_patch:
         left.append((f"{RECORD_FILE} is there, and the config says nothing of a patch", True))
     if any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
         left.append(("pytorch_model*.bin lies beside safetensors files, which transformers prefers", False))

@@ -29,7 +29,7 @@ from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader, model_hash
 from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
-from rope_patch.patching.locate import PatchError
+from rope_patch.patching.locate import PatchError, locate
 from rope_patch.training.trainer import LongTrainer
 from support.scored import bold_model
 from support.tiny import ids
@@ -213,6 +213,11 @@ def sharded(rank):
         "verified": verified(rounded),
         "nll": measure(rounded),
     }
+    plain, statuses = by_accelerate(bold_model()), [rope_patch.doctor(rounded).status]
+    statuses.append(rope_patch.doctor(plain).status)
+    if rank == 1:
+        locate(plain).module.to(torch.bfloat16)
+    results["doctor"] = [*statuses, rope_patch.doctor(plain).status]
     # Only the first process checks, as when a checkpoint is written: nothing in it may wait for the others.
     results["alone"] = verified(rounded) if rank == 0 else "verified"
     return results

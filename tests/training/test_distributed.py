@@ -111,6 +111,12 @@ def test_the_table_survives_sharding_and_bfloat16(two, steps):
 
 
 @pytest.mark.slow
+def test_doctor_finds_the_table_that_one_process_has_rounded(two):
+    """Of models that accelerate sharded: one patched, one plain, and that with its table cast in the second process."""
+    assert [rank["sharded"]["doctor"] for rank in two[1]] == [[0, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.slow
 def test_a_model_that_one_process_loads_is_patched_in_all(two, steps):
     """cpu_ram_efficient_loading: the others patch a model without weights, and get them afterwards."""
     expected, nll = steps["lora"]
