@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,17 @@ def test_the_saved_folder_is_read(tmp_path):
 
     with pytest.raises(PatchError, match=r"checkpoint-1.*\n.*config\.json"):
         train(tiny_model(), tmp_path, At("on_save", edit), RopeDoctorCallback())
+
+
+def test_the_folder_that_was_saved_is_found(tmp_path):
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=1, is_world_process_zero=True)
+    with pytest.warns(UserWarning, match="found no checkpoint"):
+        RopePatchCallback().on_save(args, state, None, model=patched_model("yarn:factor=4"))
+    RopeDoctorCallback().on_save(args, state, None, model=tiny_model())
+    folder = tmp_path / "run-3" / "checkpoint-1"  # as a hyperparameter search numbers its runs
+    tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0}).save_pretrained(folder)
+    with pytest.raises(PatchError, match="run-3"):
+        RopeDoctorCallback().on_save(args, state, None, model=tiny_model())
 
 
 def test_an_adapter_that_was_saved_without_its_record_is_told(tmp_path):
