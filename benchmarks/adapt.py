@@ -193,6 +193,7 @@ def share(seeds: list[list[list[bool]]]) -> dict[str, Any]:
     flat = [right for haystack in haystacks for right in haystack]
     count = independent_count([[float(x) for x in haystack] for haystack in haystacks])
     accuracy = sum(flat) / len(flat)
+    # Wilson's counts are rounded, so the interval may just miss the share itself; its ends are then set to it.
     low, high = wilson(round(accuracy * count), max(1, round(count)))
     return {
         "exact_match": accuracy,

@@ -106,6 +106,7 @@ class Worker:
             self.pipe, theirs = context.Pipe()
             self.process = context.Process(target=_serve, args=(self.work, theirs), daemon=True)
             self.process.start()
+            # As long as this process held the worker's end open, recv would not notice that the worker died.
             theirs.close()
         self.pipe.send(job)
         try:

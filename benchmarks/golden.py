@@ -170,6 +170,7 @@ def _command(*words: object, entry: str = "rope-patch") -> str:
         "assert rope_patch.__file__.startswith(tree), rope_patch.__file__; "
         "module, name = target.split(':'); sys.exit(getattr(importlib.import_module(module), name)())"
     )
+    # The program checks that it really imports that tree.
     run = [sys.executable, "-c", program, f"{tree}{os.sep}", target, entry, *map(str, words)]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -667,6 +668,7 @@ def measure(trees: Mapping[str, Path], names: list[str], checkpoints: Path) -> l
                     raise SystemExit(f"error: measuring ended with status {process.returncode}")
         finally:
             for process in started:
+                # After an error or Ctrl-C the other process must not go on measuring.
                 process.terminate()
                 process.wait()
         return [json.loads(output.read_text("utf-8")) for output in outputs]

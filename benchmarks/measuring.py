@@ -68,6 +68,7 @@ def in_own_process(work: Callable[[Job], Job], job: Job) -> Job:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(work, job, theirs))
     process.start()
+    # As long as this process held the other end open, recv would not notice that the process died.
     theirs.close()
     try:
         answer = ours.recv()

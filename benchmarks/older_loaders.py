@@ -80,6 +80,7 @@ def read(root: Path) -> dict[str, str]:
                 logits = model(ids, use_cache=False).logits.float()
             error = float((logits - expected).abs().max()) if logits.shape == expected.shape else float("inf")
             outcomes[folder.name] = "equal" if error < 1e-3 else f"differs by {error:.3g}"
+            # The worst outcome: a patched folder that reads as the unpatched one, in silence.
             plain = unpatched.setdefault(family, logits)
             if error >= 1e-3 and plain is not logits and torch.allclose(logits, plain, atol=1e-5):
                 outcomes[folder.name] = "loses the patch"

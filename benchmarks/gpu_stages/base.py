@@ -190,6 +190,7 @@ class Setting:
 
 def twin(model: Any) -> Any:
     """Return a copy of a model that shares its weights."""
+    # deepcopy takes objects in its memo as copied already, so the parameters stay the same tensors.
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 

@@ -49,6 +49,7 @@ def decoded(model: Any, ids: Tensor, scheme: str, last: int, device: str) -> tup
     with quantized(model, scheme, exact=False) as factory:
         cache = factory()
         for i, layer in enumerate(kept):
+            # The layers of the first cache refer to its run and plans, so the copies get those of the second one.
             cache.layers[i] = copy.deepcopy(layer)
             cache.layers[i].run, cache.layers[i].plan = factory.run, factory.run.plans[i]
         parts = []

@@ -27,6 +27,7 @@ def overhead(setting: Setting, name: str, method: str, phase: str, _: Results) -
     if phase == "prefill":
         works = [partial(prefill, one, ids) for one in both]
     else:
+        # A round decodes a single token, so there are more rounds than for a prefill.
         works, rounds = [Decoding(one, ids, steps) for one in both], rounds * steps // 4
     timed = paired(works[0], works[1], rounds, setting.device)
     return {"tokens": tokens if phase == "prefill" else 1, **timed}

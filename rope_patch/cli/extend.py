@@ -27,6 +27,7 @@ def extend(words: Sequence[str]) -> int:
     from rope_patch.extending.extend import RESULT_CACHE, Run
     from rope_patch.extending.write_extended import check
 
+    # Without matplotlib this raises before anything is measured.
     if options.report:
         from rope_patch.reports import comparison as report
         from rope_patch.reports import page

@@ -43,6 +43,7 @@ def kv_check(words: Sequence[str]) -> None:
         list(map(as_method, options.methods)),
         options.machine,
     )
+    # Perplexity is compared over all positions up to a length, so the text needs no finer position buckets.
     spec = replace(options.evaluation, bucket=options.evaluation.longest)
     engine.check_spec(spec)
     prepare(machine, spec.text, spec.haystack)

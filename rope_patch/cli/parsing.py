@@ -57,6 +57,7 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
         from rope_patch.registry import import_modules
 
         import_modules(modules)
+    # Flags come last, and replace values of files.
     values = {path: value for word in sources for path, value in _stated(word, by_name)} | written
     missing = [leaf.flag for leaf in known if leaf.default is MISSING and leaf.path not in values]
     if missing:
@@ -104,6 +105,7 @@ def _divided(
         else:
             more["metavar"] = option.metavar
         if option.positional:
+            # Optional for argparse, since a value may also come from a file.
             parser.add_argument(f"option{i}", nargs="*" if option.repeated else "?", **more)
             continue
         if option.repeated:
@@ -125,6 +127,7 @@ class _Words(yaml.BaseLoader):  # type: ignore[misc]
     """A loader that keeps each value but null as text, so that off and 1e-5 mean the same as on the command line."""
 
 
+# BaseLoader knows no type but text, so null is added.
 _Words.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|)$"), ["~", "n", ""])
 _Words.add_constructor("tag:yaml.org,2002:null", lambda *_: None)
 

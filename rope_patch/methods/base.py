@@ -201,6 +201,7 @@ class Scaling(Method):
         needed = max(1.0, target_length / context)
         if self.factor is None:
             return replace(self, factor=needed)
+        # The factor that the message advises has six digits, so it may miss the target by less than a token.
         if self.factor * context < target_length - 1:
             raise ValueError(
                 f"{self.name}:factor={self.factor:g} reaches {round(self.factor * context)} tokens of the "
@@ -254,6 +255,7 @@ class Chain(Method):
         # The base or list of such a step may reach the target, so the factors alone need not.
         if not bare and any(step.extends for step in self.steps):
             return self
+        # The other steps have no factor for a target to fill in.
         steps = [step if isinstance(step, Scaling) else step.for_target(table, None) for step in self.steps]
         if scaling:
             # If no factor is missing, the last one is checked, given the others.

@@ -73,6 +73,7 @@ class CoPE(Method, name="cope"):
         count = round(self.share * table.pairs)
         if count <= 1:
             return table.inv_freq
+        # On the CPU whatever torch's default device is: a model may be patched while that is meta.
         whole = torch.ones(table.pairs - count, dtype=torch.float32, device="cpu")
         faded = 0.5 * (1 + torch.cos(torch.linspace(0, math.pi, count, dtype=torch.float32, device="cpu")))
         return table.inv_freq * torch.cat((whole, faded))

@@ -47,6 +47,7 @@ class LongRope(Method, name="longrope"):
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies of the checkpoint divided by the factors."""
+        # In the order of operations of transformers, which rebuilds the table from these factors to the last bit.
         if table.is_geometric:
             return frequencies.longrope(table.rope_theta, self._factors(table))
         return table.inv_freq / frequencies.table_of(self._factors(table))

@@ -47,6 +47,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     options = typing.get_args(kind) if union else (kind,)
     if type(None) in options:
+        # How a method string writes None.
         if value is None or value == "none":
             return None
         kind = next(option for option in options if option is not type(None))
@@ -100,6 +101,8 @@ def written(value: Any) -> str:
         return value
     if isinstance(value, tuple):
         return "/".join(map(written, value))
+    # Below 1e15 every whole float has an exact decimal form of few digits: 4.0 is written as 4.
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
+    # A plus sign would join two methods: 1e+20 is written as 1e20.
     return repr(value).replace("e+", "e")

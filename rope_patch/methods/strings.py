@@ -87,6 +87,7 @@ def from_dict(data: Mapping[str, Any]) -> Method:
     name = params.pop("method", None)
     if not isinstance(name, str):
         raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")
+    # Two tables and chains are not in the registry: their parameters are methods themselves.
     if name == TwoTables.name:
         parts: dict[str, Any] = {
             key: as_method(value) if key in ("long", "short") else value for key, value in params.items()

@@ -153,6 +153,7 @@ class Option:
         elif self.kind in (Path, PathLike):
             if not isinstance(value, str | PathLike):
                 raise ValueError(f"{name} must be a path or a name, got {value!r}")
+            # A PathLike option may also hold a name, and its spec is written as JSON: so it is stored as text.
             value = Path(value) if self.kind is Path else str(value)
         for bound, sign, holds in (
             (self.least, ">=", operator.ge),

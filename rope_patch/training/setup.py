@@ -50,6 +50,7 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
     """
     train, every = options.train, options.evaluation.every
     checkpointing: dict[str, Any] = {_CHECKPOINTING: train.checkpointing}
+    # Under LoRA the embeddings are frozen, so no input needs a gradient, which torch's reentrant variant requires.
     checkpointing[f"{_CHECKPOINTING}_kwargs"] = {"use_reentrant": False}
     return TrainingArguments(
         str(folder),
@@ -81,6 +82,7 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
         logging_first_step=True,
         logging_nan_inf_filter=False,  # by default a NaN or infinite loss is logged as the mean of recent ones
         report_to=["tensorboard"] if is_tensorboard_available() else [],
+        # All adapters take part in every step, so DDP need not search for weights without a gradient.
         ddp_find_unused_parameters=False,
         ddp_timeout=6 * 3600,  # seconds; the other processes wait while the first packs rows
         use_cpu=not torch.cuda.is_available(),
