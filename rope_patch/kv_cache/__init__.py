@@ -1,1 +1,1 @@
-"""Key-value caches as if they were quantized: schemes, quantizers, a streaming cache and one-pass attention."""
+"""Simulate quantized key-value caches: schemes, formats, a streaming cache and one-pass attention."""

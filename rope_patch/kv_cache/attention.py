@@ -1,7 +1,7 @@
 """Attention over a quantized cache in one pass, exactly as if the text had been decoded token by token.
 
-For each query, keys and values inside its residual window, its sinks and its unfinished block count in full precision,
-all others as their format holds them. A block of queries at a time, so that no ``(tokens, tokens)`` array exists.
+Each query reads the keys and values in its residual window, its sinks and its unfinished block in full precision, and
+all others quantized. Queries are processed in blocks, so that no ``(tokens, tokens)`` array exists.
 """
 
 from __future__ import annotations
@@ -24,26 +24,36 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 22
-"""Logits of one block of queries [bytes]: few enough to stay in the CPU's cache, and to skip most later keys."""
+"""Size of the logits of one block of queries [bytes], so small that they stay in the CPU's cache, and that a block
+skips most of the keys after its queries."""
 
 
 @dataclass(eq=False)
 class _Reading:
-    """A model that attends through :func:`attend`: its runs, the latest last, and what ends it."""
+    """A model that attends through :func:`attend`.
+
+    Attributes:
+        runs: the runs of the model, the latest last.
+        end: the stack that gives the model its own attention back when the last run ends.
+    """
 
     runs: list[SchemeRun] = field(default_factory=list)
     end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 _READING: WeakKeyDictionary[nn.Module, _Reading] = WeakKeyDictionary()
-"""By attention module."""
+"""Models that attend through :func:`attend`, by attention module: all that an attention function is given."""
 
 
 @contextlib.contextmanager
 def attending_by(run: SchemeRun, model: nn.Module) -> Iterator[None]:
-    """Let a model attend through :func:`attend`, by a run's plans; of several runs the latest counts.
+    """Let a model attend through :func:`attend` by the plans of a run, within a ``with`` block.
 
-    Models have runs of their own, and runs may end in any order.
+    Of several runs of a model the latest counts, and they may end in any order.
+
+    Args:
+        run: the run, with the plan of each layer.
+        model: the model of transformers.
     """
     modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
     reading = next((_READING[module] for module in modules if module in _READING), None) or _Reading()
@@ -71,7 +81,7 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend through the cache of the run at hand; see AttentionInterface."""
+    """Attend through the cache of the present run, with the arguments of transformers' ``AttentionInterface``."""
     reading = _READING.get(module)
     if reading is None:
         raise RuntimeError("attend only within rope_patch.kv_cache.quantized")
@@ -88,6 +98,7 @@ def attend(
     if run.observe is not None:
         run.observe(index, query, key, value, scaling)
     window = run.plans[index].layer.window or total
+    # A row whose first token is hidden is padded on the left: its blocks would begin with the padding.
     if attention_mask is not None and size == total and store.padding is None:
         seen_first = attention_mask[:, :, 0, 0]
         if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
@@ -99,7 +110,7 @@ def attend(
     for low in range(0, size, step):
         high = min(low + step, size)
         left, right = max(0, before + low - window + 1), before + high
-        # Queries that share a key head follow each other.
+        # The queries that share a key head follow each other, so that keys need not be repeated for them.
         queries = query[:, :, low:high].reshape(rows, groups, -1, width)
         at = slice(left, right)
 
@@ -107,6 +118,7 @@ def attend(
             return (queries @ states[:, :, at].mT).view(rows, heads, count, -1)
 
         visible_tokens = places[before + low : before + high, None] + 1
+        # Logits are computed with both, and chosen from: which keys are quantized differs from query to query.
         frozen = _frozen(store, "keys", visible_tokens, places[at])
         logits = dot(store.raw_keys)
         if frozen is not None:
@@ -121,7 +133,8 @@ def attend(
             mask = attention_mask[:, :, low:high, at]
             logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        weights = logits.softmax(-1, dtype=dtype).nan_to_num().to(value.dtype)  # padding sees nothing
+        # A query of padding sees no key, and its softmax is NaN.
+        weights = logits.softmax(-1, dtype=dtype).nan_to_num().to(value.dtype)
 
         def read(part: Tensor, states: Tensor, at: slice = at) -> Tensor:
             return part.view(rows, groups, -1, part.shape[-1]) @ states[:, :, at]
@@ -138,7 +151,17 @@ def attend(
 def _store(
     runs: Sequence[SchemeRun], index: int, size: int, key: Tensor, value: Tensor
 ) -> tuple[SchemeRun, QuantizedLayer]:
-    """Return the cache layer that a pass reads: the layer's own, one that it shares, or one of these states alone."""
+    """Return the run and the cache layer that a pass reads.
+
+    It is the layer's own cache layer, one that the layer shares, or one that holds the given states alone.
+
+    Args:
+        runs: the runs of the model, the latest last.
+        index: index of the layer.
+        size: number of queries.
+        key: the keys that the attention function is given.
+        value: the values that the attention function is given.
+    """
     for run in reversed(runs):
         for stored in run.stored.values():
             if stored.returned is key:
@@ -149,7 +172,14 @@ def _store(
 
 
 def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor) -> Tensor | None:
-    """Return which keys each query sees quantized: (rows or 1, 1, queries, keys) bool; None where none ever is."""
+    """Return whether each query reads each key quantized: (rows or 1, 1, queries, keys) bool; None if no key ever is.
+
+    Args:
+        store: the cache layer.
+        name: ``"keys"`` or ``"values"``.
+        visible_tokens: (queries, 1) number of tokens that each query sees.
+        places: (keys,) places of the keys in the row.
+    """
     if store.plan.sides[name].format == "none":
         return None
     pads = [0] if store.padding is None else store.padding.tolist()
@@ -161,7 +191,7 @@ def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Te
 
 
 def padding_mask(**kwargs: Any) -> Tensor | None:
-    """No mask where rows are not padded: attention knows what is causal and what a window hides."""
+    """Return None unless rows are padded, since :func:`attend` itself hides later tokens and those outside a window."""
     if not kwargs.get("allow_is_causal_skip", True):
         raise ValueError(
             "quantized caches read one text per row, with causal attention: texts packed into one row are not "

@@ -1,4 +1,4 @@
-"""Rounding of one block of keys or values to a format and back: what a quantized cache would return."""
+"""Round a block of keys or values to a format and back, so that it is what a quantized cache would return."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from rope_patch.kv_cache.schemes import Side
 
 
 def fake_quantize(x: Tensor, side: Side) -> Tensor:
-    """Return a block as its format can hold it; same shape and data type.
+    """Return a block rounded to the numbers that its format can hold, in the same shape and data type.
 
     Args:
         x: (rows, heads, tokens, features) one block of tokens. Rows never share a scale.
-        side: format, axis, group and whether features are mixed; the rotation is the caller's business.
+        side: how the block is quantized, but for the rotation, which the caller undoes.
 
     Raises:
-        ValueError: NaN or infinite states.
+        ValueError: states are NaN or infinite.
     """
     if side.format == "none" or x.numel() == 0:
         return x
+    # One infinite number would make the scale of its whole group infinite.
     if not bool(torch.isfinite(x).all()):
         raise ValueError(f"states to be quantized must be finite, got {x[~torch.isfinite(x)][0].item()}")
     work = at_least_float(x)
@@ -42,7 +43,7 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
 
 
 def _round(x: Tensor, side: Side, dim: int) -> Tensor:
-    """Round the numbers that share a scale along a dimension."""
+    """Round numbers to the format of a side; those along a dimension share a scale."""
     out = FORMATS[side.format].round(x, dim)
     if out.shape != x.shape:
         raise ValueError(
@@ -53,15 +54,16 @@ def _round(x: Tensor, side: Side, dim: int) -> Tensor:
 
 
 def at_least_float(x: Tensor) -> Tensor:
-    """Return states in float32 if they are in half precision."""
+    """Return states in float32 if they are in half precision, and unchanged otherwise."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return features (..., features) rotated by a Hadamard matrix; its own inverse.
+    """Return features (..., features) rotated by a Hadamard matrix; a second rotation undoes the first.
 
-    Widths that are not a power of two are divided into equal parts that are.
+    If the number of features is not a power of two, they are divided into equal parts whose size is one.
     """
+    # The largest power of two that divides the number of features, by its lowest bit.
     width = x.shape[-1] & -x.shape[-1]
     matrix = _hadamard(width).to(x.device, x.dtype)
     return (_split(x, width) @ matrix).flatten(-2)

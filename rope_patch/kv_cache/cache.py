@@ -1,4 +1,4 @@
-"""Caches that hold keys and values as a scheme does, for any model of transformers."""
+"""Caches that hold keys and values as a scheme quantizes them, for any model of transformers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from rope_patch.patching.locate import Location, locate
 
 
 class QuantizedCache(Cache):
-    """A cache of :class:`QuantizedLayer`, from :func:`quantized`."""
+    """A cache of :class:`QuantizedLayer` objects, which the factory of :func:`quantized` makes."""
 
     @property
     def padding(self) -> list[int]:
-        """Tokens that each row is padded with on the left; empty where none is."""
+        """Number of padding tokens on the left of each row; empty if no row is padded."""
         known = [layer.padding for layer in self.layers if isinstance(layer, QuantizedLayer)]
         return [] if not known or known[0] is None else known[0].tolist()
 
 
 @dataclass(frozen=True, eq=False)
 class CacheMaker:
-    """Makes empty caches for the model of a run.
+    """A factory of empty caches for the model of a run.
 
     Attributes:
         config: the config of the model.
-        run: the model under its scheme.
-        identity: tells what is measured through these caches from what is measured through others.
+        run: the run of the model under its scheme.
+        identity: a text by which the result cache tells measurements through these caches from others.
     """
 
     config: Any
@@ -47,8 +47,9 @@ class CacheMaker:
         """Return an empty cache.
 
         Args:
-            padding: (rows,) tokens that rows are padded with on the left, so that their blocks begin with the text.
+            padding: (rows,) number of padding tokens on the left of each row, so that blocks begin with the text.
         """
+        # Layers of other kinds, such as those of linear attention, stay as transformers makes them.
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
         count = padding.cpu().long() if padding is not None and bool((padding > 0).any()) else None
         plans = self.run.plans
@@ -62,7 +63,12 @@ class CacheMaker:
 
 @contextlib.contextmanager
 def recording_turns(location: Location, run: SchemeRun) -> Iterator[None]:
-    """Record the latest cos and sin of each pair from a model's rotary module within a ``with`` block."""
+    """Record the latest cos and sin that a model's rotary module returns within a ``with`` block.
+
+    Args:
+        location: the location of the model's rotary module.
+        run: the run in whose ``turns`` they are recorded.
+    """
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
@@ -76,14 +82,14 @@ def recording_turns(location: Location, run: SchemeRun) -> Iterator[None]:
 
 
 def _check_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse padding that an empty cache was not made for: its blocks would begin with the padding."""
+    """Raise ValueError for padding that an empty cache was not made for, with which its blocks would begin."""
     cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
     if not isinstance(cache, QuantizedCache) or cache.get_seq_length():
         return
     pads, expected = [], cache.padding
     if isinstance(mask, Tensor) and mask.ndim == 2:
         pads = (mask.cumsum(-1) == 0).sum(-1).tolist()
-        expected = [min(pad, mask.shape[1]) for pad in expected]  # a row may be all padding so far
+        expected = [min(pad, mask.shape[1]) for pad in expected]  # a first chunk may be nothing but padding
     if (pads if any(pads) else []) != expected:
         raise ValueError(
             f"attention_mask pads rows on the left by {pads if any(pads) else 'no'} tokens, the cache was made for "
@@ -103,16 +109,16 @@ def quantized(
     Args:
         model: a causal language model of transformers.
         scheme: the scheme, or its text.
-        exact: every query sees exactly what it would if the text had been decoded token by token, however many tokens
-            a pass reads, with or without a cache: attention is computed by :mod:`rope_patch.kv_cache.attention`. If
-            not, the model attends as it is set, and the tokens of one pass see each other in full precision, as they do
-            when a serving engine reads a prompt.
+        exact: whether every query sees exactly what it would see if the text had been decoded token by token, however
+            many tokens a pass reads, with or without a cache; attention is then computed by
+            :mod:`rope_patch.kv_cache.attention`. If not, the model attends as it is set, and the tokens of one pass see
+            each other in full precision, as they do when a serving engine reads a prompt.
 
     Yields:
         A factory of caches.
 
     Raises:
-        ValueError: as for ``plan_layers`` and ``Scheme.parse``.
+        ValueError: the scheme cannot be read, or does not fit the model (see ``Scheme.parse`` and ``plan_layers``).
     """
     planned = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     location = locate(model)
@@ -124,8 +130,7 @@ def quantized(
             stack.enter_context(recording_turns(location, run))
         decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
         stack.callback(decoder.register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
-        if exact and {planned.key.format, planned.value.format} != {
-            "none"
-        }:  # full precision is the model's own, bit for bit
+        # Full precision is computed by the model's own attention, so that it is the same bit for bit.
+        if exact and {planned.key.format, planned.value.format} != {"none"}:
             stack.enter_context(attending_by(run, root))
         yield CacheMaker(root.config, run, f"{planned} {'exact' if exact else 'streaming'}")

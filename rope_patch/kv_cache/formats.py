@@ -1,6 +1,6 @@
-"""The formats of numbers that a cache may hold, one class each.
+"""The number formats that a cache can have, one class each.
 
-A format that does not belong here works from a user's own module, which ``--import`` or an entry point of the group
+A user's own format is written in a module of the user, which ``--import`` or an entry point of the group
 ``rope_patch.formats`` names::
 
     class Ternary(Format, name="ternary"):
@@ -12,8 +12,8 @@ A format that does not belong here works from a user's own module, which ``--imp
             scale = x.abs().amax(dim, keepdim=True)
             return (x / nonzero(scale)).round() * scale
 
-Nothing is packed: a value comes back as the number that the format can hold. Scales and zero points are float32, also
-under states in half precision (float64 under float64), where packed caches store 16 bits.
+Nothing is packed: a number is replaced by one that the format can hold. Scales and zero points are float32, also for
+states in half precision, while packed caches store them in 16 bits; for states in float64 they are float64.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch import Tensor
 from rope_patch.registry import Registry
 
 FULL_BITS = 16
-"""Bits of an element in full precision."""
+"""Number of bits of an element in full precision."""
 
 FORMATS: Registry[Format] = Registry("cache format", "rope_patch.formats", ("bits", "round"))
-"""Every format by name. A subclass of :class:`Format` with a name enters itself."""
+"""All formats by name. A subclass of :class:`Format` that is given a name is entered by itself."""
 
 
 class Format(ABC):
-    """What becomes of numbers that share a scale.
+    """A number format: how numbers that share a scale are rounded.
 
     Attributes:
-        bits: bits of each element.
-        scales: how many numbers of 16 bits are stored for each group: 1 for a scale, 2 with a zero point.
-        group: how many features share a scale where a scheme gives no number, such as the blocks of a file format; 0
-            for the whole head.
+        bits: number of bits of each element.
+        scales: number of values of 16 bits that are stored for each group: 1 for a scale, 2 with a zero point.
+        group: number of features that share a scale if the scheme states none, such as the block size of a file format;
+            0 for the whole head.
     """
 
     bits: float
@@ -47,28 +47,32 @@ class Format(ABC):
     group: int = 0
 
     def __init_subclass__(cls, name: str = "") -> None:
-        """Enter a format that has a name."""
+        """Enter a subclass with a name into :data:`FORMATS`."""
         super().__init_subclass__()
         if name:
             FORMATS.add(name, cls())
 
     @abstractmethod
     def round(self, x: Tensor, dim: int) -> Tensor:
-        """Return numbers as the format can hold them; those along ``dim`` share a scale."""
+        """Return numbers rounded to those that the format can hold; numbers along ``dim`` share a scale."""
 
 
 class FullPrecision(Format, name="none"):
-    """The numbers as they are."""
+    """Full precision: numbers stay as they are."""
 
     bits, scales = FULL_BITS, 0
 
     def round(self, x: Tensor, dim: int) -> Tensor:
-        """Return the numbers."""
+        """Return the numbers unchanged."""
         return x
 
 
 class Integer(Format):
-    """Whole steps from the smallest number of a group to the largest."""
+    """Integers that count equal steps from the smallest number of a group to the largest.
+
+    Args:
+        bits: number of bits of each element.
+    """
 
     scales = 2
 
@@ -97,7 +101,7 @@ class NF4(Format, name="nf4"):
         *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
         *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     )
-    """Of appendix E."""
+    """The levels of appendix E of the paper."""
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to the nearest level between the largest number and its negative."""
@@ -116,21 +120,21 @@ class FP8(Format, name="fp8"):
     bits, scales = 8, 0
 
     def round(self, x: Tensor, dim: int) -> Tensor:
-        """Cast there and back."""
+        """Cast to float8 and back, with numbers beyond the largest clipped to it."""
         return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 class ScaledFP8(Format, name="fp8-scaled"):
-    """Float8 e4m3 with the scale that takes the largest number of each group to 448."""
+    """Float8 e4m3 with a scale for each group, by which its largest number becomes 448."""
 
     bits = 8
 
     def round(self, x: Tensor, dim: int) -> Tensor:
-        """Cast what is scaled."""
+        """Scale, cast to float8 and back, and undo the scaling."""
         scale = x.abs().amax(dim, keepdim=True) / FP8_MAX
         return (x / nonzero(scale)).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 def nonzero(scale: Tensor) -> Tensor:
-    """Return scales to divide by: 1 in place of 0, which is that of a group of equal numbers."""
+    """Return scales by which one can divide: 1 in place of 0, the scale of a group of equal numbers."""
     return scale.masked_fill(scale == 0, 1.0)

@@ -22,8 +22,10 @@ class SchemeRun:
     Attributes:
         plans: the plan of each layer, by its index.
         turns: cos and sin of the tokens that are being read, by layer type.
-        stored: the cache layer that was added to last, by layer, for as long as its cache is in use.
-        observe: called with the index of each layer, its queries, keys and values, and the factor on its logits.
+        stored: the cache layer to which tokens were added last, by the index of the layer; an entry ends with its
+            cache.
+        observe: function that is called with the index of each layer, its queries, keys and values, and the factor on
+            its logits.
     """
 
     plans: Mapping[int, LayerPlan]
@@ -32,7 +34,7 @@ class SchemeRun:
     observe: Callable[[int, Tensor, Tensor, Tensor, float], object] | None = None
 
     def turn(self, plan: LayerPlan) -> Turn | None:
-        """Return cos and sin of the tokens that are being read, where the plan needs them."""
+        """Return cos and sin of the tokens that are being read; None if the plan does not need them."""
         kind = plan.layer.table.layer_type
         if not plan.sides["keys"].pre:
             return None
@@ -41,7 +43,7 @@ class SchemeRun:
         return self.turns[kind]
 
     def alone(self, index: int, key: Tensor, value: Tensor) -> QuantizedLayer:
-        """Return the states of one pass as a layer that belongs to no cache."""
+        """Return the keys and values of one pass as a cache layer that belongs to no cache."""
         layer = QuantizedLayer(self.plans[index], self)
         layer.update(key, value)
         self.stored.pop(index, None)
@@ -49,13 +51,21 @@ class SchemeRun:
 
 
 class QuantizedLayer(DynamicLayer):
-    """Keys and values of one layer. Sliding layers keep all of theirs; the model's own mask hides what they do not see.
+    """The keys and values of one layer.
+
+    Sliding layers keep all of their tokens, too; the model's own mask hides those that they do not see.
+
+    Args:
+        plan: the plan of the layer.
+        run: the run of the model under its scheme.
+        padding: (rows,) number of padding tokens on the left of each row; None if no row is padded.
 
     Attributes:
-        keys: (rows, heads, tokens, head_dim) as they are read: quantized where frozen.
-        values: the same of values.
+        keys: (rows, heads, tokens, head_dim) keys as they are read; those in frozen blocks are quantized.
+        values: (rows, heads, tokens, head_dim) values as they are read; those in frozen blocks are quantized.
         raw_keys: the keys in full precision.
         raw_values: the values in full precision.
+        frozen: number of frozen blocks, by side and row; without padding row 0 stands for all rows.
     """
 
     keys: Tensor
@@ -65,10 +75,10 @@ class QuantizedLayer(DynamicLayer):
     def __init__(self, plan: LayerPlan, run: SchemeRun, padding: Tensor | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plan, self.run, self.padding = plan, run, padding
-        self.frozen: dict[tuple[str, int], int] = {}  # blocks, by side and row; row 0 stands for all without padding
+        self.frozen: dict[tuple[str, int], int] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states; returns all so far as the first of the new queries sees them."""
+        """Add the states of new tokens, and return those of all tokens as the first of the new queries sees them."""
         start = self.get_seq_length()
         turn = self.run.turn(self.plan)
         if not self.is_initialized:
@@ -85,11 +95,12 @@ class QuantizedLayer(DynamicLayer):
                 self.turn = cos, sin
         self.freeze(start + 1)
         self.run.stored[self.plan.layer.index] = self
+        # Attention finds this layer by the very tensor that it is given as keys.
         self.returned = self.keys
         return self.keys, self.values
 
     def freeze(self, visible_tokens: int) -> None:
-        """Quantize the blocks that a query reads quantized, which sees ``visible_tokens`` tokens."""
+        """Quantize every block that is quantized for a query that sees ``visible_tokens`` tokens."""
         for name, side in self.plan.sides.items():
             if side.format == "none":
                 continue
@@ -124,12 +135,12 @@ class QuantizedLayer(DynamicLayer):
         self.frozen[place] = ready
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all tokens."""
         self.frozen.clear()
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a quantized block cannot be read again."""
+        """Raise NotImplementedError: a quantized block cannot be rounded again with fewer tokens."""
         raise NotImplementedError("a quantized cache cannot be cropped: its blocks were rounded with what is removed")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -141,7 +152,7 @@ class QuantizedLayer(DynamicLayer):
         self._take(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
+        """Keep the rows with the given indices."""
         self._take(lambda x: x[indices.to(x.device)])
 
     def _take(self, rows: Callable[[Tensor], Tensor]) -> None:
@@ -152,6 +163,7 @@ class QuantizedLayer(DynamicLayer):
             setattr(self, name, rows(getattr(self, name)))
         if self.turn is not None and len(self.turn[0]) == count:
             self.turn = rows(self.turn[0]), rows(self.turn[1])
+        # Rows with padding have block counts of their own, which move with them.
         if self.padding is not None:
             came = rows(torch.arange(count)).tolist()
             old = dict(self.frozen)
@@ -160,13 +172,13 @@ class QuantizedLayer(DynamicLayer):
                            if (name, row) in old}  # fmt: skip
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
-        """Share the tensors, none of which is ever written to in place, and the run."""
+        """Return a copy that shares the run and the tensors, none of which is ever written to in place."""
         twin = copy.copy(self)
         twin.frozen = dict(self.frozen)
         return twin
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """Join cos or sin (rows or 1, tokens, pairs) of earlier and later tokens."""
+    """Join cos or sin, (rows or 1, tokens, pairs), of earlier and later tokens."""
     rows = max(len(one), len(other))
     return torch.cat([part.expand(rows, -1, -1) for part in (one, other)], dim=1)

@@ -1,4 +1,4 @@
-"""What a scheme means for each layer of a model."""
+"""Plan how a scheme quantizes each layer of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tokens = TypeVar("Tokens", int, Tensor)
 PROBE_TOKENS = 8
 
 Turn = tuple[Tensor, Tensor]
-"""cos and sin of the pairs at some tokens: (rows, tokens, pairs) each."""
+"""cos and sin of the pairs at the positions of some tokens: (rows, tokens, pairs) each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +26,11 @@ class LayerPlan:
     """One layer of a model under a scheme.
 
     Attributes:
-        layer: the layer: where its keys appear, its table and its window.
+        layer: the attention layer, with the module that puts out its keys, its table and its window.
         scheme: the scheme of the whole model.
-        sides: how ``"keys"`` and ``"values"`` are quantized here.
-        exact: (head_dim,) features of keys that stay in full precision whatever the scheme says, or None.
+        sides: how the ``"keys"`` and ``"values"`` of this layer are quantized.
+        exact: (head_dim,) whether each feature of keys stays in full precision whatever the scheme says; None if none
+            does.
     """
 
     layer: AttentionLayer
@@ -38,13 +39,14 @@ class LayerPlan:
     exact: Tensor | None = None
 
     def frozen(self, name: str, visible_tokens: Tokens, pad: int = 0) -> Tokens:
-        """Return where the quantized tokens end that a query reads; they begin behind the sinks.
+        """Return the position at which the quantized tokens that a query reads end; they begin after the sinks.
 
         Args:
             name: ``"keys"`` or ``"values"``.
-            visible_tokens: that the query sees, its own included.
-            pad: tokens that its row is padded with on the left.
+            visible_tokens: number of tokens that the query sees, its own included; several queries as a tensor.
+            pad: number of padding tokens on the left of the row.
         """
+        # With `flush` a query reads the cache before its own token rounds anything, hence the 1.
         scheme, base = self.scheme, self.scheme.sinks + pad
         if scheme.flush:
             waiting = visible_tokens - base - 1
@@ -55,12 +57,12 @@ class LayerPlan:
         return base + (count > 0) * (count // block * block)
 
     def quantize(self, name: str, states: Tensor, turn: Turn | None) -> Tensor:
-        """Return blocks of keys or values (blocks, heads, tokens, head_dim) as they are read back.
+        """Return blocks of keys or values, (blocks, heads, tokens, head_dim), as they are read back.
 
         Args:
             name: ``"keys"`` or ``"values"``.
-            states: the blocks.
-            turn: cos and sin at their tokens, where keys are quantized before rotation.
+            states: the blocks; keys are rotated.
+            turn: cos and sin at the positions of the tokens, if keys are quantized before rotation; otherwise None.
         """
         if not self.sides[name].pre:
             return self._round(name, states)
@@ -77,11 +79,18 @@ class LayerPlan:
         return out
 
     def _rotate(self, x: Tensor, turn: Turn, *, back: bool = False) -> Tensor:
-        """Rotate keys as attention code does, or back; cos and sin carry the attention scaling."""
+        """Rotate keys as attention code does, or undo that; cos and sin contain the attention scaling.
+
+        Args:
+            x: (blocks, heads, tokens, head_dim) keys.
+            turn: cos and sin at the positions of the tokens.
+            back: whether to undo the rotation.
+        """
         pairs = self.layer.table.pairs
         cos, sin = (part[:, None, :, :pairs].to(x.device, x.dtype) for part in turn)
         if back:
-            size = cos.square() + sin.square()  # the attention scaling squared, but for the rounding of cos and sin
+            # The square of the attention scaling, as the rounded cos and sin have it: rotating again undoes this.
+            size = cos.square() + sin.square()
             cos, sin = cos / size, -sin / size
         out = x.clone()
         first, second = split_pairs(x, pairs, self.layer.interleaved)
@@ -92,14 +101,15 @@ class LayerPlan:
 
 
 def plan_layers(model: nn.Module, scheme: Scheme) -> dict[int, LayerPlan]:
-    """Return what a scheme means for each layer of a model, by its index.
+    """Return the plan of each layer of a model under a scheme, by the index of the layer.
 
     Raises:
-        ValueError: a skipped layer that the model does not have, or a model whose keys cannot be found (see
+        ValueError: the scheme skips a layer that the model does not have, or the model's keys cannot be found (see
             ``find_attention_layers``).
     """
     root: Any = locate(model).model
     size = root.get_input_embeddings().num_embeddings
+    # No text is at hand, so the layers are found with tokens from all over the vocabulary.
     with in_eval_mode(model):
         layers = find_attention_layers(
             model, torch.arange(PROBE_TOKENS) * max(1, size // (2 * PROBE_TOKENS)) % size

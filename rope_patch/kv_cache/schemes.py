@@ -4,8 +4,8 @@ Scheme strings have no commas, so that they pass through lm-eval's ``--model_arg
 
     k=int2.channel32.pre;v=int2.token32;residual=128;flush=128;sinks=4;skip=0+27
 
-A side is a format, then an axis with the size of a group, and switches, joined by points; ``int4`` alone is
-``int4.token``. A preset's name stands for its text.
+A side consists of a format, an axis with the size of a group, and switches, joined by points; ``int4`` alone is
+``int4.token``. The name of a preset stands for its text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.runtime.text import did_you_mean
 
 SCALE_BITS = 16
-"""Bits of a scale, a zero point or a norm, as KIVI and similar methods store them."""
+"""Number of bits of a scale or a zero point, as KIVI and similar methods store them."""
 SWITCHES = ("pre", "hadamard")
 
 
@@ -29,16 +29,17 @@ class Side:
     """How keys, or values, are quantized.
 
     Attributes:
-        format: a name of :data:`~rope_patch.kv_cache.formats.FORMATS`.
-        axis: what shares a scale: ``"token"`` (features of one token and head) or ``"channel"`` (tokens of one
+        format: name of the format, a key of :data:`~rope_patch.kv_cache.formats.FORMATS`.
+        axis: which elements share a scale: ``"token"`` (features of one token and head) or ``"channel"`` (tokens of one
             feature).
-        group: how many: features under ``"token"`` (0 for as many as the format says, or the whole head), tokens under
-            ``"channel"``.
-        pre: keys are quantized before rotation and rotated when read.
-        hadamard: rotate features by a Hadamard matrix before quantizing, and back when read.
+        group: number of elements that share a scale: features with ``"token"`` (0 for as many as the format says, or
+            the whole head), tokens with ``"channel"``.
+        pre: whether keys are quantized before rotation, and rotated when they are read.
+        hadamard: whether features are rotated by a Hadamard matrix before they are quantized, and back when they are
+            read.
 
     Raises:
-        ValueError: an unknown value, or a combination without a meaning.
+        ValueError: a value is unknown, or a combination has no meaning.
     """
 
     format: str = "none"
@@ -58,12 +59,12 @@ class Side:
 
     @property
     def block(self) -> int:
-        """Tokens that are quantized together."""
+        """Number of tokens that are quantized together."""
         return self.group if self.axis == "channel" else 1
 
     @property
     def features(self) -> int:
-        """Features of a token that share a scale; 0 for the whole head."""
+        """Number of features of a token that share a scale; 0 for the whole head."""
         return self.group or FORMATS[self.format].group
 
     def __str__(self) -> str:
@@ -80,16 +81,16 @@ class Scheme:
     Attributes:
         key: how keys are quantized.
         value: how values are quantized.
-        residual: latest tokens in full precision [tokens]; under ``flush`` values alone.
-        flush: keys gather in full precision until there are so many, and are then quantized together, as KIVI does
-            [tokens]; 0: a block is quantized as soon as it leaves the residual window. Under ``flush`` a query reads
-            the cache before its own token rounds anything: keys quantized so far are those of whole steps before it,
-            and ``residual`` values before its own are in full precision.
-        sinks: first tokens in full precision [tokens].
-        skip: layers in full precision.
+        residual: number of latest tokens in full precision [tokens]; with ``flush`` only their values are.
+        flush: number of keys that are collected in full precision and then quantized together, as KIVI does [tokens].
+            With 0 a block is quantized as soon as it leaves the residual window. With ``flush`` a query reads the cache
+            before its own token rounds anything: the keys quantized so far are those of whole steps before it, and the
+            ``residual`` values before its own are in full precision.
+        sinks: number of first tokens in full precision [tokens].
+        skip: indices of the layers in full precision.
 
     Raises:
-        ValueError: a negative number, or values with a switch that is for keys.
+        ValueError: a number is negative, or values have a switch that is for keys.
 
     Example:
         >>> str(Scheme.parse("kivi-2"))
@@ -120,10 +121,10 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        """Read the text form, or the name of a preset, to which parts may be added: ``kivi-2;sinks=4``.
+        """Return the scheme of a text, or of the name of a preset, to which parts may be added: ``kivi-2;sinks=4``.
 
         Raises:
-            ValueError: text that cannot be read.
+            ValueError: the text cannot be read.
         """
         first, *parts = text.strip().split(";")
         try:
@@ -132,7 +133,8 @@ class Scheme:
                 parts = [first, *parts]
             elif first in PRESETS:
                 scheme = cls.parse(PRESETS[first].text)
-            else:  # one side for both
+            else:  # one side stands for keys and values
+                # Values are not rotated, so `pre` is dropped for them.
                 key = _side(first, [*FORMATS, *PRESETS])
                 scheme = cls(key, replace(key, pre=False))
             for part in parts:
@@ -144,11 +146,11 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Preset:
-    """A scheme that others know by name.
+    """A scheme that is known by a name.
 
     Attributes:
         text: the scheme written out.
-        source: where it comes from, and how it differs from that.
+        source: the publication that it comes from, and how it differs from that.
     """
 
     text: str
@@ -182,7 +184,7 @@ _PARTS = {"k": "key", "v": "value"} | {name: name for name in ("residual", "flus
 
 
 def _part(text: str) -> dict[str, Any]:
-    """Read a part of a scheme such as ``sinks=4``."""
+    """Return the field and the value that a part of a scheme, such as ``sinks=4``, states."""
     name, _, value = text.partition("=")
     if name not in _PARTS:
         raise ValueError(f"unknown part {text!r}. Known: {'=, '.join(_PARTS)}=")
@@ -197,7 +199,7 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _side(text: str, known: Collection[str]) -> Side:
-    """Read a side such as ``int4.token32.pre``."""
+    """Return the side that a text such as ``int4.token32.pre`` states; ``known`` names are suggested in an error."""
     name, *words = text.split(".")
     if name not in FORMATS:
         raise ValueError(f"unknown cache format {text!r}.{did_you_mean(text, known)} Known: {', '.join(known)}")
@@ -216,13 +218,13 @@ def _side(text: str, known: Collection[str]) -> Side:
 
 
 def effective_bits(side: Side, head_dim: int) -> float:
-    """Return bits per element of the quantized part, scales and zero points of 16 bits included.
+    """Return the number of bits per element of the quantized part, with its scales and zero points of 16 bits.
 
-    The residual window, sinks and skipped layers are not in it: they do not grow with the text.
+    The residual window and sinks are left out, since they do not grow with the text, and so are skipped layers.
 
     Args:
         side: how keys, or values, are quantized.
-        head_dim: features of a head.
+        head_dim: number of features of a head.
     """
     form, share = FORMATS[side.format], float(head_dim)
     if side.axis == "channel":

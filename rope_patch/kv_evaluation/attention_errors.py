@@ -1,7 +1,7 @@
-"""What quantizing a cache does to the logits of attention, pair by pair, layer by layer.
+"""Measure the errors of attention logits that a quantized cache causes, for each layer and pair.
 
-The model reads in full precision, and each layer's keys are rounded where they appear. So a layer's error is its own,
-not what the layers below it add.
+The model reads in full precision, and the keys of each layer are rounded beside it. So the error of a layer does not
+contain that of the layers below.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
 
 ERROR_QUERIES = 64
-"""Queries of a text at which errors are taken, spread over its second half."""
+"""Number of queries of a text at which errors are measured, spread over its second half."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerErrors:
-    """What a scheme does to the scaled logits of one layer. Tensors are float64 on the CPU, by query head.
+    """The errors of the scaled logits of one layer. Tensors are float64 on the CPU, by query head.
 
     Attributes:
-        layer: index.
-        logit: (heads,) root mean square of their error.
-        pair: (heads, pairs) root mean square of what each pair adds to it.
+        layer: index of the layer.
+        logit: (heads,) root mean square of the error of the logits.
+        pair: (heads, pairs) root mean square of the part of each pair in that error.
     """
 
     layer: int
@@ -43,15 +43,16 @@ class LayerErrors:
 
 @torch.no_grad()
 def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tuple[LayerErrors, ...]:
-    """Measure what a scheme does to the attention of every layer, in one pass.
+    """Measure the errors that a scheme causes in the attention of every layer, in one pass.
 
     Args:
         model: a causal language model of transformers.
-        token_ids: (tokens,) the text.
+        token_ids: (tokens,) token ids of a text.
         scheme: how the cache is quantized.
 
     Raises:
-        ValueError: as for :func:`~rope_patch.kv_cache.plans.plan_layers`; a text that is not one row of tokens.
+        ValueError: the text is not one row of tokens, or the scheme does not fit the model (see
+            :func:`~rope_patch.kv_cache.plans.plan_layers`).
     """
     if token_ids.ndim != 1 or not len(token_ids):
         raise ValueError(f"token_ids must be (tokens,), got shape {tuple(token_ids.shape)}")
@@ -81,10 +82,16 @@ def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tup
 
 
 def _errors(store: QuantizedLayer, query: Tensor, scaling: float) -> LayerErrors:
-    """Return the errors of a layer: query (heads, tokens, head_dim)."""
+    """Return the errors of a layer.
+
+    Args:
+        store: the keys of the layer, quantized and in full precision.
+        query: (heads, tokens, head_dim) queries of the layer.
+        scaling: factor on q·k.
+    """
     plan, (heads, total, _) = store.plan, query.shape
     source = plan.layer
-    # No two queries are the same token: there are more tokens than queries.
+    # Every query is another token, since there are at least as many tokens as queries.
     places = torch.linspace(total // 2, total - 1, min(ERROR_QUERIES, total - total // 2)).long()
     query = query[:, places].double()
     raw, rounded = (
@@ -96,6 +103,7 @@ def _errors(store: QuantizedLayer, query: Tensor, scaling: float) -> LayerErrors
     read_rounded &= columns < plan.frozen("keys", places[:, None] + 1)
 
     def rms(query: Tensor, off: Tensor) -> Tensor:
+        # Over the keys that are read quantized; all others have no error, and would only dilute the mean.
         squares = torch.where(read_rounded, query @ off.mT * scaling, 0.0).square().sum((1, 2))
         return (squares / read_rounded.sum().clamp_min(1)).sqrt()
 

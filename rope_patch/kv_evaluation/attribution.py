@@ -20,17 +20,20 @@ NAMED_SHARE = 2 / 3
 
 @dataclass(frozen=True)
 class Attribution:
-    """What parts of a scheme cost on the compared windows, each the rise of the loss over full precision [nats/token].
+    """The costs of the parts of a scheme on the compared windows.
+
+    A cost is the rise of the loss over full precision [nats/token].
 
     Attributes:
-        whole: the whole scheme.
-        keys: its keys alone, values in full precision.
-        values: its values alone.
-        layers: each layer alone, all others in full precision.
-        worst: the layers that are named, see :func:`worst_layers`.
-        pairs: the pairs of their keys that are named: those of :func:`longest_keys` or :func:`worst_pairs`, whichever
-            left in full precision lowers the cost more; none where values cost more than keys, or neither lowers it.
-        left: the scheme with these pairs of these layers in full precision; None where no pair is named.
+        whole: cost of the whole scheme.
+        keys: cost of its keys alone, with values in full precision.
+        values: cost of its values alone, with keys in full precision.
+        layers: cost of each layer alone, with all others in full precision, by its index.
+        worst: indices of the layers that are named, see :func:`worst_layers`.
+        pairs: indices of the pairs of their keys that are named. They are those of :func:`longest_keys` or of
+            :func:`worst_pairs`, whichever lower the cost more if they are left in full precision; empty if values cost
+            more than keys, or neither lower the cost.
+        left: cost of the scheme with these pairs of these layers in full precision; None if no pair is named.
     """
 
     whole: float
@@ -42,7 +45,7 @@ class Attribution:
     left: float | None = None
 
     def __str__(self) -> str:
-        """Say where the cost comes from."""
+        """Return the layers and pairs from which the cost comes, as text."""
         if not self.pairs:
             return f"{'values of ' if self.values > self.keys else ''}{indices_text('layer', self.worst)}"
         left = "" if self.left is None else f" ({percent(self.left)} with these in full precision)"
@@ -50,20 +53,26 @@ class Attribution:
 
 
 def worst_layers(costs: Mapping[int, float], tolerance: float) -> tuple[int, ...]:
-    """Return the layers that alone cost more than is tolerated, or two thirds of what the worst one does.
+    """Return the layers that alone cost more than is tolerated, or at least two thirds of the worst layer's cost.
 
     Args:
-        costs: what each layer costs alone, by its index [nats/token].
-        tolerance: rise of perplexity that a safe scheme may cost, relative.
+        costs: cost of each layer alone, by its index [nats/token].
+        tolerance: relative rise of perplexity that a safe scheme may cause.
     """
+    # A relative rise of perplexity is a difference of losses by the logarithm.
     least = min(NAMED_SHARE * max(costs.values()), math.log1p(tolerance))
     return tuple(layer for layer, cost in costs.items() if cost >= least)
 
 
 def longest_keys(capture: Capture, layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the pairs whose mean key sets the range of its head in some of these layers.
+    """Return the pairs whose mean key determines the range of its head in at least one of some layers.
 
-    It is many times longer than the median of the model's pairs, and at least half as long as the longest of its head.
+    Such a mean key is many times as long as the median over all pairs of the model, and at least half as long as the
+    longest of its head.
+
+    Args:
+        capture: the statistics of keys.
+        layers: indices of the layers.
     """
     radii = {layer.index: layer.key.radius for layer in capture.layers}
     median = float(torch.cat([radius.flatten() for radius in radii.values()]).median())
@@ -80,7 +89,7 @@ def longest_keys(capture: Capture, layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def worst_pairs(errors: Sequence[LayerErrors]) -> tuple[int, ...]:
-    """Return the fewest pairs that carry half of the squared error of the logits of some layers; the fastest is 0."""
+    """Return the fewest pairs that cause half of the squared error of the logits of some layers; 0 is the fastest."""
     energy = torch.zeros(max(error.pair.shape[1] for error in errors), dtype=torch.float64)
     for error in errors:
         energy[: error.pair.shape[1]] += error.pair.square().sum(0)

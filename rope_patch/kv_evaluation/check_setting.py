@@ -1,4 +1,4 @@
-"""What is measured, on what, and where the results are kept."""
+"""The setting of a check, which all methods and schemes share, and the method that is in place."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rope_patch.runtime.result_cache import finite, key
 from rope_patch.tables import RotaryTable
 
 COMPARED_WINDOWS = 2
-"""Windows whose distributions are compared, and whose statistics tell how long keys are."""
+"""Number of windows whose distributions are compared, and on which the lengths of keys are measured."""
 ERROR_TOKENS = 2048
-"""Tokens of the text at which attention errors are taken, at most [tokens]."""
+"""Greatest length of the text on which attention errors are measured [tokens]."""
 
 
 @dataclass(eq=False)
 class Setting:
-    """What is the same for all methods and schemes.
+    """The part of a check that is the same for all methods and schemes.
 
     Attributes:
         model: the model that is measured.
-        suite: the windows and prompts.
-        limits: what a scheme may cost.
-        result_cache: what keeps finished work; None where none is kept.
+        suite: the suite of windows and prompts.
+        limits: the limits of what a safe scheme may cost.
+        result_cache: the result cache in which finished work is stored; None if it is not stored.
     """
 
     model: nn.Module
@@ -51,17 +51,17 @@ class Setting:
 
     @property
     def chunk(self) -> int | None:
-        """Tokens per forward pass over text; None for whole windows."""
+        """Number of tokens in a forward pass over text; None for whole windows."""
         spec = self.suite.spec
         return None if spec.chunk is None else min(spec.chunk, spec.longest)
 
     def finished(self, tokens: int, measure: Callable[[], Any], **about: Any) -> Any:
-        """Return a result from the result cache, or measure it and keep it there.
+        """Return a result from the result cache, or measure it and store it there.
 
         Args:
-            tokens: how many the measurement reads, for the progress.
-            measure: returns the result as JSON values.
-            **about: what tells the result from others of the same model.
+            tokens: number of tokens that the measurement reads, for the progress.
+            measure: function that returns the result as JSON values.
+            **about: entries of the key that tell the result from others of the same model.
         """
         with progress.all_of(tokens):
             if self.result_cache is None:
@@ -74,11 +74,11 @@ class Setting:
 
 @dataclass(eq=False)
 class MethodInPlace:
-    """A method that is in place, and what is known of the model under it.
+    """A method that is in place, and measurements of the model under it.
 
     Attributes:
         method: the method string.
-        tables: the rotary tables of the method, by layer type.
+        tables: the rotary tables of the method, one for each layer type.
         capture: the statistics of queries and keys.
         states: last hidden states of the compared windows in full precision: (tokens, features) each.
     """

@@ -1,8 +1,8 @@
 """Check which cache formats a checkpoint works with, under which rotary tables, and where the cost comes from.
 
-For every method and scheme: perplexity and retrieval through a cache quantized exactly as decoding would, beside the
-same in full precision on the same windows and prompts; how far the next token's distribution moves; and, layer by layer
-and pair by pair, what rounding does to attention.
+For every method and scheme, perplexity and retrieval are measured through a cache that is quantized exactly as in
+decoding, and in full precision on the same windows and prompts. The change of the next token's distribution is
+measured, too, and the errors of attention in each layer and pair.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from rope_patch.tables import RotaryTable
 
 
 def check_spec(spec: EvalSpec) -> None:
-    """Raise unless a spec can be used for a check of caches.
+    """Raise ValueError unless a spec can be used for a check of caches.
 
     Raises:
-        ValueError: it asks for no window of text, or for LongPPL.
+        ValueError: the spec asks for no window of text, or for LongPPL.
     """
     if spec.windows == 0:
         raise ValueError("a check of caches needs windows of text: give windows >= 1, got 0")
@@ -50,13 +50,14 @@ def check_spec(spec: EvalSpec) -> None:
 
 
 def parse_schemes(names: Sequence[str]) -> dict[str, Scheme]:
-    """Return the schemes to measure by the names they were given, full precision first.
+    """Return the schemes that are measured, by the names that they were given, full precision first.
 
     Args:
-        names: presets, or schemes written out; full precision is left out, and so is a name that is given again.
+        names: names of presets, or schemes written out; full precision is skipped, and so is a name that is given
+            twice.
 
     Raises:
-        ValueError: a bad scheme, two names of one, or none beside full precision.
+        ValueError: a scheme cannot be read, two names mean the same scheme, or there is none besides full precision.
     """
     schemes = {"none": Scheme()}
     for name in dict.fromkeys(names):
@@ -88,20 +89,20 @@ def kv_check(
     """Measure cache schemes under several methods on a model, which is left as it was.
 
     Args:
-        model: a causal language model; one that is patched already is measured as it is under ``"default"``.
+        model: a causal language model; if it is patched already, ``"default"`` measures it with its patch.
         tokenizer: the tokenizer of the model.
-        schemes: names of presets, or schemes written out; full precision is always measured too.
-        spec: what is measured, or a suite of it with texts in memory.
-        methods: the methods to measure under, as method strings.
-        limits: what a safe scheme may cost; by default 2 % of perplexity.
-        layer_types: which tables are patched, on mixed models.
-        freeze_at: length at which a dynamic table is frozen before anything else [tokens].
-        resume: file (or mapping) of finished work: the same call continues from there, and reads again only the
-            two windows that statistics of keys and states in full precision are taken on.
+        schemes: names of presets, or schemes written out; full precision is always measured, too.
+        spec: the spec of what is measured, or a suite made from it, which may have texts in memory.
+        methods: methods under which the schemes are measured, as method strings.
+        limits: limits of what a safe scheme may cost; by default 2 % of perplexity.
+        layer_types: layer types whose tables are patched, on a model with several tables.
+        freeze_at: length at which a dynamic table is frozen before anything is measured [tokens].
+        resume: file (or mapping) in which finished work is stored. The same call continues where it stopped, and reads
+            only two windows again, for the statistics of keys and the states in full precision.
 
     Raises:
-        ValueError: a bad scheme, method, task, length or limit, two schemes or methods that are one, or too little
-            text: before anything is measured.
+        ValueError: a scheme, method, task, length or limit is wrong, two schemes or methods are the same, or there is
+            too little text; it is raised before anything is measured.
 
     Example:
         ``kv_check(model, tokenizer, ["kivi-2"], EvalSpec(lengths=[4096])).summary()``
@@ -128,7 +129,7 @@ def kv_check(
         with patched_with(model, resolved[label], record is not None, options) as tables, naming_method(label):
             yield tables
 
-    for label in resolved:  # what does not fit raises before anything is measured
+    for label in resolved:  # a method or scheme that does not fit raises before anything is measured
         with in_place(label):
             for name, scheme in asked.items():
                 with naming_method(name):
@@ -155,10 +156,11 @@ def kv_check(
 
 
 def _measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
-    """Measure every scheme under a method, then where the cost of those comes from that are unsafe at some length."""
+    """Measure every scheme under a method, and attribute the cost of those that are unsafe at some length."""
     base, *rows = measure(setting, patched, schemes)
     layers, spec = len(patched.capture.layers), replace(setting.suite.spec, windows=len(setting.suite.windows))
     unsafe = [row for row in rows if _unsafe(setting, row, base)]
+    # Only now is it known how many schemes are unsafe, so the progress could not count their tokens before.
     progress.more(len(unsafe) * tokens_to_attribute(spec, layers))
     attributions = {}
     for row in unsafe:

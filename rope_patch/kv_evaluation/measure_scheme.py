@@ -1,4 +1,4 @@
-"""What a check of quantized caches measures of a scheme under a method that is in place."""
+"""Measure a scheme under a method that is in place, for a check of quantized caches."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Sche
     """Measure schemes under a method that is in place.
 
     Args:
-        setting: what is the same for all methods and schemes.
+        setting: the setting of the check.
         patched: the method that is in place.
-        schemes: the schemes to measure, by name.
+        schemes: the schemes that are measured, by name.
     """
     with progress.stage(f"{patched.method}, none"):
         patched.states = _states(setting, None)
@@ -48,8 +48,9 @@ def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Sche
 
 
 def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme) -> CheckRow:
-    """Measure one scheme under a method that is in place."""
+    """Measure one scheme, known by a name, under a method that is in place."""
     quantizing = scheme != Scheme()
+    # One window at a time, so that what a cache rounds has the same digits whatever the other windows are.
     with quantized(setting.model, scheme) as factory:
         cache = factory if quantizing else None
         scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
@@ -90,6 +91,7 @@ def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, fl
     """Return effective bits of keys and values, mean over layers, and those of whole caches by length."""
     bits: dict[str, list[float]] = {"keys": [], "values": []}
     stored, elements = dict.fromkeys(setting.lengths, 0.0), dict.fromkeys(setting.lengths, 0)
+    # Layers that share the keys of another one store none.
     layers = {layer.index: layer for layer in capture.layers if layer.keys_of == layer.index}
     for index, plan in plan_layers(setting.model, scheme).items():
         if index not in layers:
@@ -100,7 +102,7 @@ def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, fl
             bits[name].append(own)
             for length in setting.lengths:
                 held = min(length, plan.layer.window or length)
-                end = plan.frozen(name, length + bool(scheme.flush))  # what the next query reads is what is stored
+                end = plan.frozen(name, length + bool(scheme.flush))  # with `flush` as the next query reads the cache
                 rounded = max(0, end - max(scheme.sinks, length - held))
                 stored[length] += heads * width * (own * rounded + FULL_BITS * (held - rounded))
                 elements[length] += heads * width * held
@@ -109,7 +111,13 @@ def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, fl
 
 
 def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:
-    """Measure what parts of a scheme cost on the compared windows."""
+    """Measure the costs of a scheme's parts on the compared windows.
+
+    Args:
+        setting: the setting of the check.
+        patched: the method that is in place.
+        row: the row of the scheme.
+    """
     windows, layers = setting.suite.windows[:COMPARED_WINDOWS], patched.capture.layers
     tokens = passes_of_attribution(len(layers)) * setting.compared.numel()
     about = {"scheme": row.scheme_text, "ids": _sha(setting.compared), "chunk": setting.chunk}
@@ -152,7 +160,7 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
     if attribution.values > attribution.keys:
         return attribution
     worst = attribution.worst
-    if scheme.key.hadamard:  # which leaves no pair to keep
+    if scheme.key.hadamard:  # each feature that is rounded is a mixture of all pairs, so no pair can be left out
         return attribution
 
     def without(pairs: tuple[int, ...]) -> Callable[[LayerPlan], LayerPlan]:
@@ -177,12 +185,13 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
 
 
 def passes_of_attribution(layers: int) -> int:
-    """Return how often :func:`measure_attribution` reads its windows: whole, each part, each layer, without pairs."""
+    """Return how often :func:`measure_attribution` reads its windows."""
+    # In full precision, the whole scheme, keys, values, twice without some pairs, and each layer.
     return 6 + layers
 
 
 def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
-    """Read the compared windows, and return their last hidden states."""
+    """Return the last hidden states of the compared windows, read through a quantized cache or in full precision."""
     ids, reader = setting.compared, Reader(setting.model)
     windows, read = [], Progress(ids.numel())
     with torch.no_grad(), in_eval_mode(setting.model):
@@ -194,7 +203,7 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
 
 
 def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> Divergence:
-    """Compare the next token's distribution with and without a scheme, a slice of positions at a time."""
+    """Compare the distribution of the next token with and without a scheme, a slice of positions at a time."""
 
     @torch.no_grad()
     def measure() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What :func:`rope_patch.kv_evaluation.kv_check.kv_check` found: all rows, what to do, and JSON."""
+"""The result of :func:`rope_patch.kv_evaluation.kv_check.kv_check`: all rows, a summary, and JSON."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class KVCheck:
     Attributes:
         model: the name of the model.
         rows: the rows of each method, full precision first.
-        spec: what was measured.
-        windows: how many windows of text were read, each as long as the longest length; they do not overlap.
+        spec: the spec of what was measured.
+        windows: number of windows of text that were read; they have the longest length, and do not overlap.
         text: the name of the text.
         digest: the SHA-256 of the text.
-        trained_length: what :func:`~rope_patch.patching.verify.trained_length` returns of the model [tokens].
-        limits: what a safe scheme may cost.
-        captures: statistics of queries and keys under each method.
-        environment: versions, device, data type.
-        loaded: the patch that the model came with, as a method string: what ``default`` means; None without one.
+        trained_length: the length at which the model was trained, as
+            :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
+        limits: the limits of what a safe scheme may cost.
+        captures: the statistics of queries and keys under each method.
+        environment: versions, device and data type.
+        loaded: the patch that the model came with, which ``default`` stands for, as a method string; None without one.
     """
 
     model: str
@@ -52,17 +53,17 @@ class KVCheck:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Prompt lengths, rising [tokens]."""
+        """Prompt lengths in rising order [tokens]."""
         return self.spec.lengths
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods, in order."""
+        """The methods, in order."""
         return tuple(dict.fromkeys(row.method for row in self.rows))
 
     @property
     def tables(self) -> dict[str, dict[str, str]]:
-        """Fingerprints of the tables under each method, by layer type (``"all"`` on unmixed models)."""
+        """Fingerprints of the tables under each method, by layer type (``"all"`` on a model with one table)."""
         return {
             method: {key_of(table.layer_type): table.fingerprint for table in self.of(method)[0].tables}
             for method in self.methods
@@ -70,7 +71,8 @@ class KVCheck:
 
     @property
     def warnings(self) -> list[str]:
-        """What to know before reading the scores, as sentences."""
+        """Sentences that should be read before the scores."""
+        # They compare with the unpatched model, which is not measured if the model came with a patch.
         if self.loaded is not None:
             return []
         full = {method: self.of(method)[0].scores for method in self.methods}
@@ -79,7 +81,7 @@ class KVCheck:
         return full["default"].warnings(self.trained_length)
 
     def meant(self, method: str) -> str:
-        """Return a method as text; ``default`` with the patch that the model was loaded with."""
+        """Return a method as text; ``default`` is followed by the patch that the model was loaded with."""
         return f"{method}: {self.loaded}, as loaded" if method == "default" and self.loaded else method
 
     def of(self, method: str) -> tuple[CheckRow, ...]:
@@ -87,20 +89,20 @@ class KVCheck:
         return tuple(row for row in self.rows if row.method == method)
 
     def named_scores(self) -> list[tuple[str, EvalResult]]:
-        """Return the scores of every row, each with its method and its scheme as text."""
+        """Return the scores of every row, each with a name of its method and scheme."""
         return [
             (f"{row.method}: {'full precision' if row.divergence is None else row.scheme}", row.scores)
             for row in self.rows
         ]
 
     def change(self, row: CheckRow, metric: Metric, span: Span) -> PairedDifference:
-        """Return what a scheme changes in a metric beside full precision, with its interval."""
+        """Return the change of a metric by a scheme, compared with full precision, with its interval."""
         return metric.difference(row.scores, self.of(row.method)[0].scores, span, self.limits.confidence)
 
     def prompts(self, length: int) -> list[str]:
-        """Return for each task how many prompts of a length there are, and which loss they could not show.
+        """Return a sentence for each task on the number of prompts of a length, and on the loss that they cannot show.
 
-        That loss is what the interval of no difference reaches: with few prompts, verdicts rest on perplexity.
+        That loss is the upper end of the interval if nothing differs. With few prompts, verdicts rest on perplexity.
         """
         sentences = []
         for metric, span in spans_at(self.spec, length):
@@ -116,11 +118,11 @@ class KVCheck:
         return sentences
 
     def verdict(self, row: CheckRow, length: int) -> Verdict:
-        """Return whether a scheme is safe at a length."""
+        """Return the verdict on the scheme of a row at a length."""
         return verdict_of(row, self.of(row.method)[0], length, self.limits)
 
     def summary(self) -> list[str]:
-        """Return what to do: what is safe everywhere, then a sentence per method and length."""
+        """Return sentences on what is safe: everywhere first, then for each method and length."""
         sentences = self._everywhere()
         for method in self.methods:
             for length in self.lengths:
@@ -145,7 +147,7 @@ class KVCheck:
         return sentences
 
     def _everywhere(self) -> list[str]:
-        """Say what is safe under every method at every length, where there are several."""
+        """Return a sentence on what is safe under every method and at every length, if there are several of either."""
         if len(self.methods) * len(self.lengths) == 1:
             return []
         kinds: dict[str, set[str]] = {}
@@ -158,7 +160,7 @@ class KVCheck:
         return [f"Safe {every}: {', '.join(names) or 'none of the schemes asked for'}."]
 
     def _harm(self, row: CheckRow, length: int) -> str:
-        """Say what was measured: perplexity, and every metric that says that the scheme is unsafe."""
+        """Return the change of perplexity, and of every other metric in which a scheme is unsafe, as text."""
         parts = []
         for metric, span in spans_at(self.spec, length):
             moved = self.change(row, metric, span)
@@ -167,7 +169,7 @@ class KVCheck:
         return ", ".join(parts)
 
     def to_json(self) -> str:
-        """Return everything as JSON, but the captures; errors of pairs are rms over heads."""
+        """Return everything but the captures as JSON; errors of pairs are root mean squares over heads."""
         names = ("model", "windows", "text", "digest", "trained_length")
         out = {"schema": SCHEMA} | {name: getattr(self, name) for name in names} | asdict(self.limits)
         out["chat_sha256"] = next(iter(self.rows[0].scores.retrieval.values())).chat_sha256
@@ -198,7 +200,7 @@ class KVCheck:
         return document
 
     def _entry(self, row: CheckRow, length: int) -> dict[str, Any]:
-        """Return what was measured of a row at a length; metrics of several tasks have a name for each."""
+        """Return the measurements of a row at a length; if there are several tasks, metrics carry their names."""
         entry: dict[str, Any] = {"cache_bits": row.cache_bits[length], "prompts": len(answered(row, length))}
         for metric, span in spans_at(self.spec, length):
             task = f"_{span.task}" if len(self.spec.tasks) > 1 and span.task else ""
@@ -211,5 +213,5 @@ class KVCheck:
 
 
 def answered(row: CheckRow, length: int) -> list[bool]:
-    """Return which prompts of a length were answered, of all tasks."""
+    """Return whether each prompt of a length was answered, of all tasks."""
     return [sample.correct for result in row.scores.retrieval.values() for sample in result.samples(length)]

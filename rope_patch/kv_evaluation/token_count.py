@@ -1,6 +1,6 @@
 """Count the tokens that ``kv-check`` will read, for the announcement and the progress bar.
 
-Specs have a number of windows here, that of the suite.
+Every spec here states a number of windows, that of the suite.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ def _compared(spec: EvalSpec) -> int:
 
 
 def tokens_to_check(spec: EvalSpec, schemes: int, methods: int) -> int:
-    """Return the tokens that a check reads where no scheme is unsafe.
+    """Return the number of tokens that a check reads if no scheme is unsafe.
 
-    These are, under each method, the windows and prompts in full precision and through each scheme, the compared
-    windows too, once more for the statistics of keys, and for each scheme the text on which attention errors are taken.
+    Under each method these are the windows and prompts, in full precision and through each scheme; the compared
+    windows, likewise and once more for the statistics of keys; and for each scheme the text on which attention errors
+    are measured.
 
     Args:
-        spec: what is measured.
-        schemes: how many there are beside full precision.
-        methods: how many they are checked under.
+        spec: the spec of the check.
+        schemes: number of schemes besides full precision.
+        methods: number of methods under which the schemes are checked.
     """
     compared, errors = _compared(spec), min(ERROR_TOKENS, spec.longest)
     return methods * ((1 + schemes) * tokens_to_read(spec) + (2 + schemes) * compared + schemes * errors)
 
 
 def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
-    """Return the tokens that each unsafe scheme adds under each method."""
+    """Return the number of tokens that each unsafe scheme adds under each method."""
     return passes_of_attribution(layers) * _compared(spec)
 
 
 def suite_for(
     model: nn.Module, suite: EvalSuite, schemes: int, methods: int, chosen: Collection[str]
 ) -> tuple[EvalSuite, str]:
-    """Return a suite that suits the size of a model, and what is lost.
+    """Return a suite that suits the size of a model, and a sentence on what it leaves out.
 
     Args:
         model: the model that reads.
-        suite: what is measured with time enough.
-        schemes: how many there are beside full precision.
-        methods: how many they are checked under.
-        chosen: fields of the spec that stay as they are.
+        suite: the suite that is measured if there is enough time.
+        schemes: number of schemes besides full precision.
+        methods: number of methods under which the schemes are checked.
+        chosen: fields of the spec that stay as they are, since the user chose them.
     """
     scalable = [name for name in SCALABLE if name not in chosen]
     least = tokens_to_read(smallest(replace(suite.spec, windows=len(suite.windows)), scalable))

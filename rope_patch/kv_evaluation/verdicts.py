@@ -1,4 +1,4 @@
-"""Rows of a check of quantized caches, and whether a scheme is safe."""
+"""Rows of a check of quantized caches, and verdicts on whether a scheme is safe."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far the distribution of the next token moves.
+    """The change of the next token's distribution by a scheme.
 
     Attributes:
         kl: mean of KL(full precision ‖ quantized) [nats/token].
-        top1: share of positions at which both prefer the same token.
-        tokens: how many positions were compared.
+        top1: share of positions at which the most probable token is the same in both.
+        tokens: number of positions that were compared.
     """
 
     kl: float
@@ -32,12 +32,13 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a scheme is safe at a length.
+    """A verdict on whether a scheme is safe at a length.
 
     Attributes:
-        kind: ``"safe"``, ``"unsafe"``, or ``"undecided"`` where the intervals do not tell.
+        kind: ``"safe"``, ``"unsafe"``, or ``"undecided"`` if the intervals do not tell.
         measured: the measurements, as text.
-        idle: whether nothing was rounded, such as in a cache that the residual window holds; it is undecided then.
+        idle: whether nothing was quantized, such as in a cache that fits into the residual window; the verdict is then
+            undecided.
     """
 
     kind: VerdictKind
@@ -47,21 +48,21 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class CheckRow:
-    """One method under one scheme.
+    """The measurements of one scheme under one method.
 
     Attributes:
         method: the method string.
         scheme: the name of the scheme, as it was given.
         scheme_text: the scheme written out.
-        scores: the perplexity by position, and retrieval.
-        tables: the rotary tables of the method, by layer type.
-        divergence: how far the row is from full precision; None for full precision itself.
-        key_bits: effective bits per element of the part that is quantized, mean over layers.
-        value_bits: the same of values.
-        cache_bits: bits per element of a whole cache, by its length: sinks, residual window and unfinished blocks are
-            in full precision, and layers that slide hold their window alone.
-        errors: what the scheme does to the logits, by layer; empty for full precision.
-        attribution: what parts of it cost, where it is unsafe at some length; None elsewhere.
+        scores: the perplexity by position, and the retrieval.
+        tables: the rotary tables of the method, one for each layer type.
+        divergence: the change of the next token's distribution; None for full precision itself.
+        key_bits: effective bits per element of the quantized part of keys, mean over layers.
+        value_bits: effective bits per element of the quantized part of values, mean over layers.
+        cache_bits: bits per element of a whole cache, by its length. Sinks, the residual window and unfinished blocks
+            are in full precision, and sliding layers hold only their window.
+        errors: the errors of logits in each layer; empty for full precision.
+        attribution: the costs of the scheme's parts; None unless the scheme is unsafe at some length.
     """
 
     method: str
@@ -78,22 +79,23 @@ class CheckRow:
 
     @property
     def bits(self) -> float:
-        """Effective bits per element, mean of keys and values, of the part that is quantized."""
+        """Effective bits per element of the quantized part, mean of keys and values."""
         return (self.key_bits + self.value_bits) / 2
 
 
 def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Verdict:
-    """Return whether a scheme is safe, as the metrics together say.
+    """Return a verdict on a scheme from all metrics together.
 
-    Unsafe where one of them is; safe where all are. For perplexity: unsafe where the whole interval of its change lies
-    above the tolerance, safe where it lies below. For retrieval: unsafe where significantly fewer prompts are answered,
-    safe where at most :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost.
+    A scheme is unsafe if it is unsafe in one metric, and safe if it is safe in all of them. In perplexity it is unsafe
+    if the whole interval of the change is above the tolerance, and safe if the whole interval is below it. In retrieval
+    it is unsafe if significantly fewer prompts are answered, and safe if at most
+    :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost.
 
     Args:
         row: the row of the scheme.
         base: the row of full precision under the same method.
-        length: the verdict is on positions below it, and on prompts of it [tokens].
-        limits: what the scheme may cost.
+        length: length of the prompts, below which positions of text count [tokens].
+        limits: the limits of what a safe scheme may cost.
     """
     if row is base:
         return Verdict("safe", "full precision")
@@ -110,5 +112,5 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
 
 
 def label(metric: Metric, spec: EvalSpec, span: Span) -> str:
-    """Return the name of a metric, with the task where a spec has several."""
+    """Return the name of a metric, with the task if a spec has several tasks."""
     return f"{metric.name} of {span.task}" if span.task and len(spec.tasks) > 1 else metric.name
