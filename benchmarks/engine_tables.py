@@ -31,7 +31,7 @@ from transformers.utils import logging as hf_logging
 
 import engine_code
 from measuring import command, environment, write
-from rope_patch.checkpoints.folder_patch import patch_folder, skeleton
+from rope_patch.checkpoints.folder_patch import model_without_weights, patch_folder
 from rope_patch.engines import export
 from rope_patch.engines.verified_versions import UNVERIFIED
 from rope_patch.methods import MethodLike, Table, as_method
@@ -101,7 +101,7 @@ def checkpoint(family: str, folder: Path) -> Path:
 
 def method_of(name: str, base: Path) -> MethodLike:
     """Return a method; "learned" is a table that no formula gives, with a scaling of its own."""
-    slot = inspect_model(skeleton(base)).tables[0]
+    slot = inspect_model(model_without_weights(base)).tables[0]
     if name == "learned":
         rough = [f * (1 + 0.2 * math.sin(3 * i)) for i, f in enumerate(slot.inv_freq.tolist())]
         return Table(values=tuple(rough), attention_scaling=1.07)
@@ -112,7 +112,7 @@ def method_of(name: str, base: Path) -> MethodLike:
 
 def difference(engine: str, folder: Path) -> float:
     """Return the largest difference between an engine's cos and sin and ours, over the context of a folder."""
-    slots = inspect_model(skeleton(folder)).tables
+    slots = inspect_model(model_without_weights(folder)).tables
     context = slots[0].max_position_embeddings
     theirs = engine_code.tables(engine, folder, context)
     worst = 0.0

@@ -16,7 +16,7 @@ _OTHER_CAUSES = (OSError, ImportError, MemoryError, torch.OutOfMemoryError, Safe
 
 
 @contextlib.contextmanager
-def blamed_on(what: str) -> Iterator[None]:
+def as_value_error(what: str) -> Iterator[None]:
     """Raise what a library raises in this block as one ``ValueError`` that begins with ``what``.
 
     Args:

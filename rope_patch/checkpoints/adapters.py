@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
 
 from rope_patch.checkpoints.tokenizer_length import raise_length
-from rope_patch.errors import blamed_on, read_json
+from rope_patch.errors import as_value_error, read_json
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.record import PatchRecord, hashes, same_tables
@@ -152,7 +152,7 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
     return None
 
 
-def check_tables(adapter: str | Path, record: PatchRecord | None, own: PatchRecord | None) -> None:
+def check_adapter_tables(adapter: str | Path, record: PatchRecord | None, own: PatchRecord | None) -> None:
     """Raise PatchError unless an adapter was trained under the tables of the model that it is loaded onto.
 
     Args:
@@ -216,7 +216,7 @@ def adapter_config(source: str | Path, **hub: Any) -> Any:
     # Read here first: the error of a damaged file then names the file.
     if (path := find_file(source, ADAPTER_FILE, **hub)) is not None:
         read_json(path)
-    with blamed_on(f"{source}: PEFT cannot read its {ADAPTER_FILE}"):
+    with as_value_error(f"{source}: PEFT cannot read its {ADAPTER_FILE}"):
         return PeftConfig.from_pretrained(str(source), **hub)
 
 
@@ -275,7 +275,7 @@ def refuse_bare_adapter_layers(model: nn.Module) -> None:
         )
 
 
-def check_adapters(
+def check_adapters_in_model(
     model: nn.Module, record: PatchRecord, trusted: Sequence[str] = (), selected: Sequence[str] | None = None
 ) -> None:
     """Raise PatchError unless every adapter of a model is known to belong to its tables.
@@ -355,7 +355,7 @@ class RopePatchCallback(TrainerCallback, ExportableState):
             PatchError: such a model.
         """
         record = verify_model(model)
-        check_adapters(model, record)  # now, and not when the work of hours is to be saved
+        check_adapters_in_model(model, record)  # now, and not when the work of hours is to be saved
         if state.global_step:  # resumed
             entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # Trainer looks for it
             entry = entry[-1] if isinstance(entry, list) else entry
@@ -382,5 +382,5 @@ class RopePatchCallback(TrainerCallback, ExportableState):
     def put_beside(self, model: Any, folder: Path) -> None:
         """Write the record of a model into a checkpoint's folder, after checking it."""
         record = verify_model(model)
-        check_adapters(model, record)
+        check_adapters_in_model(model, record)
         write_patch_files(record, folder)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE, RECORD_FILE, adapter_base, read_record
 from rope_patch.checkpoints.gguf import put_table, unpack
 from rope_patch.checkpoints.gguf_table import read_gguf
-from rope_patch.checkpoints.source_files import building, check_older_keys, config_json, load_config
+from rope_patch.checkpoints.source_files import check_older_keys, config_json, load_config, naming_checkpoint
 from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
 from rope_patch.methods import MethodLike
@@ -33,7 +33,7 @@ MOST_LAYERS = 10_000
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
-def skeleton(source: str | Path, *, beside_adapter: bool = False, checked: bool = True) -> PreTrainedModel:
+def model_without_weights(source: str | Path, *, beside_adapter: bool = False, checked: bool = True) -> PreTrainedModel:
     """Return a checkpoint's model without weights, on the meta device.
 
     Its tables are those that the config describes, or those that a GGUF file holds.
@@ -61,7 +61,7 @@ def skeleton(source: str | Path, *, beside_adapter: bool = False, checked: bool 
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"{source}: num_hidden_layers must be at most {MOST_LAYERS}, its config says {layers}")
-    with torch.device("meta"), building(source):
+    with torch.device("meta"), naming_checkpoint(source):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     if is_gguf(source):
         model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
@@ -98,11 +98,11 @@ def patch_folder(
         ValueError: the method or an option is wrong, or ``out`` is in the way.
         OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
-    model = skeleton(source)
+    model = model_without_weights(source)
     patch = apply(model, method, **options)
     if Path(source).is_dir():
         _check_weights_of(model, Path(source))  # before the copy, so that the error names the checkpoint
-    with copied(source, out, overwrite=overwrite) as folder:
+    with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         add_older_keys(folder)
         raise_length(folder, patch.record)
@@ -131,9 +131,9 @@ def restore_folder(
     """
     if is_gguf(source):
         raise ValueError(f"{source} is a GGUF file, which is patched as a copy: use the file that it was made from")
-    model = skeleton(source)
+    model = model_without_weights(source)
     restore(model)
-    with copied(source, out, overwrite=overwrite) as folder:
+    with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         restore_length(folder)
 
@@ -150,11 +150,11 @@ def verify_folder(source: str | Path) -> PatchRecord:
         record = read_record(source)
         if record is None:
             raise PatchError(f"the adapter {source} carries no {RECORD_FILE}: it was saved without its patch")
-        model = skeleton(adapter_base(source), beside_adapter=True)
+        model = model_without_weights(adapter_base(source), beside_adapter=True)
         reapply(model, record)
         check_weights(folder)
     else:
-        model = skeleton(source)
+        model = model_without_weights(source)
         record = verify_model(model)
         if folder.is_dir():
             _check_weights_of(model, folder)
@@ -168,7 +168,7 @@ def _check_weights_of(model: PreTrainedModel, folder: Path) -> None:
         raise OSError(f"{folder} does not hold the weights of {type(model).__name__}: {wrong}")
 
 
-def check_free(out: Path, overwrite: bool) -> None:
+def check_folder_is_free(out: Path, overwrite: bool) -> None:
     """Raise FileExistsError if a folder that will be written holds files already.
 
     Raises:
@@ -179,7 +179,7 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def copied(
+def copy_with_new_config(
     source: str | Path,
     out: str | Path,
     *,
@@ -207,7 +207,7 @@ def copied(
         raise ValueError(
             f"a folder is written, got {str(out)!r}: rope-patch export --to gguf --converter PATH makes a file of it"
         )
-    check_free(out, overwrite)
+    check_folder_is_free(out, overwrite)
     if is_gguf(source):
         with folder_in_one_move(out, overwrite=overwrite) as folder:
             unpack(Path(source), folder, dtype)

@@ -16,7 +16,7 @@ from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.checkpoints.gguf_table import ROUNDED_TWICE, read_gguf, sliding_base
 from rope_patch.checkpoints.source_files import in_gguf, read_tokenizer
-from rope_patch.errors import blamed_on
+from rope_patch.errors import as_value_error
 from rope_patch.methods import Table
 from rope_patch.patching.install import apply, reapply, rebase
 from rope_patch.patching.locate import PatchError, locate
@@ -47,7 +47,7 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     path = Path(path)
     with cached_headers(path):
         inspection = read_gguf(path)
-        with blamed_on(f"{path}: transformers cannot read this GGUF file"):
+        with as_value_error(f"{path}: transformers cannot read this GGUF file"):
             options = {**_dequantizing(), **from_pretrained}
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **options)
         forget_quantization(model)

@@ -178,7 +178,7 @@ def write_gguf(
         FileExistsError: ``out`` exists, and ``overwrite`` is not set.
         OSError: it cannot be written, or the disk is full; ``out`` is then as it was, and nothing is left beside it.
     """
-    out = check_out(out, overwrite=overwrite)
+    out = check_output_file(out, overwrite=overwrite)
     needed, free = sum(piece.size for piece in pieces), shutil.disk_usage(out.parent).free
     if needed > free:
         raise OSError(f"{out} needs {needed / 2**20:.0f} MiB, and {out.parent} has {free / 2**20:.0f} left")
@@ -206,7 +206,7 @@ def write_gguf(
     return out
 
 
-def check_out(out: str | Path, *, overwrite: bool) -> Path:
+def check_output_file(out: str | Path, *, overwrite: bool) -> Path:
     """Raise unless a GGUF file can be written there.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.gguf_file import GGUFFile, check_out, open_gguf, write_gguf
+from rope_patch.checkpoints.gguf_file import GGUFFile, check_output_file, open_gguf, write_gguf
 from rope_patch.checkpoints.gguf_table import (
     CHECKED,
     FACTOR_TENSORS,
@@ -74,7 +74,7 @@ def patch_gguf(
         )
     if Path(out).exists() and Path(out).samefile(source):
         raise ValueError(f"{out} is the GGUF file itself: give another output file")
-    out = check_out(out, overwrite=overwrite)
+    out = check_output_file(out, overwrite=overwrite)
     opened = open_gguf(source)
     found = table_in(opened, source)
     if found.record is not None or found.warnings:

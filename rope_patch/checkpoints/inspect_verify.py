@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
-from rope_patch.checkpoints.folder_patch import skeleton, verify_folder
+from rope_patch.checkpoints.folder_patch import model_without_weights, verify_folder
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_patch import verify_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
@@ -70,8 +70,8 @@ def inspect(source: nn.Module | str | Path) -> Inspection:
     if is_gguf(source):
         return read_gguf(source)
     if not is_adapter(source):
-        return inspect_model(skeleton(source))
-    model, record = skeleton(adapter_base(source), beside_adapter=True), read_record(source)
+        return inspect_model(model_without_weights(source))
+    model, record = model_without_weights(adapter_base(source), beside_adapter=True), read_record(source)
     if record is not None:
         reapply(model, record)
         return inspect_model(model)

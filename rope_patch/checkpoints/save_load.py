@@ -23,8 +23,8 @@ from rope_patch.checkpoints.adapters import (
     WEIGHTS_ATTRIBUTE,
     adapter_base,
     adapter_config,
-    check_adapters,
-    check_tables,
+    check_adapter_tables,
+    check_adapters_in_model,
     is_adapter,
     peft_model,
     read_record,
@@ -33,11 +33,11 @@ from rope_patch.checkpoints.adapters import (
     write_patch_files,
 )
 from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
-from rope_patch.checkpoints.source_files import check_older_keys, config_json, reaching_hub
+from rope_patch.checkpoints.source_files import check_older_keys, config_json, load_or_explain
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
-from rope_patch.checkpoints.weight_files import refuse_repacked_weights, wrong_in_load, wrong_tensors
-from rope_patch.errors import blamed_on
+from rope_patch.checkpoints.weight_files import refuse_repacked_weights, wrong_tensors, wrong_tensors_in_load
+from rope_patch.errors import as_value_error
 from rope_patch.methods import MethodLike, as_method
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import PatchError, locate
@@ -100,7 +100,7 @@ def save(
     trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
-    check_adapters(model, record, trusted, save_options.get("selected_adapters"))
+    check_adapters_in_model(model, record, trusted, save_options.get("selected_adapters"))
     if peft_model(model) is None:  # else the adapter alone is written
         refuse_repacked_weights(model)
     forget_quantization(locate(model).model)
@@ -201,7 +201,7 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
     saved_as = (model.config.architectures or [""])[0]
     head, loaded_head = saved_as.partition("For")[2], type(model).__name__.partition("For")[2]
     # A LlamaModel has no output weights, which a LlamaForCausalLM would get at random.
-    headless = saved_as and not head and wrong_in_load(loaded)
+    headless = saved_as and not head and wrong_tensors_in_load(loaded)
     if headless or head not in ("", loaded_head):
         warnings.warn(
             f"{source} was saved as {saved_as} and is loaded as {type(model).__name__}, without its head: load it with "
@@ -229,7 +229,7 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
 
 def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a model that transformers loaded, and what its loader reports of tensors that did not match."""
-    model, loaded = reaching_hub(
+    model, loaded = load_or_explain(
         source, lambda: AutoModelForCausalLM.from_pretrained(str(source), output_loading_info=True, **options)
     )
     if options.get("ignore_mismatched_sizes"):  # the caller has allowed them
@@ -238,7 +238,7 @@ def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[An
 
 
 def _check_loaded(source: str | Path, model: Any, loaded: Mapping[str, Any]) -> None:
-    if wrong := wrong_in_load(loaded):
+    if wrong := wrong_tensors_in_load(loaded):
         raise OSError(f"{source} does not hold the weights of {type(model).__name__}: {wrong}")
 
 
@@ -334,7 +334,7 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     check_source(adapter, [ADAPTER_FILE])
     hub = {key: value for key, value in peft_options.items() if key in HUB_OPTIONS}
     record, own = read_record(adapter, **hub), locate(model).record
-    check_tables(adapter, record, own)
+    check_adapter_tables(adapter, record, own)
     if record is not None:
         verify_model(model)
     loaded: Any = model
@@ -354,4 +354,4 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
 
 def _onto(model: nn.Module, adapter: str | Path, hub: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     adapter_config(adapter, **hub)
-    return blamed_on(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}")
+    return as_value_error(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}")

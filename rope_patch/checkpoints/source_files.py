@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_header_cache import cached_headers
-from rope_patch.errors import blamed_on, in_one_line, read_json
+from rope_patch.errors import as_value_error, in_one_line, read_json
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import older_differences, text_part
 from rope_patch.runtime.folders import check_source, is_gguf
@@ -60,12 +60,12 @@ def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
     if is_gguf(source):
         with cached_headers(source):
             open_gguf(source)  # its errors say what is wrong with the file
-            with blamed_on(f"{source}: transformers cannot read this GGUF file"):
+            with as_value_error(f"{source}: transformers cannot read this GGUF file"):
                 config: PreTrainedConfig = AutoConfig.from_pretrained(**in_gguf(source), **options)
         return config
     if (path := Path(source) / CONFIG_FILE).is_file():
         read_json(path)
-    config = reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
+    config = load_or_explain(source, lambda: AutoConfig.from_pretrained(str(source), **options))
     return config
 
 
@@ -97,14 +97,14 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
 
 
 @contextlib.contextmanager
-def building(source: str | Path) -> Iterator[None]:
+def naming_checkpoint(source: str | Path) -> Iterator[None]:
     """Name the checkpoint in errors about its config or weights that transformers raises within a ``with`` block.
 
     Raises:
         ValueError: transformers cannot build the model; the message says why.
     """
     try:
-        with blamed_on(f"{source}: transformers cannot build the model of its config.json"):
+        with as_value_error(f"{source}: transformers cannot build the model of its config.json"):
             yield
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
@@ -115,7 +115,7 @@ def building(source: str | Path) -> Iterator[None]:
         ) from error
 
 
-def reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
+def load_or_explain(source: str | Path, load_it: Callable[[], Any]) -> Any:
     """Return what a loader loads; a failure to reach a repository becomes one error that says what to do.
 
     Args:
@@ -130,7 +130,7 @@ def reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
     if Path(source).is_dir() and not (Path(source) / CONFIG_FILE).is_file():
         raise ValueError(f"{source} has no config.json, it is an adapter: give its base model")
     try:
-        with building(source):
+        with naming_checkpoint(source):
             return load_it()
     except SafetensorError as error:
         raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error

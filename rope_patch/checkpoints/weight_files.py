@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
 from rope_patch.errors import read_json
-from rope_patch.patching.record import quiet
+from rope_patch.patching.record import silent_transformers
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -34,7 +34,7 @@ def check_weights(folder: Path) -> None:
     if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
         raise OSError(f"{folder} holds no weights (*.safetensors)")
     for index in sorted(folder.glob("*.index.json")):
-        missing = sorted(shard for shard in shards(index) if not (folder / shard).is_file())
+        missing = sorted(shard for shard in names_in_index(index) if not (folder / shard).is_file())
         if missing:
             raise OSError(f"{folder} lacks {', '.join(missing)}, which {index.name} names: copy or download it again")
     for path in sorted(folder.glob("*.safetensors")):
@@ -85,7 +85,7 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
     if not stored or model_class is None or quantized or is_deepspeed_zero3_enabled():
         return ""
     try:
-        with quiet(), _without_bars():
+        with silent_transformers(), _without_bars():
             _, loaded = model_class.from_pretrained(
                 None,
                 config=config,
@@ -98,14 +98,14 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
     except Exception as error:  # whatever it is, hours of training must not be lost because of a check
         warnings.warn(f"the tensors were not compared with {model_class.__name__}: {error}", stacklevel=3)
         return ""
-    wrong = wrong_in_load(loaded)
+    wrong = wrong_tensors_in_load(loaded)
     if not wrong and (unknown := loaded["unexpected_keys"]):
         name = model_class.__name__
         warnings.warn(f"transformers will leave out tensors that {name} does not have: {_first(unknown)}", stacklevel=3)
     return wrong
 
 
-def wrong_in_load(loaded: Mapping[str, Any]) -> str:
+def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:
     """Return the line that :func:`wrong_tensors` returns.
 
     Args:
@@ -130,7 +130,7 @@ def _model_files(folder: Path) -> list[Path]:
     Not every such file counts: beside them may lie Mistral's ``consolidated.safetensors``, an adapter, a trained table.
     """
     if (folder / INDEX_FILE).is_file():
-        return sorted(folder / shard for shard in shards(folder / INDEX_FILE))
+        return sorted(folder / shard for shard in names_in_index(folder / INDEX_FILE))
     whole = folder / "model.safetensors"
     return [whole] if whole.is_file() else sorted(folder.glob("model.*.safetensors"))
 
@@ -151,7 +151,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise OSError(f"{path} is truncated or damaged ({error}): copy or download it again") from error
 
 
-def shards(index: Path) -> set[str]:
+def names_in_index(index: Path) -> set[str]:
     """Return the names of the weights files in an index.
 
     Raises:

@@ -39,14 +39,14 @@ def fit(words: Sequence[str]) -> None:
     from rope_patch.evaluation.compare import environment
     from rope_patch.evaluation.spec import cost_of
     from rope_patch.fitting.fit_cost import affordable, tokens_to_fit
-    from rope_patch.runtime.folders import check_source, claimed, holds_files, write_atomically
+    from rope_patch.runtime.folders import check_source, holds_files, locked_output, write_atomically
 
     settings, output = options.settings, options.output
     check_source(options.model, ["config.json"])  # an adapter's folder has none, and is refused
     if holds_files(output):
         raise FileExistsError(f"{output} is not empty: give a new folder")
     prepare(options.machine, options.text)
-    with claimed(output):
+    with locked_output(output):
         tokenizer, model = load_tokenizer(options.model), load_model(options.model, options.machine)
         whole = fitting.held_out_spec(model, settings.target_length, seed=settings.seed)
         spec = affordable(whole, settings.steps, settings.positions, default_tokens(model))

@@ -20,10 +20,10 @@ def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
         Whether this process is the first or the only one.
     """
     from rope_patch.runtime.folders import folder_to_write
-    from rope_patch.runtime.parallel import joined
+    from rope_patch.runtime.parallel import joined_processes
 
     with contextlib.ExitStack() as stack:
-        rank = stack.enter_context(joined())
+        rank = stack.enter_context(joined_processes())
         if rank:
             silent = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(contextlib.redirect_stdout(silent))

@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_patch import checkpoints
 from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
-from rope_patch.checkpoints.folder_patch import skeleton
+from rope_patch.checkpoints.folder_patch import model_without_weights
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.tokenizer_length import stated_length
 from rope_patch.diagnosis import in_memory as in_memory_checks
@@ -104,7 +104,7 @@ def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
 
 
 def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
-    model = skeleton(source, checked=False)
+    model = model_without_weights(source, checked=False)
     folder = Path(source)
     if folder.is_dir():
         more = _on_disk(folder, model)
@@ -127,7 +127,7 @@ def _of_adapter(source: str) -> Diagnosis:
         wrong = Check("adapter", DIFFERS, str(error))
         return Diagnosis(source, None, {}, {}, (wrong,))
     base = adapter_base(source)
-    model = skeleton(base, beside_adapter=True)
+    model = model_without_weights(base, beside_adapter=True)
     beside = _on_disk(Path(source), model) if base == source else []
     try:
         if record is not None:

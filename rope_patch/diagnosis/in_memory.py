@@ -14,11 +14,11 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters, peft_model
+from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters_in_model, peft_model
 from rope_patch.diagnosis.causes import RELOAD, cause, plain
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
 from rope_patch.methods.two_tables import TwoTables
-from rope_patch.patching.encode import repeat
+from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import Location, PatchError, described_table, device_of, holds_adapters_twice
 from rope_patch.patching.measured import Measured, measure
 from rope_patch.patching.older_keys import older_differences
@@ -28,8 +28,8 @@ from rope_patch.patching.record import (
     build_rotary,
     config_with,
     key_of,
-    quiet,
     settings_of,
+    silent_transformers,
 )
 from rope_patch.patching.rotary import original_tables
 from rope_patch.patching.verify import edits_since
@@ -48,7 +48,7 @@ class Subject:
         location: its rotary module, and what is known of it.
         tokenizer_length: the length at which its tokenizer cuts texts; None where no tokenizer is known [tokens].
         generation_config: its generation config; None where it has none.
-        in_memory: whether the model lies in memory with its numbers, and is not the skeleton of a folder.
+        in_memory: whether the model lies in memory with its numbers, and was not built without weights from a folder.
     """
 
     model: nn.Module
@@ -155,7 +155,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
                 )
             return
         location.check_base()
-        again = repeat(location, record).record
+        again = plan_from_record(location, record).record
         wrong = [
             f"{name} [{key}]"
             for name in ("base_tables", "tables")
@@ -221,7 +221,7 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
         expected = f"plain RoPE with a base of {table.rope_theta:g}"
     else:
         try:
-            with torch.device("cpu"), quiet():
+            with torch.device("cpu"), silent_transformers():
                 inv_freq, scaling = build(config, seq_len=1, layer_type=kind)
         except Exception as error:
             yield Check(f"config{where}", UNKNOWN, f"transformers cannot compute {stated!r}: {error}", counts=False)
@@ -493,7 +493,7 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
         return
     try:
         if record is not None:
-            check_adapters(holder, record)
+            check_adapters_in_model(holder, record)
     except PatchError as error:
         yield Check("adapters", DIFFERS, str(error))
         return

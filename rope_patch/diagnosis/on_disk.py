@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
 from rope_patch.checkpoints.source_files import config_json
-from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, shards, wrong_tensors
+from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, names_in_index, wrong_tensors
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
 from rope_patch.patching.older_keys import older_differences
 
@@ -92,7 +92,7 @@ def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     """No files of another save lie in the folder that a loader may take instead."""
     left = []
     whole, index = folder / "model.safetensors", folder / INDEX_FILE
-    if whole.is_file() and index.is_file() and whole.name not in shards(index):
+    if whole.is_file() and index.is_file() and whole.name not in names_in_index(index):
         left.append((f"{whole.name} and {INDEX_FILE} are both there: loaders take one or the other", True))
     unpatched = getattr(model.config.get_text_config(), "rope_patch", None) is None
     without_patch = unpatched and (folder / RECORD_FILE).is_file()

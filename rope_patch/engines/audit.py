@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, sliding_base
-from rope_patch.checkpoints.source_files import building, config_json, load_config
+from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
 from rope_patch.engines.program_contexts import kind_of
 from rope_patch.engines.program_readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.engines.program_rules import SHARE, Built, relative_difference
@@ -132,7 +132,7 @@ def audit(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> Audi
 
 def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
     config = load_config(source)
-    with torch.device("meta"), building(source):
+    with torch.device("meta"), naming_checkpoint(source):
         model = AutoModelForCausalLM.from_config(config)
     found = inspect_model(model)
     text = locate(model).config
@@ -271,7 +271,7 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
     Sliding layers are the exception: transformers states what the model means, and llama.cpp may scale them, too.
     """
     found, layered = read_gguf(source), _sliding(source)
-    with building(source), torch.device("meta"):
+    with naming_checkpoint(source), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(source))
     plain = inspect_model(model)
     tables = {table.layer_type: table for table in plain.tables}

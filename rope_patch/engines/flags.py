@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.folder_patch import skeleton
+from rope_patch.checkpoints.folder_patch import model_without_weights
 from rope_patch.checkpoints.gguf_table import graph_of, read_gguf
 from rope_patch.checkpoints.source_files import config_json
 from rope_patch.engines.encodings import config_keys, with_context
@@ -79,7 +79,7 @@ class PatchedCheckpoint:
 
     Attributes:
         source: the folder, hub id or GGUF file of the checkpoint.
-        model: the skeleton of its model, without weights, patched.
+        model: its model without weights, patched.
         tables: the tables of the method, over the context that it reaches.
         stated: the config as it was, with the new tables.
     """
@@ -148,7 +148,7 @@ def flags(
         raise ValueError(f"unknown program {program!r}. Known: {', '.join(WRITERS)}")
     if is_gguf(source) and program != "llama.cpp":
         raise ValueError(f"{source} is a GGUF file, which {program} options do not fit: give the checkpoint's folder")
-    model = skeleton(source)
+    model = model_without_weights(source)
     if locate(model).record is not None:
         raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
     whole = {} if is_gguf(source) else config_json(source)

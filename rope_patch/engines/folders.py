@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
-from rope_patch.checkpoints.folder_patch import copied, skeleton
+from rope_patch.checkpoints.folder_patch import copy_with_new_config, model_without_weights
 from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
 from rope_patch.engines.lora import copy_adapter
@@ -98,7 +98,7 @@ def export_folder(
         "notes": [*notes, *config_notes],
         "rope_patch": __version__,
     }
-    with copied(source, out, overwrite=overwrite, dtype=dtype) as folder:
+    with copy_with_new_config(source, out, overwrite=overwrite, dtype=dtype) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         if (record := locate(model).record) is not None:
             raise_length(folder, record)
@@ -150,7 +150,7 @@ def _each(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _verifies(folder: Path) -> bool:
     try:
-        verify_model(skeleton(folder))
+        verify_model(model_without_weights(folder))
     except PatchError:
         return False
     return True
@@ -158,7 +158,7 @@ def _verifies(folder: Path) -> bool:
 
 def _check(folder: Path, tables: Sequence[RotaryTable]) -> None:
     """Raise unless plain transformers builds the same tables from the folder."""
-    read = {table.layer_type: table for table in inspect_model(skeleton(folder)).tables}
+    read = {table.layer_type: table for table in inspect_model(model_without_weights(folder)).tables}
     for table in tables:
         rebuilt = read[table.layer_type]
         if not equal(table, rebuilt.inv_freq, rebuilt.attention_scaling):

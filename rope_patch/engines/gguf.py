@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.folder_patch import copied
+from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.gguf_file import GGUFFile, open_gguf
 from rope_patch.checkpoints.gguf_patch import with_table, write
 from rope_patch.checkpoints.gguf_table import Graph, graph_of
@@ -76,7 +76,7 @@ def export_gguf(
         base = next(each for each in inspect_model(model).tables if each.layer_type == table.layer_type)
     with scratch_folder(out.with_name(f"{out.name}.unpatched")) as scratch:
         # The converter names the model after its folder, and only reads the weights, so that links to them will do.
-        with copied(weights, scratch / name, link_weights=True) as folder:
+        with copy_with_new_config(weights, scratch / name, link_weights=True) as folder:
             model.config.save_pretrained(folder)
             restore_length(folder)
         progress.say(f"copying the weights, converted by {converter.name}")

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.folder_patch import check_free, skeleton
-from rope_patch.checkpoints.gguf_file import check_out
+from rope_patch.checkpoints.folder_patch import check_folder_is_free, model_without_weights
+from rope_patch.checkpoints.gguf_file import check_output_file
 from rope_patch.checkpoints.gguf_header_cache import cached_headers, gguf
 from rope_patch.checkpoints.gguf_table import CHECKED
 from rope_patch.engines.folders import export_folder
@@ -159,14 +159,14 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
     overwrite = request.overwrite
     if request.to == "gguf":
         gguf()  # a missing package is reported now, not after the merge
-        check_out(output, overwrite=overwrite)  # also before the merge, which takes long
+        check_output_file(output, overwrite=overwrite)  # also before the merge, which takes long
     if request.to != "gguf":
-        check_free(output, overwrite)
+        check_folder_is_free(output, overwrite)
     for place in (source, checkpoints.adapter_base(source)) if adapter else ():
         if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
             raise ValueError(f"{output} is the adapter itself or its base: give another output folder")
     merging = _as_model(source, output, request)
-    with merging if adapter else contextlib.nullcontext((skeleton(source), source)) as (model, weights):
+    with merging if adapter else contextlib.nullcontext((model_without_weights(source), source)) as (model, weights):
         if request.method is not None:
             apply(model, request.method, **request.options)
         if request.to != "gguf":
@@ -214,10 +214,10 @@ def _save(model: nn.Module, folder: Path, places: Sequence[str | Path]) -> None:
 
 @contextlib.contextmanager
 def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Iterator[tuple[PreTrainedModel, str | Path]]:
-    """Yield the skeleton and the weights of the model that an adapter needs: its base patched, or the two merged."""
+    """Yield the model without weights that an adapter needs, its base patched or both merged, and where weights are."""
     base, record = checkpoints.adapter_base(source), checkpoints.read_record(source)
     if request.lora:
-        model = skeleton(base)
+        model = model_without_weights(base)
         if record is not None:
             reapply(model, record)
         yield model, base
@@ -231,7 +231,7 @@ def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Itera
         _save(merged, folder, [source, base])
         # The folder holds the merged model now: its memory is given back before the export.
         del loaded, merged
-        yield skeleton(folder), folder
+        yield model_without_weights(folder), folder
 
 
 def _folder(

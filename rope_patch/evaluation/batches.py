@@ -19,7 +19,7 @@ from torch import nn
 
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.runtime import progress
-from rope_patch.runtime.parallel import from_first, gather, processes
+from rope_patch.runtime.parallel import from_first_process, gather, processes
 from rope_patch.runtime.result_cache import PartOfCache, add_new
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class BatchReader(Generic[T]):
             count += bool(batch.todo)
         gathered = _gathered(mine, [model_hash(model), *(name for batch in every for name in batch.todo)])
         # The first process writes the file of all results before any other deletes its own part of them.
-        from_first(lambda: self._add(gathered))
+        from_first_process(lambda: self._add(gathered))
         self._add(gathered)
         if isinstance(self.result_cache, PartOfCache):
             self.result_cache.merged()

@@ -19,7 +19,7 @@ from rope_patch.modeling.scoring import Reader, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.verify import trained_length
-from rope_patch.runtime.parallel import from_first
+from rope_patch.runtime.parallel import from_first_process
 from rope_patch.runtime.result_cache import ResultCache, key
 
 DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16}
@@ -119,7 +119,7 @@ def tokens_within(
         return float(cache[name])
 
     # The first process measures for all, because all have to plan the same work.
-    return int(FILLED_SHARE * seconds * from_first(measure)) * reading_processes(model)
+    return int(FILLED_SHARE * seconds * from_first_process(measure)) * reading_processes(model)
 
 
 @torch.no_grad()

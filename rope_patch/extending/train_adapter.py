@@ -17,7 +17,7 @@ from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import from_dict
 from rope_patch.planning import plan
 from rope_patch.runtime.folders import folder_in_one_move
-from rope_patch.runtime.parallel import from_first, processes
+from rope_patch.runtime.parallel import from_first_process, processes
 from rope_patch.runtime.result_cache import key
 
 DEFAULT_ROWS = 200
@@ -120,7 +120,7 @@ def train(
             tokenizer.save_pretrained(folder)
 
     # One process writes; the others wait until the folder is there.
-    from_first(save)
+    from_first_process(save)
     recipe: dict[str, Any] = {
         "model": {"name": str(source), "dtype": dtype},
         "patch": {"method": method, "target_length": options.length},

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.folder_patch import check_free
+from rope_patch.checkpoints.folder_patch import check_folder_is_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.evaluation.spec import check_tasks
 from rope_patch.extending.card import card
@@ -112,7 +112,7 @@ def check(options: ExtendSettings, out: Path, overwrite: bool) -> None:
         )
     if Path(options.model).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
-    check_free(out, overwrite)
+    check_folder_is_free(out, overwrite)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_tables, is_adapter, read_record
+from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_adapter_tables, is_adapter, read_record
 from rope_patch.harness.answering_model import AnsweringLM
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
@@ -131,7 +131,7 @@ class RopePatchLM(AnsweringLM):
         elif record is not None:  # the patch of an adapter may have replaced that of its base
             reapply(self.model, record)
         if self.peft and (requested or record or own):
-            check_tables(self.peft, record, locate(self.model).record)
+            check_adapter_tables(self.peft, record, locate(self.model).record)
         # Else the tokenizer warns of texts beyond the length before the patch; prompts that do not fit are refused.
         self.tokenizer.model_max_length = max(self.tokenizer.model_max_length, self.max_length)
         self.reader = Reader(self.model)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from rope_patch import frequencies
 from rope_patch.methods import Method, TwoTables, longrope_parameters
 from rope_patch.patching.locate import Location
-from rope_patch.patching.probe import kept_by, without_weights
+from rope_patch.patching.probe import copy_without_weights, values_kept_by_modules
 from rope_patch.patching.record import (
     READ_GLOBAL,
     PatchRecord,
@@ -169,7 +169,7 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
     return PatchPlan(method, before, after, record, short, settings)
 
 
-def repeat(location: Location, record: PatchRecord) -> PatchPlan:
+def plan_from_record(location: Location, record: PatchRecord) -> PatchPlan:
     """Return the plan of the patch that a record describes, computed again from the base tables."""
     options = PatchRequest.of(record)
     return encode(location, record.to_method(), options, recorded=True)
@@ -287,8 +287,8 @@ def change_for_readers(location: Location, config: PreTrainedConfig) -> str | No
     if not probe.builders:
         return None
     # What a module reads while it is built shows only in what it keeps, so the model is built once more.
-    built = without_weights(location.model, location.configs, settings_of(config))
-    kept = None if built is None else kept_by(built, probe.builders)
+    built = copy_without_weights(location.model, location.configs, settings_of(config))
+    kept = None if built is None else values_kept_by_modules(built, probe.builders)
     if kept is None or probe.kept is None:
         return f"{location.name} reads config.rope_parameters as it is built, and what it makes of them cannot be seen"
     for reader, attribute in {**probe.kept, **kept}:

@@ -13,9 +13,9 @@ from torch import nn
 from transformers.utils import logging as hf_logging
 
 from rope_patch.methods import Default, Method, MethodLike, TwoTables, as_method
-from rope_patch.patching.encode import PatchPlan, PatchRequest, TableChange, encode, repeat
+from rope_patch.patching.encode import PatchPlan, PatchRequest, TableChange, encode, plan_from_record
 from rope_patch.patching.locate import Location, PatchError, device_of, locate
-from rope_patch.patching.record import PatchRecord, build_rotary, hashes, same_tables, settings_of, write_config
+from rope_patch.patching.record import PatchRecord, build_rotary, hashes, same_tables, set_rotary_settings, settings_of
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.two_tables import Reach, TwoTableRotary, check_decoder, reaching
 from rope_patch.patching.verify import edits_since
@@ -78,7 +78,7 @@ class Patch(TableChange):
         """Put back the module and settings from before the patch, whatever is in place now."""
         self._location.put(self._location.module)
         for config, (settings, record) in zip(self._location.configs, self._configs, strict=True):
-            write_config(config, settings, record)
+            set_rotary_settings(config, settings, record)
 
 
 def apply(
@@ -163,7 +163,7 @@ def install(location: Location, plan: PatchPlan) -> Patch:
     try:
         location.put(module)
         for config in location.configs:
-            write_config(config, plan.settings, record)
+            set_rotary_settings(config, plan.settings, record)
     except BaseException:  # Ctrl-C, too
         patch.reinstate()
         raise
@@ -246,7 +246,7 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
     """
     location = locate(model)
     location.check_base()
-    plan = repeat(location, record)
+    plan = plan_from_record(location, record)
     for name in ("base_tables", "tables", "short_tables"):
         recorded, rebuilt = getattr(record, name), getattr(plan.record, name)
         if not same_tables(recorded, rebuilt):
@@ -279,7 +279,7 @@ def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
     location = locate(model)
     # First, since the table is built from the config.
     for config in location.configs:
-        write_config(config, settings, None)
+        set_rotary_settings(config, settings, None)
     _reset(location, build_rotary(location.rotary_class, location.config), settings)
 
 
@@ -288,7 +288,7 @@ def _reset(location: Location, original: nn.Module, settings: Mapping[str, Any])
     follow_device(original, location.model)
     location.put(original)
     for config in location.configs:
-        write_config(config, settings, None)
+        set_rotary_settings(config, settings, None)
 
 
 def follow_device(module: nn.Module, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rope_patch import frequencies
-from rope_patch.errors import blamed_on
+from rope_patch.errors import as_value_error
 from rope_patch.patching.probe import Probe, probe
 from rope_patch.patching.record import (
     PatchRecord,
@@ -26,7 +26,7 @@ from rope_patch.patching.record import (
     settings_of,
 )
 from rope_patch.patching.rotary import PatchedRotary, RotaryLayout, call, layout_of, original_tables, scaling_of
-from rope_patch.patching.table_at_length import frozen_at
+from rope_patch.patching.table_at_length import table_at_length
 from rope_patch.patching.two_tables import TwoTableRotary, attach
 from rope_patch.tables import RotaryTable, Tables, other_keys
 
@@ -88,7 +88,7 @@ class Location:
         """The text decoder's config as it is on an unpatched model, or as it was before the patch."""
         if self.record is None:
             return self.config
-        with blamed_on(_ALTERED):
+        with as_value_error(_ALTERED):
             return config_with(self.config, self.record.base_config)
 
     @property
@@ -119,7 +119,7 @@ class Location:
         if self.record is None:
             return self.module
         # A patched folder that plain transformers loaded: the module in place is transformers' own, with our table.
-        with blamed_on(_ALTERED):
+        with as_value_error(_ALTERED):
             return self.rebuilt
 
     @cached_property
@@ -166,7 +166,7 @@ class Location:
                 "length during generation and breaks cached keys. Pass freeze_at=LENGTH to fix it as it is at that "
                 "length"
             )
-        frozen = {table.layer_type: frozen_at(table, self.base_config, freeze_at or 0) for table in dynamic}
+        frozen = {table.layer_type: table_at_length(table, self.base_config, freeze_at or 0) for table in dynamic}
         return {**self.tables, **frozen}
 
     def check_base(self) -> None:

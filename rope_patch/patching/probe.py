@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rope_patch.patching.record import quiet, write_config
+from rope_patch.patching.record import set_rotary_settings, silent_transformers
 from rope_patch.patching.rotary import PatchedRotary, RotaryLayout
 from rope_patch.tables import Tables
 
@@ -39,7 +39,7 @@ class Probe:
     Attributes:
         refusals: reasons why tables cannot be patched, by layer type.
         builders: names of the decoder's modules that read ``rope_parameters`` while they are built.
-        kept: values that these modules keep, as :func:`kept_by` returns them.
+        kept: values that these modules keep, as :func:`values_kept_by_modules` returns them.
         lookups: classes of the decoder that read ``rope_parameters`` while they run, each with the path of keys that it
             looks up.
         outside: names of the classes outside the decoder that read the same ``rope_parameters``.
@@ -75,7 +75,7 @@ def probe(
         layout: the layout in which the rotary module returns cos and sin.
     """
     reads: list[Read] = []
-    built = without_weights(model, configs, settings, reads)
+    built = copy_without_weights(model, configs, settings, reads)
     if built is None:
         return Probe()
     rotary = built.get_submodule(path)
@@ -84,7 +84,7 @@ def probe(
     own, inside = set(built.modules()) - {rotary}, set(copied.modules())
     building = {module for module, _ in reads if module in own}
     builders = tuple(name for name, module in built.named_modules() if module in building & inside)
-    kept = kept_by(built, builders)
+    kept = values_kept_by_modules(built, builders)
     reads.clear()
     failures: list[Exception] = []
     # A layer that fails on meta tensors must not hide what the layers after it do.
@@ -105,7 +105,7 @@ def probe(
     )
 
 
-def without_weights(
+def copy_without_weights(
     model: PreTrainedModel,
     configs: Sequence[PreTrainedConfig],
     settings: Mapping[str, Any],
@@ -124,7 +124,7 @@ def without_weights(
     config: Any = copy.deepcopy(model.config, copies)
     stating = [copies[id(each)] for each in configs if id(each) in copies]
     for own in stating:
-        write_config(own, settings, None)
+        set_rotary_settings(own, settings, None)
         if reads is not None:
             # Not by setattr, which would run the config's validators.
             own.__dict__["rope_parameters"] = _Noted(own.rope_parameters, reads)
@@ -132,7 +132,7 @@ def without_weights(
         own._attn_implementation_internal = "eager"  # others may have kernels without a meta form
         own.__dict__.pop("quantization_config", None)
     try:
-        with torch.device("meta"), quiet():
+        with torch.device("meta"), silent_transformers():
             # Without gradients of its own: those of the marked cos and sin are what _run looks for.
             built: nn.Module = type(model)(config).eval().requires_grad_(False)
             return built
@@ -140,7 +140,7 @@ def without_weights(
         return None
 
 
-def kept_by(built: nn.Module, names: Sequence[str]) -> dict[tuple[str, str], Any] | None:
+def values_kept_by_modules(built: nn.Module, names: Sequence[str]) -> dict[tuple[str, str], Any] | None:
     """Return the plain values that modules hold since they were built, by module and attribute.
 
     Args:

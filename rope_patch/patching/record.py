@@ -253,7 +253,9 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: copy.deepcopy(config.__dict__[name]) for key, name in names.items() if name in config.__dict__}
 
 
-def write_config(config: PreTrainedConfig, settings: Mapping[str, Any], record: Mapping[str, Any] | None) -> None:
+def set_rotary_settings(
+    config: PreTrainedConfig, settings: Mapping[str, Any], record: Mapping[str, Any] | None
+) -> None:
     """Replace the rotary settings and the record of a config.
 
     Args:
@@ -277,7 +279,7 @@ def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTra
     for name in (*names.values(), "rope_patch"):
         data.pop(name, None)
     data |= {names.get(key, key): copy.deepcopy(value) for key, value in settings.items()}
-    with quiet():
+    with silent_transformers():
         return type(config).from_dict(data)
 
 
@@ -294,7 +296,7 @@ def encoding_of(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str
 
 def build_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
     """Build the model's own rotary class from a config, on the CPU."""
-    with torch.device("cpu"), quiet():
+    with torch.device("cpu"), silent_transformers():
         return rotary_class(config)
 
 
@@ -311,7 +313,7 @@ def _unless_silent(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silent_transformers() -> Iterator[None]:
     """Silence transformers' logging of trial configs and models, in this thread alone."""
     for name in ("modeling_rope_utils", "configuration_utils", "modeling_utils"):
         logging.getLogger(f"transformers.{name}").addFilter(_unless_silent)

@@ -10,11 +10,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_patch import frequencies
 from rope_patch.methods import longrope_parameters
-from rope_patch.patching.record import quiet
+from rope_patch.patching.record import silent_transformers
 from rope_patch.tables import RotaryTable
 
 
-def frozen_at(table: RotaryTable, config: PreTrainedConfig, length: int) -> RotaryTable:
+def table_at_length(table: RotaryTable, config: PreTrainedConfig, length: int) -> RotaryTable:
     """Return the table that a dynamic type uses at ``length`` tokens.
 
     Args:
@@ -27,7 +27,7 @@ def frozen_at(table: RotaryTable, config: PreTrainedConfig, length: int) -> Rota
     """
     if length < 1:
         raise ValueError(f"freeze_at must be >= 1 token, got {length}")
-    with torch.device("cpu"), quiet():
+    with torch.device("cpu"), silent_transformers():
         build = ROPE_INIT_FUNCTIONS[table.rope_type]
         now, _ = build(config, seq_len=1, layer_type=table.layer_type)
         inv_freq, scaling = build(config, seq_len=length, layer_type=table.layer_type)

@@ -10,7 +10,7 @@ from torch import nn
 
 from rope_patch import frequencies
 from rope_patch.methods import TwoTables
-from rope_patch.patching.encode import repeat
+from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import Location, PatchError, device_of, holds_adapters_twice, locate
 from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
@@ -157,7 +157,7 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
         problems.append("the model carries no patch record")
     else:
         # Three comparisons: the record against its method, the config against the record, the module against it.
-        again = repeat(location, own).record
+        again = plan_from_record(location, own).record
         problems += _differences(own.base_tables, again.base_tables, "base table")
         problems += _differences(own.tables, again.tables, "method")
         config = location.config
@@ -202,7 +202,7 @@ def edits_since(location: Location) -> list[str]:
     if location.record is None:
         return []
     # The settings of the patch are computed again: the record holds those before it alone.
-    recorded = settings_of(config_with(location.config, repeat(location, location.record).settings))
+    recorded = settings_of(config_with(location.config, plan_from_record(location, location.record).settings))
     current = settings_of(location.config)
     return [
         f"{key} {recorded.get(key)} -> {current.get(key)}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rope_patch.checkpoints.folder_patch import skeleton
+from rope_patch.checkpoints.folder_patch import model_without_weights
 from rope_patch.packaged import data_path
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
@@ -50,7 +50,7 @@ def shape_of(model: str | Path | PreTrainedModel | Shape) -> Shape:
         if values and ("/" not in name or name.partition("/")[0] == values["_name_or_path"].partition("/")[0]):
             with torch.device("meta"):
                 return _read(AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)), shipped[short].stem)
-    return _read(skeleton(name), name)
+    return _read(model_without_weights(name), name)
 
 
 def _read(model: PreTrainedModel, name: str) -> Shape:

@@ -105,7 +105,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def claimed(out: str | Path) -> Iterator[Path]:
+def locked_output(out: str | Path) -> Iterator[Path]:
     """Keep other processes from an output while it is written; the same thread may claim it again meanwhile.
 
     Args:
@@ -183,7 +183,7 @@ def file_in_one_move(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """
-    with claimed(out) as temporary:
+    with locked_output(out) as temporary:
         if out.exists() and not overwrite:
             raise FileExistsError(f"{out} exists: give another name, or allow overwriting (--force)")
         try:
@@ -217,7 +217,7 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
     exists = out.is_dir()
     if exists and not os.access(out, os.W_OK):
         raise PermissionError(f"cannot write into {out}: choose another output folder")
-    with claimed(out) as temporary:
+    with locked_output(out) as temporary:
         if not overwrite and holds_files(out):
             raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
         temporary.mkdir()
@@ -244,7 +244,7 @@ def scratch_folder(out: Path) -> Iterator[Path]:
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """
-    with claimed(out) as temporary:
+    with locked_output(out) as temporary:
         # A name that begins like that of the output, by which the next claim finds it after a kill.
         scratch = temporary.with_suffix(".scratch")
         scratch.mkdir()
@@ -276,7 +276,7 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(_parents(folder / "file"))
-            held.enter_context(claimed(folder))
+            held.enter_context(locked_output(folder))
         except BlockingIOError:
             raise
         except OSError as error:

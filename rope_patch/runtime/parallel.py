@@ -47,7 +47,7 @@ def alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[int]:
+def joined_processes() -> Iterator[int]:
     """Join the processes that a launcher started, for the length of a ``with`` block.
 
     Where they are joined already nothing is done, and neither where there is one process.
@@ -67,7 +67,7 @@ def joined() -> Iterator[int]:
     state.destroy_process_group()  # not after an error: the others may be waiting, and the launcher ends them
 
 
-def from_first(make: Callable[[], T]) -> T:
+def from_first_process(make: Callable[[], T]) -> T:
     """Return what the first process makes; where that raises, all raise, so that none waits for it.
 
     Every process has to call it.

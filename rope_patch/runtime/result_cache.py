@@ -11,7 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from rope_patch.runtime.parallel import from_first, processes
+from rope_patch.runtime.parallel import from_first_process, processes
 
 # What each line of a result cache begins with: `json.dumps` writes keys in the order of the dictionary. By it a line
 # that was cut short is told from the line of some other file.
@@ -120,7 +120,7 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
     if not isinstance(resume, str | Path):
         return resume
     path, (rank, _) = Path(resume), processes()
-    values = from_first(lambda: _merge_parts(path))  # one process alone may go on where several were stopped
+    values = from_first_process(lambda: _merge_parts(path))  # one process alone may go on where several were stopped
     return PartOfCache(path.with_name(f"{path.name}.rank{rank}"), values) if rank else ResultCache(path)
 
 

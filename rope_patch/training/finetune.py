@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from rope_patch import checkpoints
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.runtime.folders import claimed
-from rope_patch.runtime.parallel import from_first
+from rope_patch.runtime.folders import locked_output
+from rope_patch.runtime.parallel import from_first_process
 from rope_patch.training.evaluate_run import measure, metrics, suite_of
 from rope_patch.training.models import load_model, prepare
 from rope_patch.training.pack_rows import make_rows
@@ -63,21 +63,21 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
     """
     check(options)
     args = arguments(options, options.output.expanduser() / "work")
-    PartialState()  # connects the processes, which from_first needs
+    PartialState()  # connects the processes, which from_first_process needs
     with contextlib.ExitStack() as stack:
 
         def claim() -> RunFolder:
-            stack.enter_context(claimed(options.output.expanduser()))
+            stack.enter_context(locked_output(options.output.expanduser()))
             return inspect_folder(options, restart=restart)
 
         # The first process alone locks the folder: a second process would be refused as another command.
-        run = from_first(claim)
+        run = from_first_process(claim)
         if run.results is not None:
             return Result(run.out, run.results if PartialState().is_main_process else {}, finished_before=True)
         model, tokenizer = load_model(options.model, options.train.precision)
         model = prepare(model, options)
         suite = suite_of(options, tokenizer)
-        from_first(run.begin)  # deletes an earlier run, so only now that the options are known to fit the model
+        from_first_process(run.begin)  # deletes an earlier run, so only now that the options are known to fit the model
         try:
             return _train(options, run, args, model, tokenizer, suite, command)
         except torch.OutOfMemoryError as error:
@@ -98,7 +98,7 @@ def _train(
     """Train a prepared model, evaluate it and write the output folder."""
     is_first = PartialState().is_main_process
     # The first process packs the rows into a file, which all of them open.
-    from_first(lambda: bool(make_rows(options, tokenizer, run.work)))
+    from_first_process(lambda: bool(make_rows(options, tokenizer, run.work)))
     rows = make_rows(options, tokenizer, run.work)
     trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(measure(suite, model)))
     if is_first:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import PatchError, checkpoints
-from rope_patch.checkpoints.folder_patch import patch_folder, skeleton, verify_folder
+from rope_patch.checkpoints.folder_patch import model_without_weights, patch_folder, verify_folder
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,10 @@ def test_an_adapter_in_the_folder_of_its_base_model(tmp_path):
     model = rope_patch.load(tmp_path / "both").eval()
     assert torch.equal(logits(model), logits(tuned))
     assert verify_folder(tmp_path / "both").to_method() == rope_patch.parse("yarn:factor=4")
-    for command in (lambda folder: skeleton(folder), lambda folder: patch_folder(folder, "abf", tmp_path / "out")):
+    for command in (
+        lambda folder: model_without_weights(folder),
+        lambda folder: patch_folder(folder, "abf", tmp_path / "out"),
+    ):
         with pytest.raises(ValueError, match="beside"):
             command(tmp_path / "both")
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both").eval()), logits(tuned))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 
 import rope_patch
 import rope_patch.engines
-from rope_patch.checkpoints.folder_patch import skeleton, verify_folder
+from rope_patch.checkpoints.folder_patch import model_without_weights, verify_folder
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.engines import export, folders
 from rope_patch.engines.audit import audit
@@ -82,7 +82,9 @@ def test_the_same_table_is_read_back(family_to, method, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(out)
     # transformers' own types are said as they are to it; the longrope form may miss the last bit of a frequency.
     assert torch.allclose(logits(plain), logits(model), rtol=1e-4, atol=1e-4 if to != "hf" else 0.0)
-    for read_back, table in zip(inspect_model(skeleton(out)).tables, inspect_model(model).tables, strict=True):
+    for read_back, table in zip(
+        inspect_model(model_without_weights(out)).tables, inspect_model(model).tables, strict=True
+    ):
         assert torch.allclose(read_back.inv_freq, table.inv_freq, rtol=3e-7, atol=0)
         assert read_back.attention_scaling == pytest.approx(table.attention_scaling)
     assert verify_folder(out).to_method() == rope_patch.inspect(model).record.to_method()
@@ -123,11 +125,11 @@ def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
     # vLLM would rotate half of each head where transformers' Llama rotates all of it.
     encoded = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     first = saved(tiny_model(rope_parameters=encoded), tmp_path / "base")
-    assert inspect_model(skeleton(first)).tables[0].rotary_dim == 16
+    assert inspect_model(model_without_weights(first)).tables[0].rotary_dim == 16
     export(first, tmp_path / "out", to="vllm")
     config = config_of(tmp_path / "out")
     assert "partial_rotary_factor" not in config and "partial_rotary_factor" not in config["rope_parameters"]
-    assert inspect_model(skeleton(tmp_path / "out")).tables[0].rotary_dim == 16
+    assert inspect_model(model_without_weights(tmp_path / "out")).tables[0].rotary_dim == 16
 
 
 def test_the_command_says_what_was_checked(base, tmp_path):

@@ -22,7 +22,7 @@ import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.runtime.parallel import alone, from_first
+from rope_patch.runtime.parallel import alone, from_first_process
 from rope_patch.runtime.progress import listen
 from rope_patch.runtime.result_cache import ResultCache, open_cache
 
@@ -80,7 +80,7 @@ def share(rank, model, tokenizer, folder):
     dist.init_process_group("gloo")
     found, process = measured(model, tokenizer, folder)
     # What the first process does for all, or alone, waits for nobody and leaves no mark on what they share later.
-    process["for all"] = from_first(lambda: json.dumps(asdict(perplexity(model, IDS, **WINDOWS))))
+    process["for all"] = from_first_process(lambda: json.dumps(asdict(perplexity(model, IDS, **WINDOWS))))
     if rank == 0:
         with alone():
             perplexity(model, IDS, **WINDOWS)

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
-from rope_patch.checkpoints.folder_patch import skeleton
+from rope_patch.checkpoints.folder_patch import model_without_weights
 from rope_patch.patching import locate as locating
 
 
@@ -305,7 +305,7 @@ def test_the_decoder_of_an_encoder_decoder_is_patched_saved_and_read(tmp_path, m
         both = [m(input_ids=tokens, decoder_input_ids=tokens).logits for m in (plain, model)]
     assert torch.equal(*both)
     rope_patch.verify(plain)
-    for load in (rope_patch.load, skeleton):
+    for load in (rope_patch.load, model_without_weights):
         with pytest.raises(ValueError, match="class"):
             load(tmp_path)
 

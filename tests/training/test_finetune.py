@@ -26,7 +26,7 @@ import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.locate import PatchError, locate
-from rope_patch.runtime.folders import claimed
+from rope_patch.runtime.folders import locked_output
 from rope_patch.training import finetune as module
 from rope_patch.training.evaluate_run import metrics, suite_of
 from rope_patch.training.finetune import finetune
@@ -139,7 +139,7 @@ def test_two_commands_do_not_work_in_one_folder(tmp_path):
         with pytest.raises(BlockingIOError, match="another command"):
             finetune(options(tmp_path / "run"))
 
-    with claimed(tmp_path / "run"):
+    with locked_output(tmp_path / "run"):
         assert forked(run) == 0  # the process that holds a lock may take it again
 
 
