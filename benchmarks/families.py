@@ -5,7 +5,7 @@
 
 Each type is built as a tiny random model (``family_models.py``) and goes through ten checks under four methods
 (``family_checks.py``). One process runs the checks; another one, where rope_patch cannot be imported, reloads what was
-saved. When one dies or takes too long, the report says so, and a new process goes on with the next type. The full run
+saved. If one dies or takes too long, the report says so, and a new process continues with the next type. The full run
 writes ``benchmarks/results/families.json`` and the page ``docs/families.md``.
 """
 

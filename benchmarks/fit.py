@@ -1,4 +1,4 @@
-"""Fitted tables against YaRN's at 4, 8 and 16 times the trained length of the bundled Llama, on one thread.
+"""Compare fitted tables with YaRN's at 4, 8 and 16 times the trained length of the bundled Llama, on one thread.
 
     python benchmarks/fit.py -o benchmarks/results/fit.json
     python benchmarks/fit.py --quick
@@ -7,7 +7,7 @@ Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table, to the bui
 (study_methods.py takes its tables from here too), then both tables and the original one on held-out text and prompts
 that the fit and its choice have not used (`evaluation.compare`). Another checkpoint is fitted at factor 4 to the first
 half of its own text, divided by <|endoftext|>, and compared on the second: `--also FOLDER --text FILE`. Finished cells
-are in build/fit, and are not measured again.
+are stored in build/fit and are not measured again.
 """
 
 from __future__ import annotations

@@ -736,7 +736,7 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative, against the committed record")
     parser.add_argument("--write", action="store_true", help="write the record; with --only those probes of it")
     parser.add_argument("-o", "--output", type=Path, help="JSON file for what was measured of this tree")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # in the process that imports a tree
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # set for the process that imports a tree
     args = parser.parse_args()
     names = args.only.split(",")
     if unknown := [name for name in names if name not in PROBES]:

@@ -1,4 +1,4 @@
-"""One command for a GPU: every number of this project that a CPU cannot give.
+"""Measure on a GPU every number of this project that a CPU cannot give.
 
     python benchmarks/gpu.py --tiny                                       # rehearsed on a CPU, in seconds
     python benchmarks/gpu.py --list                                       # the stages, their time, what is missing here

@@ -1,4 +1,4 @@
-"""Do the tests catch defects? Plants one defect at a time in a copy of the project and runs the tests of its folder.
+"""Check that the tests catch defects: plant one at a time in a copy of the project, and run the tests of its folder.
 
     python benchmarks/mutations.py --list
     python benchmarks/mutations.py --folder methods -o build/mutations.json
@@ -6,9 +6,9 @@
 
 A defect is one change of the text of a file, which must occur there exactly once; `mutation_lists` holds them. In
 the copy the tests of the folder run until one fails (`pytest -x`), with the selection of `make test`: the defect is
-caught by that test, by a time limit, or survives. Test files that import the changed module run first. Where all
-defects of a folder are caught its tests run once more, without any. Interrupted, the same command goes on where it was:
-what the report holds is not run again, but for what survived with --again, after a test was written.
+caught by that test, by a time limit, or survives. Test files that import the changed module run first. If all defects
+of a folder are caught, its tests run once more without any. If a run is interrupted, the same command continues it:
+defects that the report holds are not run again, except survivors with --again, after a test was written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What other releases of transformers read from the folders that rope_patch writes: the patched tables, or an error.
+"""Check what other releases of transformers read from our folders: the patched tables, or an error.
 
     python benchmarks/older_loaders.py
 

@@ -1,9 +1,9 @@
-"""Time a patched model against the stock one, in pairs: prefill and decoding, every method, Llama and Gemma shapes.
+"""Time a patched model and the original one in pairs: prefill and decoding, every method, Llama and Gemma shapes.
 
     python benchmarks/patch_overhead.py -o benchmarks/results/patch_overhead.json
 
-Both models hold the same weights and run in turn, in an order that alternates, so that what else the machine does falls
-on both. The figure is the median over pairs of patched time / stock time; below 1 the patch is faster.
+Both models hold the same weights and run in turn, in an order that alternates, so that other work of the machine
+affects both. The figure is the median over pairs of patched time / original time; below 1 the patch is faster.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Peak memory and time of our perplexity against lm-eval's stock HFLM, on the same token ids of the same random model.
+"""Compare peak memory and time of our perplexity with lm-eval's own HFLM, on the same token ids and random model.
 
     OMP_NUM_THREADS=1 python benchmarks/perplexity_memory.py -o benchmarks/results/perplexity_memory.json
 
 Memory: every figure comes from a process of its own, forked from one that has only imported. It is the highest resident
 set during the measurement (VmHWM, cleared just before) less the resident set just before, when the model is loaded and
-has read a few tokens. malloc is told to give back what is freed (M_MMAP_THRESHOLD fixed at the 128 KiB it starts with),
-so that the figure is what a side holds and not the holes that its heap happens to have; at the shortest and the longest
-text ours is measured as malloc comes, too. Time: all sides in one process, in turn, in an order that alternates, malloc
-as it comes; the figure is the median over rounds of our time / lm-eval's.
+has read a few tokens. malloc is set to return freed memory at once (M_MMAP_THRESHOLD is fixed at the 128 KiB that it
+starts with), so that the figure is what a side holds and not the holes that its heap happens to have; at the shortest
+and the longest text ours is measured as malloc comes, too. Time: all sides in one process, in turn, in an order that
+alternates, malloc as it comes; the figure is the median over rounds of our time / lm-eval's.
 """
 
 from __future__ import annotations

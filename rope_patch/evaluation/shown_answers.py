@@ -1,4 +1,4 @@
-"""What reports show besides exact match: a few answers as the model gave them, and the share that is first choice."""
+"""Shows more than exact match in reports: a few answers as the model gave them, and the share that is first choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right an
 FIRST_CHOICE = (
     "An answer is first choice if each of its tokens is the most probable one after the right ones before it."
 )
-"""How reports explain the two shares of retrieval. The first has no full stop, because a sentence may continue it."""
+"""Sentences by which reports explain the two shares of retrieval. The first has no full stop, because a sentence may
+continue it."""
 
 _NAMED_SHARES = 3  # shares that a note names; it only counts the others
 

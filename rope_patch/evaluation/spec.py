@@ -1,4 +1,4 @@
-"""How many tokens an :class:`EvalSpec` reads, and smaller specs of the same measurement that read fewer."""
+"""Counts the tokens that an :class:`EvalSpec` reads, and finds smaller specs of the same measurement."""
 
 from __future__ import annotations
 

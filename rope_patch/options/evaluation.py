@@ -22,7 +22,7 @@ tokens of it, and 3 of 6 in ``"builtin"``, mostly code (``benchmarks/results/ans
 
 @dataclass(frozen=True)
 class EvalSpec(OptionSet):
-    """What is measured: perplexity by position, and retrieval at every length and depth.
+    """The spec of a measurement: perplexity by position, and retrieval at every length and depth.
 
     ``compare``, ``extend``, ``kv_check``, ``fit`` and the fine-tuning recipe take a spec, so that the same numbers mean
     the same measurement everywhere. Lengths and depths are put in order. The names of tasks are checked only when they

@@ -58,7 +58,7 @@ class PatchOptions(OptionSet):
 
 @dataclass(frozen=True)
 class LoraOptions(OptionSet):
-    """Which weights are trained."""
+    """The weights that are trained."""
 
     rank: int = whole("The rank of the adapters. 0 trains every weight, and adds no adapter.", 16, least=0)
     alpha: int | None = whole(

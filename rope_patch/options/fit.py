@@ -12,7 +12,7 @@ from rope_patch.options.shared import Machine
 
 @dataclass(frozen=True)
 class FitSettings(OptionSet):
-    """How a table is fitted; arguments of :func:`rope_patch.fit`."""
+    """The settings of a fit, which are the arguments of :func:`rope_patch.fit`."""
 
     target_length: int = tokens("The context length to fit the table to, such as 8k.", name="length")
     init: str = word("The method whose table the fit starts from.", "yarn", metavar="METHOD")

@@ -13,7 +13,7 @@ from rope_patch.options.shared import Machine, Patching
 
 @dataclass(frozen=True)
 class Limits(OptionSet):
-    """What a scheme may cost and still be called safe."""
+    """The limits within which a scheme is called safe."""
 
     tolerance: float = number(
         "The relative increase in perplexity up to which a format counts as safe.", 0.02, metavar="SHARE", least=0

@@ -14,7 +14,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Patching(OptionSet):
-    """How a method is applied; arguments of :func:`rope_patch.apply`."""
+    """The settings of a patch, which are arguments of :func:`rope_patch.apply`."""
 
     target_length: int | None = tokens(
         "The new context length. It is written into the config, and sets the scaling factor where the method gives "
@@ -42,7 +42,7 @@ class Patching(OptionSet):
 
 @dataclass(frozen=True)
 class Machine(OptionSet):
-    """Where a model runs, and in which data type."""
+    """The device and the data type that a model runs with."""
 
     device: str = word(
         "Where the model runs: auto (a GPU if there is one, otherwise the CPU), cpu, cuda, cuda:1 …, or balanced "

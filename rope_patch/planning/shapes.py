@@ -61,7 +61,7 @@ class Shape:
 
     @cached_property
     def kinds(self) -> dict[Layer, int]:
-        """Each different layer, and the number of times that it occurs."""
+        """The different layers, each with the number of times that it occurs."""
         return dict(Counter(self.layers))
 
     def total(self, of: Callable[[Layer], float]) -> float:

@@ -16,7 +16,7 @@ from rope_patch.runtime.parallel import processes
 from rope_patch.runtime.result_cache import finite
 
 SEED_OFFSET = 1_000_003
-"""Added to the seed, so that a run is not evaluated on prompts that `compare` or a study uses with a small seed."""
+"""Number that is added to the seed, so that a run is not evaluated on prompts that `compare` uses with a small seed."""
 
 
 def suite_of(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> EvalSuite:

@@ -1,4 +1,4 @@
-"""What a retrieval task is: it hides something in a text, asks about it, and tells whether an answer is right."""
+"""Base classes of retrieval tasks: they hide something in a text, ask about it, and tell whether an answer is right."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PEOPLE_IN_STORY = 4
 
 @dataclass(frozen=True)
 class Thread:
-    """What one person does.
+    """The part of a story that is about one person.
 
     Attributes:
         facts: sentences about the person with their depths, which never fall.
