@@ -46,7 +46,8 @@ def model_without_weights(source: str | Path, *, beside_adapter: bool = False, c
     Raises:
         OSError: nothing can be loaded, or there is no such repository; the message says what to do.
         ValueError: there is no such folder, no checkpoint in it, or it is not a causal language model.
-        PatchError: ``checked``, and the config of a patched checkpoint tells transformers 4 and 5 different tables.
+        PatchError: the config of a patched checkpoint tells transformers 4 and 5 different tables, and ``checked`` is
+            set.
     """
     if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
         if (Path(source) / CONFIG_FILE).is_file():

@@ -1,1 +1,1 @@
-"""Is the rotary table that is used the one that is meant? One check after another, for any model."""
+"""Check whether the rotary table that a model uses is the one that is meant."""

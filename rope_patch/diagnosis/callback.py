@@ -1,4 +1,4 @@
-"""``RopeDoctorCallback``: the checks of ``doctor`` during training, of the model, its reference and its checkpoints."""
+"""``RopeDoctorCallback`` checks the model, its reference and its checkpoints during training, as ``doctor`` does."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class RopeDoctorCallback(TrainerCallback):
     """Run :func:`rope_patch.doctor` on the model of a Trainer at the start, at each save and at the end of training.
 
     At each save the main process also checks the saved folder, whose table must be that of the model. Put this callback
-    behind :class:`rope_patch.RopePatchCallback`, which completes that folder. What cannot be checked is only warned of.
+    after :class:`rope_patch.RopePatchCallback`, which completes that folder. If something cannot be checked, it gives a
+    warning.
 
     Args:
-        action: what happens where a check differs: ``"raise"`` stops the training, ``"warn"`` lets it go on.
+        action: what happens if a check differs: ``"raise"`` stops the training, ``"warn"`` lets it go on.
         ref_model: the reference model of a TRL trainer, whose table must be that of the model. It is known only when
             the trainer is built: ``trainer.add_callback(RopeDoctorCallback(ref_model=trainer.ref_model))``.
 
     Raises:
-        ValueError: another action.
+        ValueError: ``action`` is neither.
     """
 
     def __init__(self, action: str = "raise", *, ref_model: Any = None) -> None:
@@ -105,7 +106,10 @@ class RopeDoctorCallback(TrainerCallback):
 
 
 def _not_in_use(diagnosis: Diagnosis) -> set[str]:
-    """Return the tables that a model does not use; the verdict leaves out the second one that transformers drops."""
+    """Return the names of the tables that a model does not use.
+
+    They are not in the verdict if it is the short table of a patch of two, which plain transformers does not have.
+    """
     return {
         check.name for check in diagnosis.checks if check.state == DIFFERS and check.name.startswith("table in use")
     }

@@ -1,4 +1,4 @@
-"""Why a rotary module computes another table than it should: what the numbers that it holds look like."""
+"""Infer from the numbers of a rotary module why it computes another table than it should."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rope_patch.patching.record import PatchRecord
 from rope_patch.tables import RotaryTable
 
 RELOAD = "load the model again with from_pretrained"
-"""What mends a table in memory whose folder is whole."""
+"""The fix for a table in memory, if the folder that the model came from is whole."""
 
 
 _NEVER_FILLED = (
@@ -27,13 +27,15 @@ _NEVER_FILLED = (
 def cause(
     measured: Measured, table: RotaryTable, record: PatchRecord | None, others: Mapping[str | None, RotaryTable]
 ) -> tuple[str, str]:
-    """Return what a wrong table probably is, and what to do, a sentence each.
+    """Return two sentences: what a wrong table probably is, and what to do.
+
+    The order of the tests matters: a cause that explains every number comes before one that explains some of them.
 
     Args:
-        measured: what the module computes in the place of the table.
-        table: the table that it should compute.
-        record: the patch record; None of a model that is not patched.
-        others: the tables of all layer types, for which this one may have been taken.
+        measured: the measurement of the module.
+        table: the table that the module should compute.
+        record: the patch record; None on a model that is not patched.
+        others: the tables of all layer types, with which this one may have been exchanged.
     """
     found, scaling = measured.inv_freq, measured.attention_scaling
     if found is None or scaling is None:
@@ -78,7 +80,7 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 
 def _is_garbage(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether numbers cannot be frequencies: negative, all zero, not falling, or above 1 rad/token."""
+    """Tell whether numbers cannot be frequencies, because they are negative, all zero, not falling, or above 1."""
     if bool((expected > 0).any()) and not bool((found.abs() > frequencies.UNROTATED).any()):
         return True
     falling = found[frequencies.unrotated(found).logical_not()]
@@ -96,8 +98,9 @@ def _rounded(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:
-    """Say that a table is plain RoPE of some base; None where it is not."""
+    """Return two sentences if a table is plain RoPE of some base, on what that means and what to do; otherwise None."""
     rates = found.double()
+    # Plain RoPE of any base begins with 1 rad/token, and its second pair tells the base.
     if len(rates) < 2 or float(rates[1]) <= 0 or float((rates[0] - 1).abs()) > 1e-4:
         return None
     theta = float(torch.exp(-torch.log(rates[1]) * len(rates)))
@@ -116,7 +119,7 @@ def plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:
 
 
 def _divided(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
-    """Say that all frequencies are off by one factor; None where they are not."""
+    """Return two sentences if all frequencies are off by one factor, on what that means and what to do; else None."""
     turning = frequencies.unrotated(expected).logical_not()
     ratios = (expected[turning] / found[turning].clamp_min(frequencies.UNROTATED)).double()
     if not len(ratios) or float(ratios.max() / ratios.min()) > 1 + 1e-3:

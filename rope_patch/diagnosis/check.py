@@ -1,4 +1,4 @@
-"""What one check found, and what all of them found together."""
+"""The result of one check, and the diagnosis that all of them make up."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from rope_patch.tables import RotaryTable
 
 HOLDS, DIFFERS, UNKNOWN = "holds", "differs", "unknown"
 WIDTH = 120
-"""Columns of what is printed."""
+"""Width of printed lines [characters]."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        name: what was checked, in a few words.
-        state: ``"holds"``, ``"differs"``, or ``"unknown"`` where the check could not be made.
-        found: what was found, a sentence; for ``"unknown"`` the reason.
-        expected: what was expected; empty where the check holds.
-        meaning: what a difference means for the user; empty where the check holds.
-        fix: what to run or change; empty where nothing needs to be done.
-        angle_error: the largest difference of an angle from the expected one; None where no angles were compared [rad].
-        position: the position of that angle [tokens].
-        program: the other program that the check is about; None where it is about this folder and this process.
+        name: the subject of the check, in a few words.
+        state: ``"holds"``, ``"differs"``, or ``"unknown"`` if the check could not be made.
+        found: a sentence on what was found; for ``"unknown"`` the reason.
+        expected: what was expected; empty if the check holds.
+        meaning: what a difference means for the user; empty if the check holds.
+        fix: a command or change that helps; empty if nothing needs to be done.
+        angle_error: the largest difference of an angle from the expected one [rad]; None if no angles were compared.
+        position: the position of that angle [tokens]; None if no angles were compared.
+        program: the other program that the check is about; None if it is about this folder and this process.
         counts: whether the check decides about the verdict and the exit status.
     """
 
@@ -44,7 +44,7 @@ class Check:
     counts: bool = True
 
     def __str__(self) -> str:
-        # What decides nothing is no alarm, whatever it found; other programs stand under a heading of their own.
+        # A check that decides nothing is only a note, whatever it found; other programs have a heading of their own.
         label = self.state if self.counts or self.program is not None else "note"
         lines = [f"{label:<8} {self.name}: {self.found}"]
         if self.angle_error is not None and self.angle_error > 1e-3 and self.state == DIFFERS:
@@ -68,13 +68,13 @@ class Check:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """What all checks of a model found; ``print`` shows it.
+    """The results of all checks of a model; ``print`` shows them.
 
     Attributes:
-        source: the class of a model in memory; the folder, hub id or file of a checkpoint.
-        method: the method string of the patch; None of a model that is not patched.
-        tables: the tables that are meant, by layer type; empty where they cannot be read.
-        layers: the number of layers that use each table, by layer type.
+        source: the class of a model in memory, or the folder, hub id or file of a checkpoint.
+        method: the method string of the patch; None if the model is not patched.
+        tables: the tables that are meant, by layer type; empty if they cannot be read.
+        layers: number of layers that use each table, by layer type.
         checks: the checks, in the order in which they were made.
     """
 
@@ -85,7 +85,7 @@ class Diagnosis:
     checks: tuple[Check, ...]
 
     def found(self, state: str) -> list[Check]:
-        """Return the checks that count and ended in a state."""
+        """Return the checks that count and have a given state."""
         return [check for check in self.checks if check.counts and check.state == state]
 
     @property
@@ -95,19 +95,20 @@ class Diagnosis:
 
     @property
     def status(self) -> int:
-        """The exit status of the command: 0 where all holds, 1 where something differs, 3 where that is unknown."""
+        """The exit status of the command: 0 if everything holds, 1 if something differs, 3 if that is not known."""
         if self.found(DIFFERS):
             return 1
+        # Not 2, the status of wrong arguments.
         return 3 if self.found(UNKNOWN) else 0
 
     def counting(self, programs: tuple[str, ...]) -> Diagnosis:
-        """Return the diagnosis in which the checks of some other programs count, too."""
+        """Return a diagnosis in which the checks of these other programs count, too."""
         checks = (replace(check, counts=check.counts or check.program in programs) for check in self.checks)
         return replace(self, checks=tuple(checks))
 
     @property
     def verdict(self) -> str:
-        """One sentence that says whether all is well."""
+        """A line that says how many checks hold, differ or could not be made."""
         differing, unknown = (len(self.found(state)) for state in (DIFFERS, UNKNOWN))
         made = sum(check.counts for check in self.checks)
         if differing:

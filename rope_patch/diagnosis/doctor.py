@@ -1,4 +1,4 @@
-"""``rope_patch.doctor``: every check of a model in memory, of a folder, an adapter, or a GGUF file."""
+"""``rope_patch.doctor`` makes every check of a model in memory, of a folder, an adapter, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ from rope_patch.runtime.folders import is_gguf
 def doctor(model: nn.Module | str | Path, tokenizer: Any = None, *, for_programs: Sequence[str] = ()) -> Diagnosis:
     """Check whether the rotary table that is used is the one that is meant, for any model.
 
-    Of a model in memory, patched or not, the rotary module is called, and its angles are compared with the table that
-    the config (of a patched model: its record) describes. Of a folder, hub id, adapter or GGUF file the config and the
-    headers of files are read, and what other programs compute from it is listed. It takes seconds and needs no GPU.
+    For a model in memory, the rotary module is called, and its angles are compared with the table that the config
+    describes, or the patch record if the model is patched. For a folder, hub id, adapter or GGUF file, the config and
+    the headers of files are read, and the tables that other programs compute from it are listed. It takes seconds and
+    needs no GPU.
 
     Args:
         model: a model of transformers, with or without PEFT, quantization, FSDP or ``torch.compile`` around it; or a
             folder, a hub id, an adapter's folder, or a GGUF file.
         tokenizer: the tokenizer whose length is compared with the context; by default that of the folder.
-        for_programs: the other programs whose reading counts, such as ``["vllm"]``; by default none does.
+        for_programs: other programs whose tables count for the verdict, such as ``["vllm"]``; by default none does.
 
     Returns:
-        The diagnosis; ``ok`` and ``status`` say the verdict, ``print`` shows all of it.
+        The diagnosis; ``ok`` and ``status`` hold the verdict, and ``print`` shows everything.
 
     Raises:
-        TypeError: no model of transformers.
-        ValueError: an unknown program, a program for a model in memory, or no such folder.
+        TypeError: it is not a model of transformers.
+        ValueError: a program is unknown or is given for a model in memory, or there is no such folder.
         OSError: there is nothing that can be read.
 
     Example:
@@ -75,7 +76,15 @@ def doctor(model: nn.Module | str | Path, tokenizer: Any = None, *, for_programs
 def _of_model(
     source: str, model: nn.Module, tokenizer_length: float | None, *, in_memory: bool, more: Sequence[Check] = ()
 ) -> Diagnosis:
-    """Make every check of a model; ``more`` are checks that were made of its folder."""
+    """Make every check of a model.
+
+    Args:
+        source: the model's class, folder or hub id, for the diagnosis.
+        model: the model, with what is wrapped around it.
+        tokenizer_length: the length at which its tokenizer cuts texts [tokens]; None if no tokenizer is known.
+        in_memory: whether the model holds its numbers, and is not made from a folder's config.
+        more: checks that were made of its folder.
+    """
     location = None
     try:
         location = locate(model)
@@ -96,7 +105,8 @@ def _of_model(
 
 
 def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
-    """Make a check; where it fails itself, that is what it says."""
+    """Return the results of a check function; if it fails itself, a check that says so."""
+    # One check that fails must not hide what the others find.
     try:
         return list(function(*args))
     except Exception as error:
@@ -120,7 +130,7 @@ def _on_disk(folder: Path, model: nn.Module) -> list[Check]:
 
 
 def _of_adapter(source: str) -> Diagnosis:
-    """Check an adapter's folder: whether its record fits the base model that it names."""
+    """Check an adapter's folder, and whether its record fits the base model that it names."""
     try:
         record = read_record(source)
     except PatchError as error:
@@ -155,7 +165,7 @@ def _of_adapter(source: str) -> Diagnosis:
 
 
 def _of_gguf(source: str | Path) -> Diagnosis:
-    """Check a GGUF file: its record against its keys and factors, and who reads which of its tables."""
+    """Check a GGUF file: its record against its keys and factors, and which table each program reads."""
     found = checkpoints.inspect(source)
     weights = Check("weights file", HOLDS, f"every tensor lies within the file; {open_gguf(source).weights} weights")
     checks = [weights]

@@ -1,4 +1,4 @@
-"""Checks of a model in memory; of a folder they are made on its model without weights."""
+"""Checks of a model in memory; for a folder they are made on its model without weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rope_patch.patching.verify import edits_since
 from rope_patch.tables import RotaryTable
 
 NAMES_WIDTH = 3
-"""How many names a sentence lists before it counts the rest."""
+"""Number of layers that a sentence names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +45,10 @@ class Subject:
 
     Attributes:
         model: the model as it was given, with what is wrapped around it.
-        location: its rotary module, and what is known of it.
-        tokenizer_length: the length at which its tokenizer cuts texts; None where no tokenizer is known [tokens].
-        generation_config: its generation config; None where it has none.
-        in_memory: whether the model lies in memory with its numbers, and was not built without weights from a folder.
+        location: the location of the model's rotary module.
+        tokenizer_length: the length at which its tokenizer cuts texts [tokens]; None if no tokenizer is known.
+        generation_config: the model's generation config; None if it has none.
+        in_memory: whether the model is in memory with its numbers, and was not built without weights from a folder.
     """
 
     model: nn.Module
@@ -67,7 +67,7 @@ class Subject:
 
     @cached_property
     def meant(self) -> Mapping[str | None, RotaryTable]:
-        """The tables that the model should use: those of its patch record, else those that its config describes."""
+        """The tables that the model should use: those of its patch record, or else those that its config describes."""
         record = self.location.record
         if record is None:
             return self.described
@@ -94,16 +94,16 @@ class Subject:
 
     @property
     def original_context(self) -> int:
-        """The shortest context that a table was extended from; 0 where none was [tokens]."""
+        """The shortest context from which a table was extended [tokens]; 0 if a table was not extended."""
         return min((table.original_max_position_embeddings or 0 for table in self.meant.values()), default=0)
 
 
 def unreadable(location: Location, reason: ValueError) -> Check:
-    """Say why the tables of a model cannot be read.
+    """Return a check that says why the tables of a model cannot be read.
 
     Args:
-        location: where its rotary module is.
-        reason: the error of reading them.
+        location: the location of the model's rotary module.
+        reason: the error that reading them has raised.
     """
     parameters, own = settings_of(location.config).get("rope_parameters"), location.rotary_class
     if "'rope_theta': None" in str(parameters):
@@ -139,7 +139,7 @@ def layers_of(location: Location) -> dict[str | None, int]:
 
 
 def record_is_whole(subject: Subject) -> Iterator[Check]:
-    """The method of the record, applied to the base table again, gives the tables of the record."""
+    """Check that the method of the record, applied to the base tables again, gives the tables of the record."""
     location = subject.location
     try:
         record = location.record
@@ -179,7 +179,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
 
 
 def config_describes_table(subject: Subject) -> Iterator[Check]:
-    """The config, as transformers alone reads it, gives the tables that are meant."""
+    """Check that the config, as transformers alone reads it, gives the tables that are meant."""
     location, record = subject.location, subject.location.record
     for kind, table in subject.described.items():
         if record is None:
@@ -209,7 +209,7 @@ def config_describes_table(subject: Subject) -> Iterator[Check]:
 
 
 def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:
-    """Compare what the model's class computes with transformers' own function of the rope type."""
+    """Compare the table that the model's class computes with that of transformers' own function for the rope type."""
     config, where = subject.location.config, "" if kind is None else f" [{kind}]"
     stated = str(dict(table.rope_parameters or {}).get("rope_type", "default"))
     build, computed = ROPE_INIT_FUNCTIONS.get(stated), plain(table.inv_freq, table)
@@ -245,7 +245,7 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
 
 
 def module_uses_table(subject: Subject) -> Iterator[Check]:
-    """The rotary module, called, gives the angles of the tables that are meant."""
+    """Check that the rotary module, when it is called, gives the angles of the tables that are meant."""
     location = subject.location
     if location.without_numbers:
         if subject.in_memory:
@@ -327,9 +327,9 @@ def _differs(name: str, measured: Measured, table: RotaryTable, subject: Subject
 
 
 def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
-    """The angles at the end of the context are computed to less than one radian.
+    """Check that the angles at the end of the context are exact to less than one radian.
 
-    A float32 number keeps 24 bits, so an angle is off by up to its size times 2^-24.
+    A float32 number has 24 bits, so an angle can be wrong by its size times 2^-24.
     """
     for kind, table in subject.meant.items():
         where = "" if kind is None else f" [{kind}]"
@@ -348,7 +348,7 @@ def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
 
 
 def contexts_agree(subject: Subject) -> Iterator[Check]:
-    """The tokenizer and the generation config state no other context than the config."""
+    """Check that the tokenizer and the generation config state no other context than the config."""
     context, cut = subject.context, subject.tokenizer_length
     if cut is not None:
         wrong = (
@@ -393,7 +393,7 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
 
 
 def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
-    """Layers turn queries and keys with the table of their own type."""
+    """Check that layers rotate queries and keys with the table of their own type."""
     location = subject.location
     for kind, reason in location.probe.refusals.items():
         where = "" if kind is None else f" [{kind}]"
@@ -422,7 +422,7 @@ def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
 
 
 def keys_agree(subject: Subject) -> Iterator[Check]:
-    """No key of the config contradicts ``rope_parameters``."""
+    """Check that no key of the config contradicts ``rope_parameters``."""
     wrong = older_differences(subject.location.config.to_dict()) if subject.in_memory else []
     if wrong:
         yield Check(
@@ -435,7 +435,7 @@ def keys_agree(subject: Subject) -> Iterator[Check]:
 
 
 def transformers_accepts(subject: Subject) -> Iterator[Check]:
-    """What transformers itself finds unusual about ``rope_parameters``."""
+    """Report what transformers itself finds unusual about ``rope_parameters``."""
     config = copy.deepcopy(subject.location.config)
     remarks = _Remarks()
     logger = logging.getLogger("transformers.modeling_rope_utils")
@@ -451,7 +451,11 @@ def transformers_accepts(subject: Subject) -> Iterator[Check]:
 
 
 class _Remarks(logging.Handler):
-    """Keep what is logged, for the length of one check."""
+    """A logging handler that keeps messages.
+
+    Attributes:
+        said: the messages so far.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -463,7 +467,7 @@ class _Remarks(logging.Handler):
 
 
 def adapters_fit(subject: Subject) -> Iterator[Check]:
-    """Adapters in the model were trained under its tables."""
+    """Check that adapters in the model were trained under its tables."""
     model, record = subject.model, subject.location.record
     if holds_adapters_twice(model):
         yield Check(

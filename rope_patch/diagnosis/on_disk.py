@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's folder: what its files say, by their headers; no weights are read."""
+"""Checks of a checkpoint's folder by its config and the headers of its files; whole weights are never read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
 from rope_patch.patching.older_keys import older_differences
 
 _ROWS = 8
-"""Rows of the head that are compared with those of the embedding: enough to tell two matrices apart."""
+"""Number of rows of the head that are compared with those of the embedding: enough to tell two matrices apart."""
 
 
 def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
-    """``config.json`` says the same to transformers 4 and to transformers 5."""
+    """Check that ``config.json`` gives transformers 4 and transformers 5 the same table."""
     wrong = older_differences(config_json(folder))
     if not wrong:
         yield Check("config.json", HOLDS, "its keys for transformers 4 and 5 do not contradict each other")
@@ -36,7 +36,7 @@ def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
 
 
 def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
-    """The weights files are whole, and hold the tensors of the model that the config describes."""
+    """Check that the weights files are whole, and hold the tensors of the model that the config describes."""
     try:
         check_weights(folder)
     except OSError as error:
@@ -61,7 +61,7 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
 
 
 def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
-    """A head that the config ties to the embedding is not stored with other values."""
+    """Check that a head which the config ties to the embedding is not stored with other values."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or head is None:
         return
@@ -89,7 +89,7 @@ def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
 
 
 def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
-    """No files of another save lie in the folder that a loader may take instead."""
+    """Check that the folder has no files of another save, which a loader might take instead."""
     left = []
     whole, index = folder / "model.safetensors", folder / INDEX_FILE
     if whole.is_file() and index.is_file() and whole.name not in names_in_index(index):
@@ -129,5 +129,5 @@ CHECKS: tuple[Callable[[Path, PreTrainedModel], Iterator[Check]], ...] = (
 
 
 def weights_elsewhere(source: str) -> Check:
-    """Say that the weights of a hub repository are not looked at."""
+    """Return a check that says that the weights of a hub repository were not checked."""
     return Check("weights files", UNKNOWN, f"{source} is no folder, and its weights are not downloaded", counts=False)

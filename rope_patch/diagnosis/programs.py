@@ -16,13 +16,13 @@ from rope_patch.engines.verified_versions import UNVERIFIED
 
 
 def programs_agree(source: str | Path) -> Iterator[Check]:
-    """Say what each known program computes from a folder, hub id or GGUF file."""
+    """Yield a check for each known program, of the table that it computes from a folder, hub id or GGUF file."""
     audited = audit(source)
     rows = [row for row in audited.rows if (row.verdict, row.program) != (REFERENCE, OURS)]
     for program in dict.fromkeys(row.program for row in rows):
         kinds = {_check(row): row.layer_type for row in rows if row.program == program}
         for check, kind in kinds.items():
-            # One line for a program that reads all layer types alike.
+            # A program that treats all layer types alike gets one line.
             yield check if len(kinds) == 1 or kind is None else replace(check, name=f"{check.name} [{kind}]")
     for note in audited.notes:
         yield Check("table", HOLDS, note, counts=False)
@@ -39,9 +39,10 @@ def _check(row: AuditRow) -> Check:
         return replace(check, state=UNKNOWN, found=reasons)
     if row.verdict != OTHER_TABLE or row.built is None:
         refused = replace(check, state=DIFFERS, found=f"it refuses this checkpoint: {reasons}", fix=fix)
-        # What transformers itself cannot run concerns this process.
+        # A checkpoint that transformers itself refuses is unusable here, so this one counts.
         return replace(refused, counts=row.program == OURS)
     built = row.built
+    # A difference that would be printed as 0.00 % is left out.
     apart = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"
     found = f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{apart}"
     return replace(check, state=DIFFERS, found=found, meaning=reasons, fix=fix)

@@ -30,8 +30,8 @@ class Side:
 
     Attributes:
         format: name of the format, a key of :data:`~rope_patch.kv_cache.formats.FORMATS`.
-        axis: which elements share a scale: ``"token"`` (features of one token and head) or ``"channel"`` (tokens of one
-            feature).
+        axis: the elements that share a scale: ``"token"`` (features of one token and head) or ``"channel"`` (tokens of
+            one feature).
         group: number of elements that share a scale: features with ``"token"`` (0 for as many as the format says, or
             the whole head), tokens with ``"channel"``.
         pre: whether keys are quantized before rotation, and rotated when they are read.

@@ -30,7 +30,7 @@ class TableRecord:
     """One table as it is recorded.
 
     Attributes:
-        inv_freq: (pairs,) frequencies [rad/token].
+        inv_freq: (pairs,) frequencies of the table [rad/token].
         attention_scaling: the factor on cos and sin.
         hash: the fingerprint of both, which shows whether a record was altered.
     """

@@ -37,7 +37,7 @@ def rounded(values, form):
     """Round numbers that share a scale, one by one.
 
     Args:
-        values: the numbers.
+        values: the numbers that share a scale.
         form: name of the format: ``int4`` and the like, ``nf4``, ``fp8``, or another name for scaled fp8.
     """
     largest = max(abs(value) for value in values)
