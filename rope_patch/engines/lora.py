@@ -1,4 +1,4 @@
-"""Adapters beside an exported base: what the engines take of one, and the files to hand them."""
+"""Adapters beside an exported base: which adapters engines take, and the files that engines need of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ _FILES = (ADAPTER_FILE, "adapter_model.safetensors", RECORD_FILE)
 
 
 def check_adapter(source: str | Path, to: str) -> None:
-    """Raise unless an engine that serves LoRA beside a base takes an adapter.
+    """Raise ValueError unless an engine that serves LoRA beside a base takes an adapter.
+
+    Args:
+        source: the folder of the adapter.
+        to: the engine, a key of :data:`~rope_patch.engines.verified_versions.ENGINES`.
 
     Raises:
         ValueError: the adapter holds more than low-rank matrices; merging it works everywhere.
@@ -43,7 +47,7 @@ def check_adapter(source: str | Path, to: str) -> None:
 
 
 def copy_adapter(source: str | Path, folder: Path) -> None:
-    """Copy an adapter's files, its patch record among them."""
+    """Copy the files of an adapter, with its patch record, into a new folder."""
     folder.mkdir()
     for name in _FILES:
         if (Path(source) / name).is_file():

@@ -1,4 +1,4 @@
-"""How long a text other programs take from a config: some multiply the stated context, some leave a part of it out.
+"""Compute the context that other programs derive from a config: some multiply it, and some leave a part of it out.
 
 *Sources*: vLLM 0.33.0 ``config/model.py``, ``_get_and_verify_max_len``, and
 ``transformers_utils/model_arch_config_convertor.py``, ``derive_max_model_len_and_key``, for its keys; SGLang 0.5.23
@@ -25,10 +25,11 @@ _VLLM_KEYS = (
     "max_seq_length",
     "seq_len",
 )
-"""What vLLM reads beside ``max_position_embeddings``: ``model_max_length`` is the context, else the smallest of all."""
+"""Keys that vLLM reads besides ``max_position_embeddings``. ``model_max_length`` is its context if it is there; if not,
+it is the smallest of all."""
 
 _SGLANG_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
-"""What SGLang reads before ``max_position_embeddings``: the first that is there is the context."""
+"""Keys that SGLang reads before ``max_position_embeddings``: the first one that is there is its context."""
 
 
 def other_contexts(config: Mapping[str, Any]) -> dict[str, int]:
@@ -44,16 +45,16 @@ def other_contexts(config: Mapping[str, Any]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class StatedContext:
-    """What a config says of its context.
+    """The statements of a config about its context.
 
     Attributes:
         length: the value of ``max_position_embeddings`` [tokens].
-        parameters: every dictionary of ``rope_parameters``: one, or one for each layer type.
-        nested: whether there is one dictionary for each layer type.
+        parameters: the dictionaries of ``rope_parameters``: a single one, or one for each layer type.
+        nested: whether there is a dictionary for each layer type.
         model_type: the model type of the text decoder.
-        original: the value of ``original_max_position_embeddings`` outside ``rope_parameters``; None where it is not
-            there [tokens].
-        others: the other keys that an engine takes for the context, from :func:`other_contexts` [tokens].
+        original: the value of ``original_max_position_embeddings`` outside ``rope_parameters`` [tokens]; None if it is
+            not there.
+        others: the values of other keys that an engine takes for the context, from :func:`other_contexts` [tokens].
     """
 
     length: int
@@ -68,17 +69,17 @@ Derived = tuple[int, tuple[str, ...]]
 
 
 def kind_of(parameters: Mapping[str, Any]) -> str:
-    """Return the rope type, under its name of transformers 5 or 4."""
+    """Return the rope type of a dictionary, which has another key in transformers 4 than in transformers 5."""
     return str(parameters.get("rope_type", parameters.get("type", "default")))
 
 
 def as_stated(stated: StatedContext) -> Derived:
-    """Return the context as it is stated, which transformers and llama.cpp take."""
+    """Return the stated context, which transformers and llama.cpp use."""
     return stated.length, ()
 
 
 def _length_at(key: str, lengths: Mapping[str, int]) -> Derived:
-    """Return the context at a key, and a sentence where that is not the one of ``max_position_embeddings``."""
+    """Return the context at a key, and a sentence if it is not that of ``max_position_embeddings``."""
     length, usual = lengths[key], lengths["max_position_embeddings"]
     if length == usual:
         return length, ()

@@ -1,4 +1,4 @@
-"""Which tables other engines read: on which families, in which versions this was checked, and why not."""
+"""The versions in which engines were seen to read tables, by family, and the reasons why they cannot read others."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ UNVERIFIED = "unverified"
 
 @dataclass(frozen=True)
 class Engine:
-    """What was checked of one engine.
+    """An engine, and what was checked about it.
 
     Attributes:
         name: the name of the engine, as its users write it.
         version: the version that was checked; another may read the same folder differently.
-        shown_by: the command or test that showed what it reads.
-        reads: the model types on which its own code built every table that was tried, as transformers does.
-        base_only: the model types, with a layer type where it has one table for each, on which its code reads nothing
-            but ``rope_theta`` and the rotated share of a head: any other table would be lost there without a word.
-        one_base: the model types on which it has one ``rope_theta`` for all layers and scales full attention alone,
-            both from the top of config.json.
-        refused: the model types that it cannot take at all, and why.
+        shown_by: the command or test that showed which tables it reads.
+        reads: the model types on which its own code built every table that was tried as transformers does.
+        base_only: the model types, each with a layer type if it has a table for each, on which its code reads nothing
+            but ``rope_theta`` and the rotated share of a head, so that any other table would be lost in silence.
+        one_base: the model types on which it has one ``rope_theta`` for all layers and scales only full attention; it
+            reads both from the top of config.json.
+        refused: the reason why it cannot run a model type at all, by model type.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""``rope_patch.export`` and ``rope-patch export``: a checkpoint as a folder or file that another engine reads."""
+"""``rope_patch.export`` and ``rope-patch export`` write a checkpoint as a folder or file that another engine reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What an export shall write; the attributes are the arguments of :func:`export`, ``options`` the last of them."""
+    """The request of an export. Its attributes are the arguments of :func:`export`; ``options`` are its last ones."""
 
     to: str
     method: MethodLike | None
@@ -47,11 +47,15 @@ class ExportRequest:
     overwrite: bool
 
     def check(self, adapter: bool, gguf: bool = False) -> None:
-        """Raise ValueError for options that do not go together, FileNotFoundError for a converter that is not there.
+        """Raise if options do not go together, or the converter is not there.
 
         Args:
             adapter: whether the source is an adapter.
             gguf: whether the source is a GGUF file.
+
+        Raises:
+            ValueError: options do not go together.
+            FileNotFoundError: there is no converter at the given path.
         """
         if gguf and self.to == "gguf":
             raise ValueError(
@@ -101,11 +105,11 @@ def export(
     overwrite: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Write a checkpoint so that another engine runs it with the very rotary tables it has here.
+    """Write a checkpoint so that another engine runs it with exactly the rotary tables that it has here.
 
-    Weights of a folder or hub id are copied, not loaded. An adapter is merged into its base; with ``lora`` it stands
-    beside the base instead, which is patched as the adapter's record says: the engine loads the base's tables, and the
-    adapter fits no others. So the order is: patch the base, export the base, serve it with the adapter.
+    Weights of a folder or hub id are copied, not loaded. An adapter is merged into its base. With ``lora`` it is
+    written beside the base instead, which is patched as the adapter's record says: the engine loads the tables of the
+    base, and the adapter fits no others. The order is then: patch the base, export it, serve it with the adapter.
 
     Args:
         model: the model: a folder or hub id of a model, patched or not, or of an adapter; a GGUF file, whose weights
@@ -123,8 +127,8 @@ def export(
             ``freeze_at``, or the method's own parameters.
 
     Returns:
-        What was written, and the version of the engine in which such a table was seen to be read correctly. For folders
-        ``export.json`` says the same.
+        A summary of what was written, with the version of the engine in which such a table was seen to be read
+        correctly. For folders ``export.json`` holds the same.
 
     Raises:
         ValueError: some options do not go together, or the engine cannot express a table, family or adapter, with the
@@ -153,7 +157,7 @@ def export(
 
 
 def _export(source: str | Path, output: Path, request: ExportRequest, name: str) -> dict[str, Any]:
-    """Export a folder or hub id; ``name`` is the model's in a GGUF file."""
+    """Export a folder, hub id or GGUF file; ``name`` is the name of the model that is written into a GGUF file."""
     adapter = checkpoints.is_adapter(source)
     request.check(adapter, gguf=is_gguf(source))
     overwrite = request.overwrite
@@ -200,7 +204,7 @@ def _gguf(
 
 
 def _save(model: nn.Module, folder: Path, places: Sequence[str | Path]) -> None:
-    """Save a model in memory, patched or not, with the tokenizer of the first of some checkpoints that has one."""
+    """Save a model that is in memory, patched or not, with the tokenizer of the first of some places that has one."""
     if locate(model).record is not None:
         checkpoints.save(model, folder)
     else:
@@ -214,7 +218,10 @@ def _save(model: nn.Module, folder: Path, places: Sequence[str | Path]) -> None:
 
 @contextlib.contextmanager
 def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Iterator[tuple[PreTrainedModel, str | Path]]:
-    """Yield the model without weights that an adapter needs, its base patched or both merged, and where weights are."""
+    """Yield a model without weights for an adapter, and the folder or hub id of its weights.
+
+    It is the adapter's base, patched as its record says, or with the adapter merged into it.
+    """
     base, record = checkpoints.adapter_base(source), checkpoints.read_record(source)
     if request.lora:
         model = model_without_weights(base)
