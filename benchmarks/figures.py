@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from rope_patch.reports.plots.base import COLORS, add_title, few_log_ticks, plain, wrapped
+from rope_patch.reports.plots.base import COLORS, add_title, few_log_ticks, plain_axes, wrapped_name
 
 
 def shares_beside_perplexity(
@@ -32,12 +32,12 @@ def shares_beside_perplexity(
             left.plot([low, high], [i, i], color=COLORS[0], linewidth=2, solid_capstyle="butt")
             left.plot(value, i, marker="o", color=COLORS[0])
             right.plot(perplexities, [i] * len(perplexities), marker="o", linestyle="", color=COLORS[1], alpha=0.6)
-        left.set_yticks(range(len(arms)), [wrapped(arm, 24) for arm in arms])
+        left.set_yticks(range(len(arms)), [wrapped_name(arm, 24) for arm in arms])
         right.set_yticks(range(len(arms)), [""] * len(arms))
         left.set_title(name, loc="left", fontsize=10)
         for axes in (left, right):
             axes.set_ylim(len(arms) - 0.5, -0.5)
-            plain(axes)
+            plain_axes(axes)
     grid[-1][0].set(xlabel=share, xlim=(-0.03, 1.03))
     grid[-1][1].set(xlabel=f"{perplexity} (log scale), a point per seed", xscale="log")
     few_log_ticks(grid[-1][1].xaxis)

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from measuring import command, environment, ratio, time_in_turn, write
-from rope_patch.evaluation.generate_answers import answer
+from rope_patch.evaluation.generate_answers import answer_prompts
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.modeling.scoring import Reader
@@ -101,7 +101,7 @@ class Grid:
         """Return the answers of our engine, haystack by haystack."""
         reader, answers = Reader(self.model), []
         for column in columns:
-            for (got,) in answer(reader, [[prompt] for prompt in column], stops=(self.tokenizer.eos_token_id,)):
+            for (got,) in answer_prompts(reader, [[prompt] for prompt in column], stops=(self.tokenizer.eos_token_id,)):
                 answers.append(self.tokenizer.decode(list(got.output), skip_special_tokens=True))
         return answers
 

@@ -54,7 +54,7 @@ class Fact(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Study:
+class TableFacts:
     """A table, and what a method makes of it.
 
     Attributes:

@@ -25,14 +25,14 @@ def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
     options = parse(ExtendOptions, words)
     from rope_patch.extending.extend import RESULT_CACHE, Run
-    from rope_patch.extending.write_extended import check
+    from rope_patch.extending.write_extended import check_output
 
     # Without matplotlib this raises before anything is measured.
     if options.report:
         from rope_patch.reports import comparison as report
         from rope_patch.reports import page
     settings, output = options.settings, options.output
-    check(settings, output, options.force)
+    check_output(settings, output, options.force)
     prepare(settings.machine, settings.evaluation.text, settings.evaluation.haystack)
     work = output.with_name(f"{output.name}.work")
     # A dry run deletes the folder only if no earlier run left measurements in it.

@@ -35,9 +35,9 @@ def finetune(words: Sequence[str]) -> int:
         words = [*words[:after], *smaller(parse(FinetuneOptions, words).recipe), *words[after:]]
     options = parse(FinetuneOptions, words)
     recipe = options.recipe
-    from rope_patch.training.setup import check
+    from rope_patch.training.setup import check_training
 
-    check(recipe)
+    check_training(recipe)
     if options.dry_run:
         from rope_patch.training.run_summary import describe
 

@@ -37,8 +37,8 @@ def fit(words: Sequence[str]) -> None:
     from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.evaluation.budget import default_tokens
     from rope_patch.evaluation.compare import environment
-    from rope_patch.evaluation.spec import cost_of
-    from rope_patch.fitting.fit_cost import affordable, tokens_to_fit
+    from rope_patch.evaluation.spec import what_is_lost
+    from rope_patch.fitting.fit_cost import spec_within_tokens, tokens_to_fit
     from rope_patch.runtime.folders import check_source, holds_files, locked_output, write_atomically
 
     settings, output = options.settings, options.output
@@ -49,9 +49,9 @@ def fit(words: Sequence[str]) -> None:
     with locked_output(output):
         tokenizer, model = load_tokenizer(options.model), load_model(options.model, options.machine)
         whole = fitting.held_out_spec(model, settings.target_length, seed=settings.seed)
-        spec = affordable(whole, settings.steps, settings.positions, default_tokens(model))
+        spec = spec_within_tokens(whole, settings.steps, settings.positions, default_tokens(model))
         if spec != whole:
-            print(cost_of(whole, spec), file=sys.stderr)
+            print(what_is_lost(whole, spec), file=sys.stderr)
         tokens = tokens_to_fit(spec, settings.steps, settings.positions)
         print(f"reads {tokens:,} tokens", file=sys.stderr)
         with progress.bar(tokens):

@@ -52,14 +52,14 @@ def _table_of(model: str) -> Any:
 def _study(table: Any, model: str | None, method: str, length: int) -> Any:
     """Return a study that compares a table before and after a method."""
     from rope_patch.methods import as_method
-    from rope_patch.table_facts import Study
+    from rope_patch.table_facts import TableFacts
 
     name = "plain RoPE" if model is None else f"the table of {Path(model).name}"
     asked = as_method(method)
     patch = asked.for_target(table, max(length, table.context) if asked.needs_target else None)
     after = patch(table)
     tables = table.inv_freq, after.inv_freq
-    return Study(str(patch), name, table.rope_theta, *tables, after.attention_scaling, table.context, length)
+    return TableFacts(str(patch), name, table.rope_theta, *tables, after.attention_scaling, table.context, length)
 
 
 def _print(result: Any) -> None:

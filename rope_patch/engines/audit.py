@@ -19,7 +19,7 @@ from rope_patch.checkpoints.source_files import config_json, load_config, naming
 from rope_patch.engines.program_contexts import kind_of
 from rope_patch.engines.program_readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.engines.program_rules import SHARE, Built, relative_difference
-from rope_patch.engines.verified_versions import check
+from rope_patch.engines.verified_versions import check_version
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.record import about_two_tables
@@ -246,7 +246,7 @@ def _fix(source: str | Path, program: str, stated: StatedConfig) -> str:
         return f"rope-patch export {source} --to hf -o FOLDER"
     engine = program.partition("-")[0]
     try:
-        check(engine, stated.model_type, tables)
+        check_version(engine, stated.model_type, tables)
     except ValueError as error:
         return f"none: {error}"
     return f"rope-patch export {source} --to {engine} -o FOLDER"

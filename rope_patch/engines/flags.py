@@ -31,7 +31,7 @@ from rope_patch.engines.encodings import config_keys, with_context
 from rope_patch.engines.folders import read_tables
 from rope_patch.engines.program_contexts import other_contexts
 from rope_patch.engines.program_readings import PROGRAMS, StatedConfig, reading_of
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
@@ -187,7 +187,7 @@ def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
 
 def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
     stated, settings = checkpoint.stated, checkpoint.settings(everywhere=True)
-    check("sglang", stated.model_type, checkpoint.tables)
+    check_version("sglang", stated.model_type, checkpoint.tables)
     own = "rope_parameters"
     if stated.model_type in ENGINES["sglang"].one_base:  # it reads the scaling and base of full attention here
         own, parameters = "rope_scaling", settings.pop("rope_parameters")

@@ -16,7 +16,7 @@ from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
 from rope_patch.engines.lora import copy_adapter
 from rope_patch.engines.program_contexts import other_contexts
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
@@ -80,7 +80,7 @@ def export_folder(
         OSError: the source cannot be read, the weights are damaged, or ``out`` cannot be written.
     """
     tables = read_tables(model)
-    version = check(to, str(model.config.model_type), tables)
+    version = check_version(to, str(model.config.model_type), tables)
     config, parameters, config_notes = _config(model, tables, to)
     if is_gguf(source):
         config["dtype"] = str(dtype).removeprefix("torch.")

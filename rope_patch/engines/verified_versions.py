@@ -71,7 +71,7 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def check(to: str, model_type: str, tables: Sequence[RotaryTable]) -> str:
+def check_version(to: str, model_type: str, tables: Sequence[RotaryTable]) -> str:
     """Return the version in which an engine was seen to read such tables on such a model, or ``UNVERIFIED``.
 
     Args:

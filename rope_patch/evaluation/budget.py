@@ -13,7 +13,14 @@ from torch import nn
 
 from rope_patch.evaluation.batches import reading_processes
 from rope_patch.evaluation.key_tokens import tokens_of_spec
-from rope_patch.evaluation.spec import SCALABLE, cost_of, smallest, tokens_computed, tokens_to_read, within
+from rope_patch.evaluation.spec import (
+    SCALABLE,
+    smallest_spec,
+    spec_within,
+    tokens_computed,
+    tokens_to_read,
+    what_is_lost,
+)
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.scoring import Reader, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
@@ -58,8 +65,8 @@ def suite_within(
         ValueError: even the smallest spec costs more.
     """
     whole = replace(suite.spec, windows=len(suite.windows))
-    smaller = within(whole, most, scalable, cost)
-    return (suite, "") if smaller == whole else (EvalSuite(smaller, suite.tokenizer), cost_of(whole, smaller))
+    smaller = spec_within(whole, most, scalable, cost)
+    return (suite, "") if smaller == whole else (EvalSuite(smaller, suite.tokenizer), what_is_lost(whole, smaller))
 
 
 def comparison_within(
@@ -83,7 +90,7 @@ def comparison_within(
     spec = replace(suite.spec, windows=len(suite.windows))
     if seconds is None:
         scalable = [name for name in SCALABLE if name not in chosen]
-        least = tokens_to_read(smallest(spec, scalable))
+        least = tokens_to_read(smallest_spec(spec, scalable))
         # Where the user gave no time, the smallest spec is read even if it is above the default, and no error is
         # raised.
         return suite_within(suite, max(default_tokens(model) / methods, least), scalable)

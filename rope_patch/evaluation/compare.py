@@ -53,13 +53,13 @@ class Row:
     @property
     def label(self) -> str:
         """Name of the row; a comparison may hold a trained and an untrained row of one method."""
-        return labelled(self.method, self.trained)
+        return row_name(self.method, self.trained)
 
 
-def labelled(method: str, trained: bool) -> str:
+def row_name(method: str, trained: bool) -> str:
     """Return the name of a method's row.
 
-    >>> labelled("yarn:factor=2", trained=True)
+    >>> row_name("yarn:factor=2", trained=True)
     'yarn:factor=2 after training'
     """
     return f"{method} after training" if trained else method

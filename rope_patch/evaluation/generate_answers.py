@@ -42,7 +42,7 @@ class Answer:
     logprobs: tuple[float, ...]
 
 
-def fork(cache: Any) -> Any:
+def copy_cache(cache: Any) -> Any:
     """Return a copy of a cache; what is added to the copy does not change the original.
 
     Layers of transformers' ``DynamicCache`` replace their tensors, and our layers write after the tokens that are
@@ -74,7 +74,7 @@ class NotFinite(ValueError):
 
 
 @torch.no_grad()
-def answer(
+def answer_prompts(
     reader: Reader,
     rows: Sequence[Sequence[Prompt]],
     *,
@@ -122,7 +122,7 @@ def answer(
             for _ in reader.read(ids[trunk, :, read:meet], past, chunk, progress, reach=size):
                 pass
             read = meet
-        branch = past if i == trunk else fork(past)
+        branch = past if i == trunk else copy_cache(past)
         begin = read
         if body - read > SHORT_PASS_TOKENS:
             for _ in reader.read(ids[i, :, read:body], branch, chunk, progress, reach=size):
@@ -167,7 +167,7 @@ def _finish(
     expected = ids[:, asked:]
     # Where greedy decoding differs from the right answer, it continues from this copy, without the right answer in the
     # cache. It may overwrite memory that past shares, because past is not read again by then.
-    spare = fork(past)
+    spare = copy_cache(past)
     if stepwise:
         # A cache that rounds gives other states if several tokens are added at once, so they are added as generation
         # adds them.
@@ -196,7 +196,7 @@ def _finish(
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
     return [
-        Answer(until(output.tolist(), stops), tuple(p.tolist()), tuple(score.tolist()))
+        Answer(before_stop(output.tolist(), stops), tuple(p.tolist()), tuple(score.tolist()))
         for output, p, score in zip(outputs, predicted, logprobs, strict=True)
     ]
 
@@ -209,7 +209,7 @@ def _last(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress
     return _all(reader, ids, past, reach, progress)[:, -1:]
 
 
-def until(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
+def before_stop(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens before the first one that is among ``stops``."""
     at = next((i for i, token in enumerate(output) if token in stops), len(output))
     return tuple(output[:at])

@@ -17,7 +17,7 @@ from torch import nn
 from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
-from rope_patch.evaluation.generate_answers import Answer, answer
+from rope_patch.evaluation.generate_answers import Answer, answer_prompts
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
@@ -223,7 +223,7 @@ def retrieval(
     first = {length: prompts_of(length, 0) for length in lengths}  # raises before any is read, if one does not fit
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
-    ask = functools.partial(answer, reader, stops=stops, chunk=chunk, cache=cache)
+    ask = functools.partial(answer_prompts, reader, stops=stops, chunk=chunk, cache=cache)
     questioner = _Questioner(ask, tokenizer, TASKS[task], identity)
     job = BatchReader(
         score=questioner.ask,

@@ -57,7 +57,7 @@ def tokens_computed(spec: EvalSpec) -> float:
     return asked * spec.longest + prompts * sum(spec.lengths)
 
 
-def within(
+def spec_within(
     spec: EvalSpec,
     most: float,
     scalable: Collection[str] = SCALABLE,
@@ -80,10 +80,10 @@ def within(
     # A length that is left out is not measured at all, so it goes only after precision has been given up at every
     # length.
     for count in range(len(spec.lengths), 0, -1):
-        for candidate in smaller(shortened(spec, count), scalable):
+        for candidate in smaller_specs(with_shortest_lengths(spec, count), scalable):
             if cost(candidate) <= most:
                 return candidate
-    least = smallest(shortened(spec, 1), scalable)
+    least = smallest_spec(with_shortest_lengths(spec, 1), scalable)
     raise ValueError(
         f"at least {tokens_to_read(least)} tokens would be read under each method or scheme, at {least.longest} "
         f"tokens alone, and that is {cost(least) / max(most, 1e-9):.1f} times what fits into the time: give more "
@@ -91,7 +91,7 @@ def within(
     )
 
 
-def shortened(spec: EvalSpec, count: int) -> EvalSpec:
+def with_shortest_lengths(spec: EvalSpec, count: int) -> EvalSpec:
     """Return a spec of only the ``count`` shortest lengths; its position buckets are as wide as before."""
     if count == len(spec.lengths):
         return spec
@@ -99,19 +99,19 @@ def shortened(spec: EvalSpec, count: int) -> EvalSpec:
     return replace(spec, lengths=spec.lengths[:count], bucket=spec.bucket_width)
 
 
-def smallest(spec: EvalSpec, scalable: Collection[str] = SCALABLE) -> EvalSpec:
+def smallest_spec(spec: EvalSpec, scalable: Collection[str] = SCALABLE) -> EvalSpec:
     """Return the smallest spec of the same lengths: four windows and one sample."""
-    return smaller(spec, scalable)[-1]
+    return smaller_specs(spec, scalable)[-1]
 
 
-def smaller(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
+def smaller_specs(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
     """Return this spec and smaller ones of the same lengths, the largest first.
 
     Windows and samples are lowered together, and when one sample is left the windows are lowered alone.
 
     Args:
         spec: the spec that would be measured without a limit.
-        scalable: the fields that may be lowered, as for :func:`within`.
+        scalable: the fields that may be lowered, as for :func:`spec_within`.
     """
     windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
     least = min(SMALLEST_WINDOWS, windows) if "windows" in scalable else windows
@@ -125,7 +125,7 @@ def smaller(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
     return specs + [replace(specs[-1], windows=count) for count in range(last - 1, least - 1, -1)]
 
 
-def cost_of(spec: EvalSpec, less: EvalSpec) -> str:
+def what_is_lost(spec: EvalSpec, less: EvalSpec) -> str:
     """Return a sentence that says what a smaller spec loses; "" if it is the same spec."""
     if less == spec:
         return ""

@@ -10,12 +10,12 @@ import yaml
 from huggingface_hub import ModelCard
 
 from rope_patch import __version__
-from rope_patch.evaluation.compare import Comparison, Row, labelled
+from rope_patch.evaluation.compare import Comparison, Row, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
-from rope_patch.extending.choose_method import RANKING, short
+from rope_patch.extending.choose_method import RANKING, shortened_name
 from rope_patch.extending.result import Extended
 
 HEADING = """
@@ -105,7 +105,7 @@ def card(outcome: Extended) -> str:
         base=base,
         length=options.length,
         trained_length=outcome.trained_length,
-        method=short(chosen.method),
+        method=shortened_name(chosen.method),
         training=done,
         programs=programs_of(outcome),
         basis=RANKING,
@@ -125,7 +125,7 @@ def card(outcome: Extended) -> str:
 
 def _name(row: Row) -> str:
     """Return the label of a row, in which a fitted table does not state every number."""
-    return labelled(short(row.method), row.trained)
+    return row_name(shortened_name(row.method), row.trained)
 
 
 def programs_of(outcome: Extended) -> str:

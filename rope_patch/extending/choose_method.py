@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_patch.evaluation.compare import Comparison, Row, labelled
+from rope_patch.evaluation.compare import Comparison, Row, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence
 from rope_patch.evaluation.numbers import percent, perplexity_text, relative
@@ -52,12 +52,12 @@ class EvaluatedMethod:
     @property
     def label(self) -> str:
         """The label of its row in a comparison."""
-        return labelled(self.method, self.trained)
+        return row_name(self.method, self.trained)
 
     @property
     def name(self) -> str:
         """The label for a sentence, in which a fitted table does not state every number."""
-        return labelled(short(self.method), self.trained)
+        return row_name(shortened_name(self.method), self.trained)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values for JSON; differences that no interval is known of are None."""
@@ -298,10 +298,10 @@ class MethodEvaluator:
         return advice
 
 
-def short(method: str, most: int = 40) -> str:
+def shortened_name(method: str, most: int = 40) -> str:
     """Return a method string for a sentence: one of a fitted table names every number.
 
-    >>> short("yarn:factor=2"), short("table:values=0.99/0.51", 18)
+    >>> shortened_name("yarn:factor=2"), shortened_name("table:values=0.99/0.51", 18)
     ('yarn:factor=2', 'table:values=0.99/…')
     """
     return method if len(method) <= most else f"{method[:most]}…"

@@ -10,16 +10,16 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.evaluation.budget import default_tokens, tokens_within
-from rope_patch.evaluation.compare import Comparison, Row, compare, labelled
+from rope_patch.evaluation.compare import Comparison, Row, compare, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.extending.choose_method import Choice, MethodEvaluator, short
+from rope_patch.extending.choose_method import Choice, MethodEvaluator, shortened_name
 from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
-from rope_patch.extending.round_sizes import TOO_FEW, Round, cost_of, rounds_within
-from rope_patch.extending.train_adapter import Training, plan_training, train
-from rope_patch.extending.write_extended import check, write
+from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_cost, rounds_within
+from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
+from rope_patch.extending.write_extended import check_output, write_extended
 from rope_patch.methods import as_method
 from rope_patch.options.extend import CANDIDATES, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_yaml
@@ -77,7 +77,7 @@ def extend(
     """
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
     settings = from_dict(ExtendSettings, {"model": name, **options})
-    check(settings, Path(output), overwrite)
+    check_output(settings, Path(output), overwrite)
     run = Run(model, tokenizer, settings, Path(output))
     run.say_what_the_model_is()
     return run.finish(overwrite=overwrite, tokens=tokens)
@@ -211,10 +211,10 @@ class Run:
                 progress.say(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
                 self.suite = self._suite(depths)
             rounds = rounds_within(candidates, most, self.tokens_computed)
-            if cost_of(rounds[:1], self.tokens_computed) <= most:
+            if rounds_cost(rounds[:1], self.tokens_computed) <= most:
                 return rounds
         raise ValueError(
-            f"the first round of {candidates + 1} methods takes {cost_of(rounds[:1], self.tokens_computed):,.0f} "
+            f"the first round of {candidates + 1} methods takes {rounds_cost(rounds[:1], self.tokens_computed):,.0f} "
             f"tokens, and the budget has time for {most:,.0f}: name fewer methods, or give a larger budget"
         )
 
@@ -243,19 +243,21 @@ class Run:
         total = int(sum((one.candidates + 1) * self.tokens_of(one.windows, one.samples) for one in rounds))
         if not self.options.fit:
             return total
-        from rope_patch.extending.fit_candidate import tokens as tokens_of_fit
+        from rope_patch.extending.fit_candidate import tokens_to_fit_candidate
 
-        return total + tokens_of_fit(self.model, self.options.length)
+        return total + tokens_to_fit_candidate(self.model, self.options.length)
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
-        names = [*map(short, self.methods), *["a fitted table"] * self.options.fit]
+        names = [*map(shortened_name, self.methods), *["a fitted table"] * self.options.fit]
         lines, windows, samples, total = [f"methods: {', '.join(names)}"], 0, 0, 0.0
         if self.options.fit:
-            from rope_patch.extending.fit_candidate import tokens as tokens_of_fit
+            from rope_patch.extending.fit_candidate import tokens_to_fit_candidate
 
             outside = "" if self.options.budget is None else ", in addition to the budget"
-            lines.append(f"fitting a table: {tokens_of_fit(self.model, self.options.length):,} tokens{outside}")
+            lines.append(
+                f"fitting a table: {tokens_to_fit_candidate(self.model, self.options.length):,} tokens{outside}"
+            )
         for number, one in enumerate(rounds, 1):
             tokens = (one.candidates + 1) * self.tokens_of(one.windows - windows, one.samples - samples)
             lines.append(
@@ -280,21 +282,21 @@ class Run:
         """
         left, comparisons = list(self.methods), list[Comparison]()
         if self.options.fit:
-            from rope_patch.extending.fit_candidate import fitted
+            from rope_patch.extending.fit_candidate import fit_candidate
 
             progress.say("fitting a table to text, with the weights as they are")
             asked = self.model, self.tokenizer, self.options.length
-            table, better = fitted(*asked, self.work / RESULT_CACHE)
+            table, better = fit_candidate(*asked, self.work / RESULT_CACHE)
             if not better:
-                progress.say(f"the fit found nothing better than its start, {short(table)}")
+                progress.say(f"the fit found nothing better than its start, {shortened_name(table)}")
             # A fit that found nothing better gives its start, which may be one of the candidates.
             if table not in left:
                 left.append(table)
         for number, one in enumerate(rounds, 1):
             suite = self.suite.smaller(one.windows, one.samples)
             progress.say(
-                f"round {number} of {len(rounds)}: {', '.join(short(m) for m in left)}; windows: {one.windows}, "
-                f"haystacks: {one.samples}"
+                f"round {number} of {len(rounds)}: {', '.join(shortened_name(m) for m in left)}; "
+                f"windows: {one.windows}, haystacks: {one.samples}"
             )
             comparison = compare(
                 self.model,
@@ -338,17 +340,17 @@ class Run:
             return outcome
         parts = self.output, self.model, self.tokenizer, adapter
         with alone():
-            return write(outcome, *parts, overwrite=overwrite)
+            return write_extended(outcome, *parts, overwrite=overwrite)
 
     def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
         """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
         from rope_patch.checkpoints.save_load import load
 
-        progress.say(f"training under {short(method)}: {training}")
-        adapter = train(self.model, self.tokenizer, method, self.options, training, self.work)
+        progress.say(f"training under {shortened_name(method)}: {training}")
+        adapter = train_adapter(self.model, self.tokenizer, method, self.options, training, self.work)
         adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
         suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)
-        name = labelled(method, trained=True)
+        name = row_name(method, trained=True)
         progress.say("measuring the adapted model")
         with progress.stage(name):
             scores = suite.run(adapted, resume=self.work / RESULT_CACHE)

@@ -16,7 +16,7 @@ from rope_patch.runtime.result_cache import ResultCache, key
 FIT_POSITIONS = "pose"
 
 
-def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, resume: Path) -> tuple[str, bool]:
+def fit_candidate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, resume: Path) -> tuple[str, bool]:
     """Fit a table to text at skipped positions; the model is left as it was.
 
     Returns:
@@ -32,6 +32,6 @@ def fitted(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: int, re
     return table, better
 
 
-def tokens(model: nn.Module, length: int) -> int:
-    """Return how many tokens :func:`fitted` reads."""
+def tokens_to_fit_candidate(model: nn.Module, length: int) -> int:
+    """Return how many tokens :func:`fit_candidate` reads."""
     return tokens_to_fit(held_out_spec(model, length), FitSettings(length).steps, FIT_POSITIONS)

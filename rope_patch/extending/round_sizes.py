@@ -48,7 +48,7 @@ def rounds_of(candidates: int, windows: int, samples: int) -> tuple[Round, ...]:
     return tuple(Round(n, windows * 2**i, samples * 2**i) for i, n in enumerate([*counts, counts[-1]]))
 
 
-def cost_of(rounds: tuple[Round, ...], cost: Callable[[int, int], float]) -> float:
+def rounds_cost(rounds: tuple[Round, ...], cost: Callable[[int, int], float]) -> float:
     """Return the cost of all rounds, of which each measures only what the rounds before did not.
 
     Args:
@@ -73,9 +73,9 @@ def rounds_within(candidates: int, most: float, cost: Callable[[int, int], float
         most: the largest cost that is allowed, in the unit of ``cost``.
         cost: gives the cost of a number of windows and of haystacks under one method.
     """
-    fitting = [r for size in FIRST_ROUND_SIZES if cost_of(r := rounds_of(candidates, *size), cost) <= most]
+    fitting = [r for size in FIRST_ROUND_SIZES if rounds_cost(r := rounds_of(candidates, *size), cost) <= most]
     if fitting:
         return fitting[-1]
     smallest = rounds_of(candidates, *FIRST_ROUND_SIZES[0])
-    counts = [n for n in range(1, len(smallest)) if cost_of(smallest[:n], cost) <= most]
+    counts = [n for n in range(1, len(smallest)) if rounds_cost(smallest[:n], cost) <= most]
     return smallest[: max(counts, default=1)]

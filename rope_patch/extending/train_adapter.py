@@ -91,7 +91,7 @@ def _fits(model: PreTrainedModel, length: int) -> bool:
     return plan(model, length=length, lora_rank=16, checkpointing=True).fits(memory)
 
 
-def train(
+def train_adapter(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     method: str,
@@ -145,13 +145,13 @@ def train(
         recipe["data"]["source"] = options.train_text
     # Another training has another folder: a run goes on with an interrupted training only if it is the same.
     folder = work / f"adapter-{key(recipe=recipe)[:8]}"
-    with moved_to_cpu(model):
+    with model_on_cpu(model):
         finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
     return folder
 
 
 @contextmanager
-def moved_to_cpu(model: PreTrainedModel) -> Iterator[None]:
+def model_on_cpu(model: PreTrainedModel) -> Iterator[None]:
     """Keep a model in the CPU's memory within a ``with`` block, so that another has room on the GPU."""
     device = model.device
     if device.type != "cpu":

@@ -37,7 +37,7 @@ RECORD_FILE = "rope_patch_extend.json"
 SCHEMA = 1
 
 
-def write(
+def write_extended(
     outcome: Extended,
     out: Path,
     model: PreTrainedModel,
@@ -96,7 +96,7 @@ def write(
     return outcome
 
 
-def check(options: ExtendSettings, out: Path, overwrite: bool) -> None:
+def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
     """Raise where a name is unknown or the output is in the way, before anything is loaded.
 
     Raises:

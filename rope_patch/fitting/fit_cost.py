@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rope_patch.evaluation.spec import DEFAULT_WINDOWS, SCALABLE, smaller, tokens_to_read
+from rope_patch.evaluation.spec import DEFAULT_WINDOWS, SCALABLE, smaller_specs, tokens_to_read
 from rope_patch.fitting.draw_rows import step_tokens
-from rope_patch.fitting.fit_run import checks
+from rope_patch.fitting.fit_run import evaluation_steps
 from rope_patch.options.evaluation import EvalSpec
 
 
@@ -19,13 +19,13 @@ def tokens_to_fit(spec: EvalSpec, steps: int, positions: str) -> int:
         steps: number of steps.
         positions: positions of the rows, ``"full"`` or ``"pose"``.
     """
-    evaluations = 1 + len(checks(steps)) + (steps - (steps + 1) // 2 > 1)
+    evaluations = 1 + len(evaluation_steps(steps)) + (steps - (steps + 1) // 2 > 1)
     # The second domain has as many windows as the first.
     once = tokens_to_read(spec) + (spec.windows or DEFAULT_WINDOWS) * spec.longest
     return steps * step_tokens(positions, spec.lengths[0], spec.longest) + evaluations * once
 
 
-def affordable(spec: EvalSpec, steps: int, positions: str, most: int) -> EvalSpec:
+def spec_within_tokens(spec: EvalSpec, steps: int, positions: str, most: int) -> EvalSpec:
     """Return a spec with as many windows and samples as a number of tokens allows, but at least the fewest possible.
 
     Args:
@@ -34,5 +34,5 @@ def affordable(spec: EvalSpec, steps: int, positions: str, most: int) -> EvalSpe
         positions: positions of the rows, ``"full"`` or ``"pose"``.
         most: the number of tokens that the fit may read.
     """
-    specs = smaller(spec, SCALABLE)
+    specs = smaller_specs(spec, SCALABLE)
     return next((one for one in specs if tokens_to_fit(one, steps, positions) <= most), specs[-1])

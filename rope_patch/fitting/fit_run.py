@@ -38,10 +38,10 @@ AVERAGES = ("average", "halfway", "quarter", "eighth")
 until one is good enough."""
 
 
-def checks(steps: int) -> list[int]:
+def evaluation_steps(steps: int) -> list[int]:
     """Return the steps after which a table is evaluated: halfway, and at the end.
 
-    >>> checks(40), checks(1), checks(0)
+    >>> evaluation_steps(40), evaluation_steps(1), evaluation_steps(0)
     ([20, 40], [1], [])
     """
     return sorted({round(steps / 2), steps} - {0})
@@ -83,7 +83,7 @@ class FitRun:
         candidates = [self.evaluator("start", self.method)]
         # `total` is the sum of the parameters after each step from `since` on, of which the average is made.
         total, low, since = torch.zeros_like(self._current()), 0, (steps + 1) // 2
-        for stop in checks(steps):
+        for stop in evaluation_steps(steps):
             after = self._steps(range(low, stop), steps, since, total)
             if self.stopped:
                 break

@@ -20,7 +20,7 @@ from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import MethodInPlace, Setting
-from rope_patch.kv_evaluation.measure_scheme import measure, measure_attribution
+from rope_patch.kv_evaluation.measure_scheme import measure_attribution, measure_schemes
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
@@ -157,7 +157,7 @@ def kv_check(
 
 def _measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
     """Measure every scheme under a method, and attribute the cost of those that are unsafe at some length."""
-    base, *rows = measure(setting, patched, schemes)
+    base, *rows = measure_schemes(setting, patched, schemes)
     layers, spec = len(patched.capture.layers), replace(setting.suite.spec, windows=len(setting.suite.windows))
     unsafe = [row for row in rows if _unsafe(setting, row, base)]
     # Only now is it known how many schemes are unsafe, so the progress could not count their tokens before.

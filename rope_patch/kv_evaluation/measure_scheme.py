@@ -30,7 +30,7 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.progress import Progress
 
 
-def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
+def measure_schemes(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
     """Measure schemes under a method that is in place.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
-from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, label, verdict_of
+from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, metric_name, verdict_of
 from rope_patch.modeling.statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
@@ -165,7 +165,7 @@ class KVCheck:
         for metric, span in spans_at(self.spec, length):
             moved = self.change(row, metric, span)
             if metric.name == "perplexity" or metric.verdict(moved, self.limits.tolerance) == "unsafe":
-                parts.append(f"{label(metric, self.spec, span)} {change_text(metric, moved.estimate)}")
+                parts.append(f"{metric_name(metric, self.spec, span)} {change_text(metric, moved.estimate)}")
         return ", ".join(parts)
 
     def to_json(self) -> str:

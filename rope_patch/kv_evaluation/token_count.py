@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from rope_patch.evaluation.budget import default_tokens, suite_within
-from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_to_read
+from rope_patch.evaluation.spec import SCALABLE, smallest_spec, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS
 from rope_patch.kv_evaluation.measure_scheme import passes_of_attribution
@@ -56,5 +56,5 @@ def suite_for(
         chosen: fields of the spec that stay as they are, since the user chose them.
     """
     scalable = [name for name in SCALABLE if name not in chosen]
-    least = tokens_to_read(smallest(replace(suite.spec, windows=len(suite.windows)), scalable))
+    least = tokens_to_read(smallest_spec(replace(suite.spec, windows=len(suite.windows)), scalable))
     return suite_within(suite, max(default_tokens(model) / methods / (1 + schemes), least), scalable)

@@ -104,13 +104,13 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     for metric, span in spans_at(row.scores.spec, length):
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
         kinds.add(metric.verdict(moved, limits.tolerance))
-        parts.append(f"{label(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
+        parts.append(f"{metric_name(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
         return Verdict("undecided", f"nothing is quantized at {length} tokens", idle=True)
     kind: VerdictKind = "unsafe" if "unsafe" in kinds else "safe" if kinds == {"safe"} else "undecided"
     return Verdict(kind, ", ".join(parts))
 
 
-def label(metric: Metric, spec: EvalSpec, span: Span) -> str:
+def metric_name(metric: Metric, spec: EvalSpec, span: Span) -> str:
     """Return the name of a metric, with the task if a spec has several tasks."""
     return f"{metric.name} of {span.task}" if span.task and len(spec.tasks) > 1 else metric.name

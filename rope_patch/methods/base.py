@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.parameters import check_bounds, convert, number, written
+from rope_patch.methods.parameters import check_bounds, convert, number, parameter_text
 from rope_patch.registry import Registry
 from rope_patch.tables import RotaryTable
 
@@ -154,7 +154,7 @@ class Method:
         for i, f in enumerate(fields(self)):
             value = getattr(self, f.name)
             if value is not None and (i == 0 or value != f.default):
-                shown.append(f"{f.name}={written(value)}")
+                shown.append(f"{f.name}={parameter_text(value)}")
         return ":".join([self.name, *shown])
 
 

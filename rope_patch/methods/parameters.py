@@ -39,7 +39,7 @@ def check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
 
 def field_help(f: Field[Any]) -> str:
     """Return ``name=default`` of a parameter as a method string writes it; ``name=…`` if it has no default."""
-    return f"{f.name}={written(f.default) if f.default is not MISSING and f.default is not None else '…'}"
+    return f"{f.name}={parameter_text(f.default) if f.default is not MISSING and f.default is not None else '…'}"
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
@@ -93,14 +93,14 @@ def _number(name: str, value: Any, kind: type) -> float | int:
     return int(converted) if kind is int else converted
 
 
-def written(value: Any) -> str:
+def parameter_text(value: Any) -> str:
     """Return a value as text that a method string reads back: without a comma or a plus sign."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return value
     if isinstance(value, tuple):
-        return "/".join(map(written, value))
+        return "/".join(map(parameter_text, value))
     # Below 1e15 every whole float has an exact decimal form of few digits: 4.0 is written as 4.
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))

@@ -29,7 +29,7 @@ class Part:
     turns: bool = False
 
 
-def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
+def training_memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
     """Return the parts of one GPU's peak memory in training.
 
     Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
@@ -45,7 +45,7 @@ def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
     full = shape.parameters if o.lora_rank is None else 0
     storage = o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
     divided = (
-        Part("weights", weights(shape, o), f"{shape.parameters / 1e9:.2f} B parameters, {storage}"),
+        Part("weights", weight_bytes(shape, o), f"{shape.parameters / 1e9:.2f} B parameters, {storage}"),
         Part("adapter", 4 * adapters, f"{adapters / 1e6:.1f} M parameters"),
         Part("gradients", 4 * adapters + o.element * full, "of what is trained"),
         Part("optimizer", _states(adapters, 4, o) + _states(full, o.element, o), o.optimizer),
@@ -70,12 +70,12 @@ def memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
     )
 
 
-def kv_cache(shape: Shape, o: StepOptions) -> int:
+def kv_cache_bytes(shape: Shape, o: StepOptions) -> int:
     """Return the size of one sequence's keys and values in inference [bytes]; sliding layers hold their window only."""
     return int(shape.total(lambda layer: 2 * layer.key * o.element * min(o.length, layer.window or o.length)))
 
 
-def prefill(shape: Shape, o: StepOptions) -> int:
+def prefill_memory(shape: Shape, o: StepOptions) -> int:
     """Return the memory beside weights and cache while one sequence is read in a single pass [bytes].
 
     It holds the embeddings, and of the widest layer the input, the residual stream, and the input and three tensors of
@@ -84,7 +84,7 @@ def prefill(shape: Shape, o: StepOptions) -> int:
     """
     work = max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
     whole = shape.total(lambda layer: 2 * layer.key)
-    return int(o.length * o.element * (work + whole)) - kv_cache(shape, o)
+    return int(o.length * o.element * (work + whole)) - kv_cache_bytes(shape, o)
 
 
 def with_adapters(layer: Layer, o: StepOptions) -> tuple[Linear, ...]:
@@ -128,7 +128,7 @@ def _outside(shape: Shape, o: StepOptions) -> float:
     return (shape.parameters - shape.total(lambda layer: layer.parameters)) * o.element
 
 
-def weights(shape: Shape, o: StepOptions) -> int:
+def weight_bytes(shape: Shape, o: StepOptions) -> int:
     """Return the size of all weights as they are stored [bytes]."""
     return int(shape.total(lambda layer: _packed(layer, o)) + _outside(shape, o))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
-from rope_patch.planning.memory import Part, kv_cache, memory, prefill, weights
+from rope_patch.planning.memory import Part, kv_cache_bytes, prefill_memory, training_memory, weight_bytes
 from rope_patch.planning.read_shapes import shape_of
 from rope_patch.planning.shapes import Shape
 from rope_patch.runtime.text import parse_length
@@ -49,7 +49,7 @@ class Plan:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The memory by part [bytes per GPU]."""
-        return memory(self.shape, self.options)
+        return training_memory(self.shape, self.options)
 
     @property
     def total(self) -> int:
@@ -61,8 +61,8 @@ class Plan:
     def inference(self) -> dict[str, int]:
         """The memory of inference on one sequence of this length, without an adapter [bytes]."""
         o = self.options
-        parts = {"weights": weights(self.shape, o), "KV cache": kv_cache(self.shape, o)}
-        return parts | {"prefill in one pass": prefill(self.shape, o)}
+        parts = {"weights": weight_bytes(self.shape, o), "KV cache": kv_cache_bytes(self.shape, o)}
+        return parts | {"prefill in one pass": prefill_memory(self.shape, o)}
 
     def __getitem__(self, part: str) -> int:
         return {p.name: p.bytes for p in self.parts}[part]

@@ -63,7 +63,7 @@ def _outliers(analysis: Analysis) -> Section:
 
 
 def _p_sweep(analysis: Analysis) -> Section:
-    swept = [tables.swept(analysis)] if analysis.p_sweep else []
+    swept = [tables.p_sweep(analysis)] if analysis.p_sweep else []
     return Section("Which p of p-RoPE", [analysis.advice.reason], swept)
 
 

@@ -14,7 +14,7 @@ from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.numbers import number_text
 from rope_patch.reports.analysis_tables import PLURAL_OF_ROLE
 from rope_patch.reports.layer_kinds import kinds
-from rope_patch.reports.page import Figure, drawn
+from rope_patch.reports.page import Figure, figure_image
 from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, head_view, heat_maps, pair_map, spread
 
 BOUND_CAPTION = (
@@ -48,7 +48,7 @@ def attention_masses(analysis: Analysis) -> Figure:
         "Mean weight that each head puts on its own token, the previous one, the first one, all sinks, and the token "
         "that followed the same token before (induction). Grey: not measured."
     )
-    return drawn(figure, caption)
+    return figure_image(figure, caption)
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -79,7 +79,7 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
         f"key, {logits[1]}{also}. {BOUND_CAPTION}"
     )
-    return drawn(figure, caption)
+    return figure_image(figure, caption)
 
 
 def _title(analysis: Analysis, layer: int, head: int) -> str:
@@ -101,4 +101,6 @@ def norms(analysis: Analysis) -> Figure:
         )
     title = "Mean norm of each pair, by layer"
     figure = heat_maps(grid, title=title, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")
-    return drawn(figure, f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {BOUND_CAPTION}")
+    return figure_image(
+        figure, f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {BOUND_CAPTION}"
+    )

@@ -112,7 +112,7 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
 # --- p ---------------------------------------------------------------------------------------------------------------
 
 
-def swept(analysis: Analysis) -> DataTable:
+def p_sweep(analysis: Analysis) -> DataTable:
     """Return for each p the pairs it zeroes, what they carry, and what that costs."""
     whole = {layer.layer_type or "all": layer.query.pairs for layer in analysis.capture.layers}
     rows: list[Cells] = []
@@ -165,10 +165,10 @@ def tokens(analysis: Analysis) -> DataTable:
     return DataTable(f"The text of these figures, {len(ids)} tokens", columns, rows, "Token by token.", folded=True)
 
 
-def visible(token: str) -> str:
+def show_invisible(token: str) -> str:
     r"""Return text with invisible characters shown: a space as ␣, a new line as \n.
 
-    >>> visible(" the\n"), visible("\u200b"), visible("")
+    >>> show_invisible(" the\n"), show_invisible("\u200b"), show_invisible("")
     ('␣the\\n', '\\u200b', '(empty)')
     """
     plain = {" ": "␣", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
@@ -178,7 +178,7 @@ def visible(token: str) -> str:
 
 def token_text(analysis: Analysis, token: int) -> str:
     """Return the text of a token with invisible characters shown; with its id where it is part of a character."""
-    shown = visible(analysis.token_text(token))
+    shown = show_invisible(analysis.token_text(token))
     return f"{shown} (id {token})" if "\N{REPLACEMENT CHARACTER}" in shown else shown
 
 

@@ -16,7 +16,18 @@ from rope_patch.evaluation.shown_answers import few_answers
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.reports import page as pages
-from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Figure, Note, Page, Section, drawn, short_names
+from rope_patch.reports.page import (
+    INTERVALS,
+    Cell,
+    Cells,
+    DataTable,
+    Figure,
+    Note,
+    Page,
+    Section,
+    figure_image,
+    short_names,
+)
 from rope_patch.reports.plots import base as plots
 
 _NAMED_METHODS = 3  # methods that a sentence names before it counts the others
@@ -266,7 +277,7 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
     caption = "Lower is better. All methods read the same windows, so they rise and fall together."
     if missing:
         caption += f" Not drawn, no value is finite: {', '.join(missing)}."
-    return [drawn(figure, caption)]
+    return [figure_image(figure, caption)]
 
 
 def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
@@ -283,7 +294,7 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
     figure = plots.retrieval_heatmap(
         grids, lengths=lengths, depths=depths, title=f"Retrieval by length and depth, {task}", rows=rows
     )
-    return drawn(figure, f"Share of answers that are exactly right, by prompt length and {rows}: {ends}.")
+    return figure_image(figure, f"Share of answers that are exactly right, by prompt length and {rows}: {ends}.")
 
 
 def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
@@ -302,5 +313,5 @@ def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figur
             f"By what each method multiplies the wavelengths of {names[base]}. A pair right of the dotted line makes "
             "no full turn within the trained length."
         )
-        parts.append(drawn(figure, caption))
+        parts.append(figure_image(figure, caption))
     return parts

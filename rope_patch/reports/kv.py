@@ -36,7 +36,7 @@ from rope_patch.reports.page import (
     Page,
     Part,
     Section,
-    drawn,
+    figure_image,
     short_names,
 )
 from rope_patch.reports.plots import kv as plots
@@ -144,7 +144,7 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
         limit=limit,
     )
     better = "lower" if metric.lower_is_better else "higher"
-    return drawn(
+    return figure_image(
         figure, f"Change from full precision with its interval; {better} is better. Dotted: what is tolerated."
     )
 
@@ -216,7 +216,7 @@ def _by_wavelength(check: KVCheck) -> Figure | Note:
         return Note(f"No key is rounded at {tokens} tokens: there is no error of pairs to draw.")
     figure = plots.errors_by_wavelength(panels, list(names.values()), title="Which pairs carry the error")
     caption = "Root mean square over heads, layers and queries of what rounding a pair of the keys adds to a logit."
-    return drawn(figure, f"{caption} The pair with the largest: {'; '.join(worst)}.")
+    return figure_image(figure, f"{caption} The pair with the largest: {'; '.join(worst)}.")
 
 
 def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:

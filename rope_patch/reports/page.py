@@ -152,7 +152,7 @@ def write(path: str | Path, page: Page, command: str | None = None) -> None:
     write_atomically(path, render(page, command))
 
 
-def drawn(figure: Any, caption: str) -> Figure:
+def figure_image(figure: Any, caption: str) -> Figure:
     """Return a matplotlib figure as a self-contained image, under the title that it was drawn with."""
     data = base64.b64encode(svg(figure).encode()).decode()
     return Figure(f"data:image/svg+xml;base64,{data}", figure.get_label(), caption)

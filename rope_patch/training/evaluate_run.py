@@ -36,7 +36,7 @@ def suite_of(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Eval
         raise ValueError(f"evaluation: {error}") from error
 
 
-def measure(suite: EvalSuite, model: PreTrainedModel) -> EvalResult:
+def evaluate_model(suite: EvalSuite, model: PreTrainedModel) -> EvalResult:
     """Return the scores of a model, behind a progress bar."""
     with progress.bar(suite.tokens, "evaluating", hidden=processes()[0] > 0):
         return suite.run(model)

@@ -17,12 +17,12 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.parallel import from_first_process
-from rope_patch.training.evaluate_run import measure, metrics, suite_of
+from rope_patch.training.evaluate_run import evaluate_model, metrics, suite_of
 from rope_patch.training.models import load_model, prepare
 from rope_patch.training.pack_rows import make_rows
 from rope_patch.training.results import write_results
 from rope_patch.training.runs import RunFolder, inspect_folder
-from rope_patch.training.setup import arguments, check
+from rope_patch.training.setup import check_training, training_arguments
 from rope_patch.training.trainer import LongTrainer
 
 
@@ -61,8 +61,8 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         BlockingIOError: another command works in the output folder.
         torch.OutOfMemoryError: a step does not fit into memory.
     """
-    check(options)
-    args = arguments(options, options.output.expanduser() / "work")
+    check_training(options)
+    args = training_arguments(options, options.output.expanduser() / "work")
     PartialState()  # connects the processes, which from_first_process needs
     with contextlib.ExitStack() as stack:
 
@@ -100,7 +100,7 @@ def _train(
     # The first process packs the rows into a file, which all of them open.
     from_first_process(lambda: bool(make_rows(options, tokenizer, run.work)))
     rows = make_rows(options, tokenizer, run.work)
-    trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(measure(suite, model)))
+    trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(evaluate_model(suite, model)))
     if is_first:
         resumed = "" if run.checkpoint is None else f", from {run.checkpoint.name} on"
         text = f"trains on {len(rows) * options.data.length:,} tokens in {options.train.steps} steps{resumed}"
@@ -113,10 +113,10 @@ def _train(
         gathered["state_dict"] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if is_first:  # saved before the last evaluation: if that fails, the adapter is there
         checkpoints.save(trained, run.out, tokenizer=tokenizer, **gathered)
-    after, before = measure(suite, trained), None
+    after, before = evaluate_model(suite, trained), None
     if options.evaluation.before and options.lora.rank:
         with trained.disable_adapter():  # what is left is the patched model before training
-            before = measure(suite, trained)
+            before = evaluate_model(suite, trained)
     trainer.accelerator.wait_for_everyone()
     if not is_first:
         return Result(run.out, {})

@@ -30,11 +30,11 @@ KERNEL_NAMES = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 BUNDLED_MODELS = ("llama", "gemma3")
 
 
-def resolve(name: str) -> str:
+def bundled_folder_or_name(name: str) -> str:
     """Return the folder of a bundled checkpoint, or the name itself; a folder of that name here has precedence.
 
     Example:
-        >>> resolve("meta-llama/Llama-3.1-8B")
+        >>> bundled_folder_or_name("meta-llama/Llama-3.1-8B")
         'meta-llama/Llama-3.1-8B'
     """
     return str(data_path("assets") / name) if name in BUNDLED_MODELS and not Path(name).exists() else name
@@ -57,7 +57,7 @@ def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[PreTra
     dtype = getattr(torch, options.dtype)
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": KERNEL_NAMES[options.attention]}
     shared: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    source = resolve(options.name)
+    source = bundled_folder_or_name(options.name)
     if Path(source, checkpoints.ADAPTER_FILE).is_file():
         raise ValueError(
             f"{options.name} is an adapter: merge it into its base first (merge_and_unload), and save that"

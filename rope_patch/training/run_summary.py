@@ -8,7 +8,7 @@ from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_yaml
 from rope_patch.planning import Plan, plan
-from rope_patch.training.models import resolve
+from rope_patch.training.models import bundled_folder_or_name
 from rope_patch.training.pack_rows import rows_per_step
 
 
@@ -42,7 +42,7 @@ def training_plan(options: RecipeOptions) -> Plan:
     """
     gpus = int(os.environ.get("WORLD_SIZE", 1))
     return plan(
-        resolve(options.model.name),
+        bundled_folder_or_name(options.model.name),
         length=options.data.length,
         batch=options.train.batch,
         lora_rank=options.lora.rank or None,

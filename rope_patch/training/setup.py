@@ -22,7 +22,7 @@ OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
 """transformers' names of optimizers that have another name in the options."""
 
 
-def check(options: RecipeOptions) -> None:
+def check_training(options: RecipeOptions) -> None:
     """Refuse unknown names, and quantized weights that this machine would train or evaluate wrongly.
 
     Raises:
@@ -42,7 +42,7 @@ def check(options: RecipeOptions) -> None:
         raise ValueError("train.liger replaces the MLPs that model.quantization would quantize: use one of the two")
 
 
-def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
+def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
     """Return transformers' arguments for these options.
 
     Raises:

@@ -20,7 +20,7 @@ from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.engines import export, folders
 from rope_patch.engines.audit import audit
 from rope_patch.engines.flags import flags
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.patching.verify import inspect_model
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
@@ -247,7 +247,7 @@ def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):
 
 def test_gemma4_on_sglang_is_refused():
     with pytest.raises(ValueError, match="gemma4_text"):
-        check("sglang", "gemma4_text", [])
+        check_version("sglang", "gemma4_text", [])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rope_patch.evaluation.budget import (
     tokens_per_second,
     tokens_within,
 )
-from rope_patch.evaluation.spec import cost_of, tokens_computed, tokens_to_read, within
+from rope_patch.evaluation.spec import spec_within, tokens_computed, tokens_to_read, what_is_lost
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import ResultCache
 from rope_patch.runtime.text import parse_duration
@@ -78,7 +78,7 @@ def test_what_prompts_share_is_computed_once():
 @pytest.mark.parametrize("tokens", [500_000, 100_000])
 def test_a_spec_within_a_number_of_tokens_reads_no_more_and_as_much_as_it_can(tokens):
     spec = EvalSpec([4096, 8192], windows=16)
-    smaller = within(spec, tokens)
+    smaller = spec_within(spec, tokens)
     assert tokens_to_read(smaller) <= tokens and smaller.lengths == spec.lengths
     assert tokens_to_read(smaller) > tokens / 2 or smaller == spec
     assert smaller.windows >= 4 and smaller.samples >= 1 and smaller.depths == spec.depths
@@ -86,15 +86,15 @@ def test_a_spec_within_a_number_of_tokens_reads_no_more_and_as_much_as_it_can(to
 
 def test_what_was_chosen_is_not_lowered():
     spec = EvalSpec([4096], windows=16)
-    smaller = within(spec, 120_000, ["samples"])
+    smaller = spec_within(spec, 120_000, ["samples"])
     assert smaller.windows == 16 and smaller.samples < spec.samples
-    assert within(spec, 120_000, ["windows"]) == EvalSpec([4096], windows=9)
+    assert spec_within(spec, 120_000, ["windows"]) == EvalSpec([4096], windows=9)
 
 
 def test_a_smaller_spec_says_how_much_wider_intervals_get():
     spec = EvalSpec([4096], windows=16)
-    assert cost_of(spec, spec) == ""
-    assert "3.0 times" in cost_of(spec, EvalSpec([4096], windows=4, samples=2))
+    assert what_is_lost(spec, spec) == ""
+    assert "3.0 times" in what_is_lost(spec, EvalSpec([4096], windows=4, samples=2))
 
 
 def test_the_longest_lengths_are_left_out_before_a_time_is_too_short():
@@ -103,24 +103,24 @@ def test_the_longest_lengths_are_left_out_before_a_time_is_too_short():
     def least(lengths):
         return tokens_to_read(EvalSpec(lengths, windows=4, samples=1))
 
-    assert within(spec, least([1024, 4096, 8192])).lengths == (1024, 4096, 8192)
-    smaller = within(spec, least([1024, 4096, 8192]) - 1)
+    assert spec_within(spec, least([1024, 4096, 8192])).lengths == (1024, 4096, 8192)
+    smaller = spec_within(spec, least([1024, 4096, 8192]) - 1)
     assert smaller.lengths == (1024, 4096) and smaller.windows > 4, "what is left is read as precisely as time allows"
     assert smaller.edges == [edge for edge in spec.edges if edge <= 4096], "positions are averaged over as before"
-    alone = within(spec, least([1024]))
-    assert alone.lengths == (1024,) and "4096 and 8192" in cost_of(spec, alone)
+    alone = spec_within(spec, least([1024]))
+    assert alone.lengths == (1024,) and "4096 and 8192" in what_is_lost(spec, alone)
 
 
 def test_a_time_that_is_too_short_for_the_shortest_length_says_how_much_is_needed():
     with pytest.raises(ValueError, match="36864"):
-        within(EvalSpec([4096, 8192]), 1000)
+        spec_within(EvalSpec([4096, 8192]), 1000)
 
 
 def test_without_windows_prompts_alone_get_fewer():
     spec = EvalSpec([1024], windows=0)
-    smaller = within(spec, 11_000)
+    smaller = spec_within(spec, 11_000)
     assert (smaller.windows, smaller.samples) == (0, 2)
-    assert "windows" not in cost_of(spec, smaller)
+    assert "windows" not in what_is_lost(spec, smaller)
 
 
 @pytest.mark.parametrize("duration", ["5", "m", "0m", "-5m", "5d", ""])

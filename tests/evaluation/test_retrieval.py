@@ -17,7 +17,7 @@ from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import rope_patch
-from rope_patch.evaluation.generate_answers import SHORT_PASS_TOKENS, TAIL_TOKENS, Answer, answer
+from rope_patch.evaluation.generate_answers import SHORT_PASS_TOKENS, TAIL_TOKENS, Answer, answer_prompts
 from rope_patch.evaluation.intervals import wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import grade, retrieval
@@ -79,9 +79,9 @@ def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, patche
     columns = [MAKER.prompts(task, 400, (0.0, 0.3, 0.7, 1.0), sample=i) for i in range(2)]
     rows = list(zip(*columns, strict=True))
     with rope_patch.patched(model, method), spy(model.lm_head) as states:
-        made = answer(Reader(model), rows, stops=[recipe.EOS])
+        made = answer_prompts(Reader(model), rows, stops=[recipe.EOS])
         assert max(states) < 100, "logits of the answer only"
-        chunked = answer(Reader(model), rows, stops=[recipe.EOS], chunk=50)
+        chunked = answer_prompts(Reader(model), rows, stops=[recipe.EOS], chunk=50)
         every = (itertools.chain(*grid) for grid in (rows, made, chunked))
         for prompt, found, again in zip(*every, strict=True):
             logprobs, predicted = from_logits(model, prompt)
@@ -99,12 +99,12 @@ def test_through_a_cache_shared_is_as_alone(family, cache):
     model = bold(family)
     factory = lambda: cache(config=model.config)  # noqa: E731
     prompts = MAKER.prompts("niah", 150, (0.0, 0.4, 1.0))
-    together = answer(Reader(model), [[p] for p in prompts], cache=factory)
+    together = answer_prompts(Reader(model), [[p] for p in prompts], cache=factory)
     for prompt, (found,) in zip(prompts, together, strict=True):
-        ((alone,),) = answer(Reader(model), [[prompt]], cache=factory)
+        ((alone,),) = answer_prompts(Reader(model), [[prompt]], cache=factory)
         assert found.output == alone.output and found.predicted == alone.predicted
         assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
-    plain = answer(Reader(model), [[p] for p in prompts])
+    plain = answer_prompts(Reader(model), [[p] for p in prompts])
     ours, theirs = (torch.tensor([found.logprobs for (found,) in each]) for each in (together, plain))
     moved = float((ours - theirs).abs().max())
     assert moved < 1e-4 if cache is DynamicCache else moved > 1e-2
@@ -113,12 +113,12 @@ def test_through_a_cache_shared_is_as_alone(family, cache):
 def test_what_prompts_share_is_read_once():
     model, prompts = bold(), PromptMaker(TOKENIZER, "noise").prompts("qa1", 600, (0.0, 0.25, 0.5, 0.75, 1.0))
     with spy_ids(model) as seen:
-        answer(Reader(model), [[p] for p in prompts], stops=[])
+        answer_prompts(Reader(model), [[p] for p in prompts], stops=[])
     read = sum(ids.shape[1] for ids in seen)
     assert read < 600 + 5 * 90, "the haystack once, five questions, and where an answer went astray once more"
     single = MAKER.prompts("passkey", 600, (0.0, 0.25, 0.5, 0.75, 1.0))
     with spy_ids(model) as seen:
-        answer(Reader(model), [[p] for p in single])
+        answer_prompts(Reader(model), [[p] for p in single])
     read = sum(ids.shape[1] for ids in seen)
     assert 600 * 3.4 < read < 600 * 3.5 + 5 * (TAIL_TOKENS + SHORT_PASS_TOKENS), (
         "1 + 1 + 3/4 + 1/2 + 1/4, and the tails of wrong answers"
@@ -129,7 +129,7 @@ def test_with_a_cache_answers_are_read_a_token_at_a_time():
     model = bold()
     caches, prompts = Caches(model), MAKER.prompts("passkey", 100, [0.5])
     with spy_ids(model) as seen:
-        answer(Reader(model), [prompts], cache=caches, stops=range(recipe.VOCABULARY))
+        answer_prompts(Reader(model), [prompts], cache=caches, stops=range(recipe.VOCABULARY))
     sizes = [ids.shape[1] for ids in seen]
     assert sizes[:6] == [100 - ANSWER - 16, 16, 1, 1, 1, 1] and len(caches.made) == 1
 
@@ -146,7 +146,7 @@ def test_logits_that_are_not_finite_are_refused(bad, cached):
 def test_prompts_of_different_lengths_do_not_share_a_grid():
     one, other = MAKER.prompts("passkey", 100, [0.5]), MAKER.prompts("passkey", 101, [0.5])
     with pytest.raises(ValueError, match="length"):
-        answer(Reader(bold()), [one, other])
+        answer_prompts(Reader(bold()), [one, other])
 
 
 # --- the scores

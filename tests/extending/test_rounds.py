@@ -11,7 +11,7 @@ from support.prompting import HAY, TOKENIZER
 
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.extending.round_sizes import Round, cost_of, rounds_of, rounds_within
+from rope_patch.extending.round_sizes import Round, rounds_cost, rounds_of, rounds_within
 from rope_patch.options.evaluation import EvalSpec
 
 
@@ -21,18 +21,18 @@ def cost(windows, samples):
 
 def test_a_round_costs_what_it_measures_anew():
     """Three candidates and the unpatched model read 4 windows and 1 haystack: 4 × 70. Then 2 and it as much again."""
-    assert cost_of(rounds_of(3, 4, 1)[:2], cost) == 4 * 70 + 3 * 70
+    assert rounds_cost(rounds_of(3, 4, 1)[:2], cost) == 4 * 70 + 3 * 70
 
 
 @given(st.integers(1, 12), st.floats(0, 1e5))
 def test_rounds_cost_no_more_than_is_allowed(candidates, most):
     found = rounds_within(candidates, most, cost)
     assert found[0].candidates == candidates
-    assert cost_of(found, cost) <= most or found == (Round(candidates, 1, 1),)
+    assert rounds_cost(found, cost) <= most or found == (Round(candidates, 1, 1),)
 
 
 def test_more_time_measures_no_less():
-    sizes = [cost_of(rounds_within(7, most, cost), cost) for most in range(0, 20_000, 500)]
+    sizes = [rounds_cost(rounds_within(7, most, cost), cost) for most in range(0, 20_000, 500)]
     assert sizes == sorted(sizes) and sizes[-1] > 5 * sizes[0]
 
 

@@ -19,7 +19,7 @@ from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.metrics import Span
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import SEED_OFFSET, fit_run, held_out_spec
-from rope_patch.fitting.fit_cost import affordable, tokens_to_fit
+from rope_patch.fitting.fit_cost import spec_within_tokens, tokens_to_fit
 from rope_patch.methods import Table
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.locate import locate
@@ -262,8 +262,8 @@ def test_the_tokens_are_those_that_a_fit_reads(steps):
 def test_a_fit_of_a_large_model_is_evaluated_on_fewer_windows_and_samples():
     spec = held_out_spec(small(), 96)
     tokens = tokens_to_fit(spec, 40, "pose")
-    assert affordable(spec, 40, "pose", tokens) == spec
-    less, least = (affordable(spec, 40, "pose", most) for most in (tokens - 1, 1))
+    assert spec_within_tokens(spec, 40, "pose", tokens) == spec
+    less, least = (spec_within_tokens(spec, 40, "pose", most) for most in (tokens - 1, 1))
     assert tokens_to_fit(less, 40, "pose") < tokens and less.lengths == spec.lengths
     assert (least.windows, least.samples) == (4, 1)
 

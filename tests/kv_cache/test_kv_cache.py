@@ -32,7 +32,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
-from rope_patch.evaluation.generate_answers import fork
+from rope_patch.evaluation.generate_answers import copy_cache
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.kv_cache import attention, plans
@@ -396,7 +396,7 @@ def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
             close(got[i : i + 1], model(new[i : i + 1], past_key_values=own).logits, 1e-9)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, fork])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy_cache])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_copy_of_a_cache_is_its_own(copied, exact):
     model, rows = model_for("gemma3"), ids(TOKENS, 2)

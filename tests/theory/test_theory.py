@@ -23,7 +23,7 @@ from rope_patch.frequencies import (
     turns,
 )
 from rope_patch.methods import parse
-from rope_patch.table_facts import Study
+from rope_patch.table_facts import TableFacts
 from rope_patch.tables import RotaryTable
 
 PLAIN, GEMMA = geometric(1e4, 128), geometric(1e4, 256)
@@ -293,7 +293,7 @@ def test_the_nearest_old_image_by_hand_and_by_matrices():
 def study(method, *, head_dim=128, rope_theta=1e4, trained_length=512, length=2048):
     table = RotaryTable(geometric(rope_theta, head_dim), 1.0, rope_theta, "default", trained_length)
     after = parse(method)(table)
-    return Study(method, "RoPE", rope_theta, table.inv_freq, after.inv_freq, 1.0, trained_length, length)
+    return TableFacts(method, "RoPE", rope_theta, table.inv_freq, after.inv_freq, 1.0, trained_length, length)
 
 
 def test_the_facts_of_a_table():

@@ -14,7 +14,7 @@ from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.training.evaluate_run import changes, measure, metrics, score, suite_of
+from rope_patch.training.evaluate_run import changes, evaluate_model, metrics, score, suite_of
 
 
 def result(answers, losses=()):
@@ -83,7 +83,7 @@ def options(*words):
 
 def test_an_evaluation_is_numbers_by_length(capfd):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).train()
-    numbers = metrics(measure(suite_of(options(), AutoTokenizer.from_pretrained(LLAMA)), model))
+    numbers = metrics(evaluate_model(suite_of(options(), AutoTokenizer.from_pretrained(LLAMA)), model))
     assert model.training, "left as it was"
     assert list(numbers) == ["score", "retrieval_48", "retrieval_64", "perplexity_0_48", "perplexity_48_64"]
     assert "evaluating: " in capfd.readouterr().err

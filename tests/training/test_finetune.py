@@ -31,7 +31,7 @@ from rope_patch.training import finetune as module
 from rope_patch.training.evaluate_run import metrics, suite_of
 from rope_patch.training.finetune import finetune
 from rope_patch.training.runs import last_checkpoint
-from rope_patch.training.setup import arguments
+from rope_patch.training.setup import training_arguments
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
@@ -328,7 +328,7 @@ def test_a_step_without_room_ends_with_advice(tmp_path, monkeypatch):
 
 
 def test_arguments_follow_the_options(tmp_path):
-    asked = arguments(options(tmp_path, "train.warmup=0.5", "train.optimizer=paged_adamw_8bit"), tmp_path)
+    asked = training_arguments(options(tmp_path, "train.warmup=0.5", "train.optimizer=paged_adamw_8bit"), tmp_path)
     assert asked.warmup_steps == 2 and asked.optim == "paged_adamw_8bit" and not asked.bf16
 
 

@@ -13,7 +13,7 @@ from support.recipe_runs import recipe
 from rope_patch.cli.finetune import smaller
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import from_dict, to_dict, to_yaml
-from rope_patch.training.setup import check
+from rope_patch.training.setup import check_training
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 BASE = ("model.name=llama", "data.length=512", "output=x")
@@ -105,7 +105,7 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
 def test_wrong_values_are_named(word, named):
     given = re.split(r" (?=\w+\.)", word)
     with pytest.raises((ValueError, OSError), match=re.escape(named)):
-        check(words(*given))
+        check_training(words(*given))
 
 
 @pytest.mark.parametrize(

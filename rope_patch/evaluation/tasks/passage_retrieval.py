@@ -47,7 +47,7 @@ class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
                 "sentences: choose haystack='builtin' (--haystack builtin), or a text of your own"
             )
         whole = one_line(draw.haystack)
-        clear = (text for text in shuffled(draw) if quote_of(text, whole, draw.rng))
+        clear = (text for text in shuffled_passages(draw) if quote_of(text, whole, draw.rng))
         chosen = list(itertools.islice(clear, count))
         if len(chosen) < count:
             raise ValueError(
@@ -59,7 +59,7 @@ class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
         """Yield other passages."""
         numbers = draw.rng.sample(range(10**self.digits), 10**self.digits)
-        yield from ((text, f"{number:05}") for text, number in zip(shuffled(draw), numbers, strict=False))
+        yield from ((text, f"{number:05}") for text, number in zip(shuffled_passages(draw), numbers, strict=False))
 
 
 def one_line(haystack: Haystack) -> str:
@@ -67,7 +67,7 @@ def one_line(haystack: Haystack) -> str:
     return " ".join(haystack.text.split())
 
 
-def shuffled(draw: Draw) -> list[str]:
+def shuffled_passages(draw: Draw) -> list[str]:
     """Return the passages of a haystack in random order."""
     words = draw.haystack.text.split()
     passages = [" ".join(words[i : i + PASSAGE_WORDS]) for i in range(0, len(words) - PASSAGE_WORDS + 1, PASSAGE_WORDS)]

@@ -91,7 +91,7 @@ class StoryTask(Task):
         ]
 
 
-def earlier(depth: float, count: int, draw: Draw) -> list[float]:
+def earlier_depths(depth: float, count: int, draw: Draw) -> list[float]:
     """Return ``count`` random depths below ``depth``, rising."""
     return sorted(draw.rng.uniform(0, depth) for _ in range(count))
 
@@ -103,7 +103,7 @@ class OneFact(StoryTask, name="qa1"):
 
     def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
         """Return two facts, of which the second gives the answer."""
-        (before,) = earlier(depth, 1, draw)
+        (before,) = earlier_depths(depth, 1, draw)
         facts = ((before, f" {person} went to the {places[0]}."), (depth, f" {person} went to the {places[1]}."))
         return Thread(facts, f" Where is {person}?", f" {person} is in the", places[1])
 
@@ -116,7 +116,7 @@ class TwoFacts(StoryTask, name="qa2"):
     def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
         """Return three or five facts; the last one needed says that the person goes there or leaves it there."""
         leaves = draw.rng.random() < 0.5
-        before = earlier(depth, 3 if leaves else 2, draw)
+        before = earlier_depths(depth, 3 if leaves else 2, draw)
         texts = [
             f" {person} went to the {places[0]}.",
             f" {person} took the {thing}.",
@@ -138,7 +138,7 @@ class ThreeFacts(StoryTask, name="qa3"):
         """Return four or five facts; the last one needed says that the person goes to the third place."""
         facts = [
             *zip(
-                earlier(depth, 3, draw),
+                earlier_depths(depth, 3, draw),
                 (
                     f" {person} went to the {places[0]}.",
                     f" {person} took the {thing}.",

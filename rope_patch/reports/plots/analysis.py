@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from rope_patch.frequencies import offset_frequency_bound, wavelength
-from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, drawable, plain, waved, wrapped
+from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, drawable, plain_axes, wavelength_text, wrapped_name
 
 BOUND_LABEL = "2π/L"
 COLOUR_QUANTILE = 0.995
@@ -134,7 +134,7 @@ def head_view(
         axes = figure.add_subplot(spec[2, column], sharey=first)
         axes.bar(range(len(values)), values.numpy(), width=0.85, color=COLORS[0])
         axes.axhline(0, color="0.4", linewidth=0.8)
-        plain(axes)
+        plain_axes(axes)
         axes.set_xticks(list(ticks), list(ticks.values()))
         axes.tick_params(labelsize=8)
         axes.set_xlim(-0.6, len(inv_freq) - 0.4)
@@ -174,7 +174,7 @@ def pair_ticks(inv_freq: Tensor) -> dict[int, str]:
     waves = wavelength(inv_freq.double()).tolist()
     last, most = len(waves) - 1, 5 if len(waves) >= 12 else 4
     chosen = sorted({round(i * last / (most - 1)) for i in range(most)})
-    return {pair: f"{waved(waves[pair])}\n({pair})" for pair in chosen}
+    return {pair: f"{wavelength_text(waves[pair])}\n({pair})" for pair in chosen}
 
 
 def bound_edges(inv_freq: Tensor, context: int) -> list[float]:
@@ -193,7 +193,7 @@ def bound_edges(inv_freq: Tensor, context: int) -> list[float]:
 
 def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
     image = axes.imshow(_masked(panel.values), cmap=_colors(), norm=norm, interpolation="none", aspect="auto")
-    name = "\n".join(wrapped(drawable(line), 80) for line in panel.name.split("\n"))
+    name = "\n".join(wrapped_name(drawable(line), 80) for line in panel.name.split("\n"))
     axes.set_title(name, loc="left", fontsize=9, pad=12 if panel.edges else 4)
     axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     rows = spread(len(panel.rows), 9)

@@ -46,9 +46,11 @@ def perplexity_by_position(curves: Curves, *, trained_length: int, title: str) -
     for name in sorted(curves, key=lambda name: curves[name][1][-1]):
         positions, values = curves[name]
         marker = "o" if len(values) == 1 else ""  # a line of one point would be invisible
-        axes.plot(positions, values, marker=marker, label=f"{wrapped(name, 30)}  ({values[-1]:.3g})", **styles[name])
+        axes.plot(
+            positions, values, marker=marker, label=f"{wrapped_name(name, 30)}  ({values[-1]:.3g})", **styles[name]
+        )
     if trained_length <= max(positions[-1] for positions, _ in curves.values()):
-        mark(axes, trained_length, "trained length")
+        mark_position(axes, trained_length, "trained length")
     axes.set(xlabel="position [tokens]", ylabel="perplexity (log scale)", yscale="log")
     few_log_ticks(axes.yaxis)
     add_legend(axes, "method (at the end)")
@@ -114,10 +116,12 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
     highest = 1.5 * max(finite, default=1.0)
     for name, values in factors.items():
         turns = values.isfinite()
-        axes.plot(lengths[turns].numpy(), values[turns].numpy(), label=wrapped(name, 30), marker=".", **styles[name])
+        axes.plot(
+            lengths[turns].numpy(), values[turns].numpy(), label=wrapped_name(name, 30), marker=".", **styles[name]
+        )
         stopped = lengths[~turns].numpy()
         axes.plot(stopped, [highest] * len(stopped), linestyle="", marker="^", color=styles[name]["color"])
-    mark(axes, context, f"one turn in {context} tokens", low=True)
+    mark_position(axes, context, f"one turn in {context} tokens", low=True)
     axes.set(xlabel="wavelength before [tokens], log scale", ylabel="factor on the wavelength, log scale")
     axes.set(xscale="log", yscale="log")
     axes.margins(y=0.12)  # room for the label of the dotted line
@@ -149,7 +153,7 @@ def new_figure(title: str) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     figure.set_label(title)  # a report takes its title from here
     axes.set_title(title, loc="left", fontsize=11)
-    plain(axes)
+    plain_axes(axes)
     return figure, axes
 
 
@@ -164,7 +168,7 @@ def new_panels(names: Sequence[str], title: str, *, width: float, height: float)
     """
     down = math.ceil(len(names) / max(1, min(4, int(WIDTH / width))))
     across = math.ceil(len(names) / down)
-    labels = [wrapped(drawable(name), int(12 * (WIDTH - 1.2) / across)) for name in names]
+    labels = [wrapped_name(drawable(name), int(12 * (WIDTH - 1.2) / across)) for name in names]
     lines = max(label.count("\n") + 1 for label in labels)
     figure = Figure(figsize=(WIDTH, down * (height + 0.16 * lines) + 0.9), layout="constrained")
     panels = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
@@ -184,14 +188,14 @@ def add_title(figure: Figure, title: str) -> None:
     figure.suptitle(drawable(title), x=0.01, ha="left", fontsize=11)
 
 
-def plain(axes: Axes) -> None:
+def plain_axes(axes: Axes) -> None:
     """Leave out the lines above and to the right, and draw a light grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, which="major", color="0.92")
     axes.set_axisbelow(True)
 
 
-def mark(axes: Axes, at: float, label: str, *, low: bool = False) -> None:
+def mark_position(axes: Axes, at: float, label: str, *, low: bool = False) -> None:
     """Draw a dotted vertical line with its name, at the top or at the bottom."""
     axes.axvline(at, color="0.4", linewidth=1, linestyle=":")
     place, side = ((at, 0), "bottom") if low else ((at, 1), "top")
@@ -227,11 +231,11 @@ def add_legend(axes: Axes, title: str) -> None:
 
 def shared_legend(figure: Figure, lines: Mapping[str, Any]) -> None:
     """Add one legend beside all panels: names to what is drawn."""
-    names = [wrapped(name, 24) for name in lines]
+    names = [wrapped_name(name, 24) for name in lines]
     figure.legend(list(lines.values()), names, loc="outside right center", frameon=False, fontsize=9)
 
 
-def wrapped(name: str, width: int) -> str:
+def wrapped_name(name: str, width: int) -> str:
     """Break a long name after its signs, at about so many characters; a dollar is a dollar, not mathematics."""
     lines = [""]
     for piece in re.findall(rf"[^+:/;]{{1,{width}}}[+:/;]?|[+:/;]", name):
@@ -248,10 +252,10 @@ def drawable(text: str) -> str:
     return "".join(sign if sign == "\n" or (ord(sign) in known and sign.isprintable()) else box for sign in text)
 
 
-def waved(length: float) -> str:
+def wavelength_text(length: float) -> str:
     """Return a wavelength [tokens] in a few characters.
 
-    >>> [waved(x) for x in (6.2832, 56.2, 1131.0, 35333.1, 2.5e6, math.inf)]
+    >>> [wavelength_text(x) for x in (6.2832, 56.2, 1131.0, 35333.1, 2.5e6, math.inf)]
     ['6.3', '56', '1.1k', '35k', '2.5M', '∞']
     """
     if math.isinf(length):

@@ -14,7 +14,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 
-from rope_patch.reports.plots.base import line_styles, new_panels, plain, shared_legend, signed_percent, waved, wrapped
+from rope_patch.reports.plots.base import (
+    line_styles,
+    new_panels,
+    plain_axes,
+    shared_legend,
+    signed_percent,
+    wavelength_text,
+    wrapped_name,
+)
 
 VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": ("X", "#D55E00"), "": ("s", "0.35")}
 """Marker and colour of each verdict; full precision has none."""
@@ -74,8 +82,8 @@ def costs(
             axes.set_xscale("symlog", linthresh=LINEAR_LIMIT)
             signed_percent(axes.xaxis)
         axes.margins(x=0.08)
-        plain(axes)
-    names = [f"{wrapped(scheme, 28)} ({bits[scheme]:.3g} bits)" for scheme in rows]
+        plain_axes(axes)
+    names = [f"{wrapped_name(scheme, 28)} ({bits[scheme]:.3g} bits)" for scheme in rows]
     grid[0].set_yticks(range(len(names)), names)
     grid[0].set_ylim(len(names) - 0.5, -0.5)
     figure.supxlabel(xlabel, fontsize=10)
@@ -132,9 +140,9 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
             axes.plot(rest[: int(rests.sum())], shown[rests].numpy(), **style)
         axes.set(xscale="log", yscale="log")
         axes.axvline(panel.context, color="0.25", linewidth=1, linestyle="--")
-        plain(axes)
+        plain_axes(axes)
     decades = [10.0**i for i in range(10) if min(finite, default=1.0) / 2 <= 10.0**i <= longest]
-    ticks = {length: waved(length) for length in decades}
+    ticks = {length: wavelength_text(length) for length in decades}
     if most:
         # The geometric mean is the middle of a stretch of a logarithmic axis.
         ticks[math.sqrt(rest[0] * rest[-1])] = "unrotated"
