@@ -17,12 +17,7 @@ from rope_patch.frequencies import (
     unrotated,
     wavelength,
 )
-from rope_patch.theory import (
-    nearest_old,
-    separation,
-    sharpness_for,
-    wendler_head,
-)
+from rope_patch.theory import nearest_old, previous_token_factor, separation
 
 HEAD_ATTENTION = 0.99
 """Attention that a head must put on its token, at every position, to count as that head."""
@@ -77,11 +72,6 @@ class TableFacts:
     trained_length: int
     length: int
 
-    def __post_init__(self) -> None:
-        for name in ("trained_length", "length"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name} must be at least 2 tokens, got {getattr(self, name)}")
-
     @property
     def changed(self) -> bool:
         """Whether the method's table is another than the one before."""
@@ -123,12 +113,8 @@ class TableFacts:
         angles = offset_angle_bound(table.double(), self.trained_length)[slow]
         # Steps of the stride may miss the last position, which is always looked at.
         looked = torch.unique(torch.cat([torch.arange(0, self.length, stride), torch.tensor([self.length - 1])]))
-        gaps, _ = nearest_old(self.before, table, old_length=self.trained_length, new_positions=looked)
+        gaps = nearest_old(self.before, table, old_length=self.trained_length, new_positions=looked)
         slowest = float(turning.min()) if len(turning) else 0.0
-        try:
-            head = sharpness_for(table, *wendler_head(table), mass=HEAD_ATTENTION, length=self.length)
-        except ValueError:  # no pair turns, or by less than float64 can tell
-            head = None
         return [  # in the order of the names in `facts`
             float(rests.sum()),
             float(wavelength(turning).min()) if len(turning) else None,
@@ -139,7 +125,7 @@ class TableFacts:
             granularity(table),
             *map(float, separation(table, self.length)),
             float(gaps.max()),
-            head,
+            previous_token_factor(table, mass=HEAD_ATTENTION, length=self.length),
             math.pi / 2 / slowest if slowest and not bool(rests.any()) else None,
         ]
 

@@ -37,7 +37,6 @@ from transformers import (
 )
 
 import rope_patch
-from rope_patch import theory
 from rope_patch.analysis import attention_mass, attention_sums
 from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads, repeated_tokens
 from rope_patch.analysis.attention_sums import FIRST_COUNTED_QUERY, SINKS_PER_HEAD
@@ -363,9 +362,10 @@ def golden(order, *, layer=1, back=1):
         for head, role in enumerate(order):
             if role in ("diagonal", "previous"):
                 # Σ (1 - cos f) over the table is 1.08, so the neighbours of the peak lie 4 · 40 · 1.08 / 8 = 22 below.
-                psi = torch.cat((torch.ones(32), torch.zeros(32)))
-                query, key = theory.positional_head(table, psi, back if role == "previous" else 0)
-                queries[head], keys[head] = 40 * query.float(), 4 * key.float()
+                # Barbero et al. proposition 3.1: the key is the query, rotated by the distance to attend to.
+                angles = table * (back if role == "previous" else 0)
+                queries[head, :32] = 40.0
+                keys[head] = 4 * torch.cat((angles.cos(), angles.sin()))
             elif role == "sink":
                 # Pairs that turn less than 0.04 rad over 100 tokens: 4 · 10 · 8 / 8 = 40 from everywhere.
                 queries[head, 28:32] = 10.0

@@ -1,4 +1,4 @@
-"""What a table implies, against hand-derived numbers, brute force, scipy and mpmath, and attention inside a Llama."""
+"""What a table implies, against hand-derived numbers, brute force, scipy, and attention inside a Llama."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import math
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.special import softmax
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import theory
@@ -26,7 +23,7 @@ from rope_patch.methods import parse
 from rope_patch.table_facts import TableFacts
 from rope_patch.tables import RotaryTable
 
-PLAIN, GEMMA = geometric(1e4, 128), geometric(1e4, 256)
+PLAIN = geometric(1e4, 128)
 TABLES = {
     "plain": geometric(1e4, 16),
     "single pair": geometric(1e4, 2),
@@ -34,10 +31,6 @@ TABLES = {
     "unrotated pairs": torch.tensor([1.0, 0.3, 0.0, 1e-32]),
 }
 each_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def matrix(table: torch.Tensor, position: float) -> numpy.ndarray:
@@ -51,103 +44,39 @@ def matrix(table: torch.Tensor, position: float) -> numpy.ndarray:
     return out
 
 
-# --- activations -----------------------------------------------------------------------------------------------------
+# --- the previous-token head -----------------------------------------------------------------------------------------
 
 
-@each_table
-def test_activation_is_the_product_of_rotated_vectors(table):
-    query, key = normal(2, 2 * len(table))
-    distances = torch.tensor([0, 1, 2, 17, 1000, -3])
-    expected = [float(query.numpy() @ matrix(table, -r) @ key.numpy()) for r in distances.tolist()]
-    assert theory.activation(table, distances, query, key).tolist() == pytest.approx(expected, abs=1e-11)
-    curve = theory.activation_curve(table, 2500, query, key)  # three blocks, the last one broken
-    torch.testing.assert_close(curve, theory.activation(table, torch.arange(2500), query, key), rtol=0, atol=1e-10)
-    assert len(theory.activation_curve(table, 7)) == 7
+def wendler_head(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Wendler's query and key in the half-split layout: the key is (1…1, 0…0), the query R^-1 key."""
+    key = torch.tensor([1.0, 0.0], dtype=torch.float64).repeat_interleave(len(table))
+    return torch.tensor(matrix(table, -1) @ key.numpy()), key
 
 
-def test_activation_is_transformers_logit():
-    # q at position m, k at n = m - r, rotated by transformers' own modules in its own layout
-    config = LlamaConfig(head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    query, key = normal(2, 64).float()
-    for m, n in ((5, 5), (40, 3), (300, 299)):
-        cos, sin = LlamaRotaryEmbedding(config)(query, torch.tensor([[m, n]]))
-        stacked = torch.stack([query, key])[None, None]
-        rotated = apply_rotary_pos_emb(stacked, stacked, cos, sin)[0][0, 0]
-        ours = theory.activation(geometric(1e4, 64), torch.tensor([m - n]), query, key)
-        assert ours.item() == pytest.approx(float(rotated[0] @ rotated[1]), abs=2e-3)
-
-
-# --- heads -----------------------------------------------------------------------------------------------------------
-
-
-@given(
-    steps=st.lists(st.floats(1e-4, 3.0), min_size=1, max_size=6),
-    offset=st.integers(0, 400),
-    seed=st.integers(0, 2**31),
-)
-@settings(max_examples=40, deadline=None)
-def test_proposition_3_1_the_peak_is_where_it_was_put(steps, offset, seed):
-    table = torch.tensor(steps)
-    psi = normal(2 * len(table), seed=seed)
-    query, key = theory.positional_head(table, psi, offset)
-    curve = theory.activation_curve(table, 500, query, key)
-    assert curve[offset].item() == pytest.approx(float(psi @ psi), rel=1e-9)
-    assert float(curve.max()) <= float(psi @ psi) * (1 + 1e-9)
-
-
-def test_rotate_is_the_matrix():
-    table, x = TABLES["plain"], normal(16)
-    images = theory.rotate(table, x, torch.tensor([0.0, 3.0, -2.5]))
-    for image, position in zip(images, (0.0, 3.0, -2.5), strict=True):
-        torch.testing.assert_close(image, torch.tensor(matrix(table, position) @ x.numpy()))
-
-
-@pytest.mark.parametrize("offset", [0, 1, 5])
-@each_table
-def test_head_mass_is_a_softmax(table, offset):
-    query, key = (1.5 * x for x in theory.positional_head(table, normal(2 * len(table)), offset))
-    computed = theory.head_mass(table, query, key, length=40, offset=offset, sharpness=0.3)
-    for m in range(40):
-        logits = [0.3 * float(query.numpy() @ matrix(table, n - m) @ key.numpy()) for n in range(m + 1)]
-        if m < offset:
-            assert math.isnan(computed[m])
-        else:
-            assert computed[m].item() == pytest.approx(softmax(logits)[m - offset], abs=1e-9)
-
-
-def test_sharpness_by_hand():
-    # pair f = pi: activations alpha cos(pi (r - 1)) = +-alpha. Ten positions: five distances peak, so mass <= 1/5.
+def test_the_factor_by_hand():
     # f = 1 and two positions: alpha (1 - cos 1) = ln 99, alpha = 4.59512 / 0.45970 = 9.9960
-    table = torch.tensor([1.0])
-    needed = theory.sharpness_for(table, *theory.wendler_head(table), mass=0.99, length=2)
+    needed = theory.previous_token_factor(torch.tensor([1.0]), mass=0.99, length=2)
     assert needed == pytest.approx(math.log(99) / (1 - math.cos(1)), rel=1e-10)
     assert needed == pytest.approx(9.9960, abs=1e-4)
+    # One pair of pi rad is back where it was after two tokens, and a pair that does not rotate never moves.
+    for step in (math.pi, 0.0):
+        assert theory.previous_token_factor(torch.tensor([step], dtype=torch.float64), mass=0.99, length=10) is None
 
 
 @pytest.mark.parametrize("mass", [0.3, 0.99, 0.999999])
-def test_sharpness_reaches_the_mass_and_no_less_does(mass):
-    table, length = geometric(5e5, 64), 3000
-    query, key = theory.wendler_head(table)
-    needed = theory.sharpness_for(table, query, key, mass=mass, length=length)
-    worst = theory.head_mass(table, query, key, length=length, sharpness=needed)[1:].min().item()
+def test_the_factor_reaches_the_mass_and_no_less_does(mass):
+    table, length = geometric(5e5, 16), 300
+    query, key = (vector.numpy() for vector in wendler_head(table))
+    logits = numpy.array([query @ matrix(table, -r) @ key for r in range(length)])
+    needed = theory.previous_token_factor(table, mass=mass, length=length)
+    worst, less = (
+        min(softmax(factor * logits[: m + 1])[1] for m in range(1, length)) for factor in (needed, 0.999 * needed)
+    )
     assert worst == pytest.approx(mass, abs=1e-8)
-    less = theory.head_mass(table, query, key, length=length, sharpness=0.999 * needed)[1:].min().item()
     assert less < mass - 1e-9
 
 
-def test_wendler_score():
-    # alpha sum cos((m - 1 - n) f), peak alpha d / 2, and the same head as theorem 5.3's
-    table, alpha = geometric(1e4, 8), 7.0
-    query, key = theory.wendler_head(table, alpha)
-    assert key.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-    for m, n in ((9, 8), (9, 9), (300, 12)):
-        rotated = (matrix(table, m) @ query.numpy()) @ (matrix(table, n) @ key.numpy())
-        expected = alpha * sum(math.cos((m - 1 - n) * f) for f in table.tolist())
-        assert rotated == pytest.approx(expected)
-    assert theory.activation(table, torch.tensor([1]), query, key).item() == pytest.approx(alpha * 4)
-
-
-# --- the same heads inside a Llama -----------------------------------------------------------------------------------
+# --- the same head inside a Llama -----------------------------------------------------------------------------------
 
 LENGTH, DIM = 400, 64
 
@@ -183,78 +112,30 @@ def attention_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens[None], output_attentions=True, use_cache=False).attentions[0][0, 0].double()
 
 
-def heads() -> dict[str, tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-    table, psi = geometric(1e4, DIM), normal(DIM, seed=4)
-    scale = 30.0
-    return {
-        "Wendler": (1, theory.wendler_head(table, 40.0)),
-        "thm 5.3, previous": (1, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 1))),
-        "thm 5.3, diagonal": (0, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 0))),
-        "thm 5.3, five back": (5, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 5))),
-    }
-
-
-@pytest.mark.parametrize("name", heads())
-def test_a_llama_with_these_weights_attends_there_and_without_rotation_it_cannot(name):
-    offset, (query, key) = heads()[name]
-    model = llama(query, key)
-    tokens = torch.randint(0, 50, (LENGTH,), generator=torch.Generator().manual_seed(1))
-    weights = attention_of(model, tokens)
-    mass = weights.diagonal(-offset)
-    assert float(mass.min()) > 0.99
+def test_a_llama_with_these_weights_attends_there_and_without_rotation_it_cannot():
     table = geometric(1e4, DIM)
-    ours = theory.head_mass(table, query, key, length=LENGTH, offset=offset, sharpness=DIM**-0.5)
-    torch.testing.assert_close(mass, ours[offset:], rtol=0, atol=2e-5)
+    query, key = wendler_head(table)
+    # A model divides its logits by sqrt(head_dim).
+    factor = theory.previous_token_factor(table, mass=0.99, length=LENGTH) * DIM**0.5
+    model = llama(factor * query, key)
+    tokens = torch.randint(0, 50, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    mass = attention_of(model, tokens).diagonal(-1)
+    assert float(mass.min()) == pytest.approx(0.99, abs=1e-4)
     with rope_patch.patched(model, "nope"):
         flat = attention_of(model, tokens)
+    # Barbero et al. proposition 5.2: all tokens have the same weight.
     expected = 1 / torch.arange(1, LENGTH + 1, dtype=torch.float64)
     torch.testing.assert_close(flat.diagonal(), expected, rtol=1e-5, atol=0)
     assert float(flat.diagonal(-1).max()) <= 0.5 + 1e-6
-    nope = theory.head_mass(torch.zeros(DIM // 2), query, key, length=LENGTH, offset=1)
-    torch.testing.assert_close(nope[1:], expected[1:])
-
-
-# --- content ---------------------------------------------------------------------------------------------------------
-
-
-PAIR, QUERY, KEY, BOS = 118, (-4.1, 11.3), (11.2, -3.5), (-2.5, 1.3)
-"""A head of Gemma 7B that looks for content (Barbero et al. section E.1, where pairs are counted from 1)."""
-
-
-def in_pair(values):
-    """A vector that is zero but for that pair."""
-    x = torch.zeros(256, dtype=torch.float64)
-    x[PAIR], x[128 + PAIR] = values
-    return x
-
-
-def test_the_pair_of_gemma_by_hand():
-    # q . k = -4.1 * 11.2 + 11.3 * -3.5 = -45.92 - 39.55 = -85.47; BOS: 4.1 * 2.5 + 11.3 * 1.3 = 10.25 + 14.69 = 24.94.
-    # q x k = -4.1 * -3.5 - 11.3 * 11.2 = -112.21; BOS: -4.1 * 1.3 + 11.3 * 2.5 = 22.92.
-    # At distance r the angle is t = r * 10000^(-2 * 118 / 256), 1.6428 at 8000, and the activation . cos t + x sin t:
-    # cos 1.6428 = -0.07198, sin = 0.99741. -85.47 * -0.07198 - 112.21 * 0.99741 = 6.15 - 111.92 = -105.77;
-    # the other way round, 6.15 + 111.92 = 118.07: only there does the sign change, as the paper says it does.
-    places = torch.tensor([0, 8000, -8000])
-    computed = theory.activation(GEMMA, places, in_pair(QUERY), in_pair(KEY)).tolist()
-    assert computed == pytest.approx([-85.47, -105.77, 118.07], abs=0.01)
-    computed = theory.activation(GEMMA, places, in_pair(QUERY), in_pair(BOS)).tolist()
-    assert computed == pytest.approx([24.94, 21.07, -24.66], abs=0.01)
-    # zero where tan t = -. / x: pi - atan(85.47 / 112.21) = 2.4904 rad, / 2.05353e-4 = 12127.6… tokens
-    step = 1e4 ** (-2 * PAIR / 256)
-    zero = (math.pi - math.atan(85.47 / 112.21)) / step
-    curve = theory.activation_curve(GEMMA, 20000, in_pair(QUERY), in_pair(KEY))
-    assert int((curve > 0).long().argmax()) == math.ceil(zero)
 
 
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
 @each_table
-def test_image_distance_by_brute_force(table):
+def test_separation_by_brute_force(table):
     unit = numpy.ones(2 * len(table)) / (2 * len(table)) ** 0.5
     images = [matrix(table, p) @ unit for p in range(25)]
-    computed = theory.image_distance(table, torch.arange(25)).tolist()
-    assert computed == pytest.approx([float(numpy.linalg.norm(image - images[0])) for image in images], abs=1e-12)
     pairs = {(a, b): float(numpy.linalg.norm(images[a] - images[b])) for a in range(25) for b in range(a)}
     closest, _ = theory.separation(table, 25)
     assert closest == pytest.approx(min(pairs.values()), abs=1e-12)
@@ -274,17 +155,15 @@ def test_separation_by_hand():
 
 def test_the_nearest_old_image_by_hand_and_by_matrices():
     # PI's last new image stands at (4 * 512 - 1) / 4 = 511.75, 0.75 tokens from the last old one
-    distances, nearest = theory.nearest_old(PLAIN, PLAIN / 4, old_length=512, new_positions=torch.arange(2048))
-    apart = theory.image_distance(PLAIN, torch.tensor([0.75])).item()
-    assert (distances[-1].item(), nearest[-1].item()) == (pytest.approx(apart), 511)
-    assert (distances[0].item(), nearest[0].item()) == (0, 0)
+    distances = theory.nearest_old(PLAIN, PLAIN / 4, old_length=512, new_positions=torch.arange(2048))
+    apart = 2 * (0.75 * PLAIN.double() / 2).sin().square().mean().sqrt()
+    assert (distances[0].item(), distances[-1].item()) == (0, pytest.approx(float(apart)))
     # by another route: cosines of whole matrices of images, over two blocks of new positions and three of old
     places, table = torch.arange(0, 9000, 3), geometric(5e5, 128)
-    distances, nearest = theory.nearest_old(PLAIN, table, old_length=2100, new_positions=places)
+    distances = theory.nearest_old(PLAIN, table, old_length=2100, new_positions=places)
     old, new = torch.outer(torch.arange(2100).double(), PLAIN.double()), torch.outer(places.double(), table.double())
     cosines = (old.cos() @ new.cos().T + old.sin() @ new.sin().T) / 64
     torch.testing.assert_close(distances, (2 - 2 * cosines).clamp(min=0).sqrt().min(0).values, rtol=0, atol=1e-6)
-    assert torch.equal(nearest, cosines.argmax(0))
 
 
 # --- a table in numbers -----------------------------------------------------------------------------------------------
@@ -324,11 +203,12 @@ def test_numbers_that_papers_print():
     """To the rounding of what they print; where a paper slips, its number is in the comment beside ours."""
     phi, llama = geometric(1e4, 32), geometric(1e4, 128)
     assert float(turns(torch.tensor([1e-4]), 128000)) == pytest.approx(2.04, abs=5e-3)  # Barbero et al.
-    assert float(GEMMA[PAIR]) == pytest.approx(2.05e-4, abs=5e-7)
+    # The pair of Gemma 7B that looks for content, sec. E.1, where pairs are counted from 1.
+    assert float(geometric(1e4, 256)[118]) == pytest.approx(2.05e-4, abs=5e-7)
     assert float(geometric(5e5, 128)[40]) == pytest.approx(2.7425e-4, rel=1e-4)  # printed as 0.0001
     assert float(llama[1] / geometric(5e5, 128)[1]) == pytest.approx(1.06, abs=5e-3)
     ntk = geometric(ntk_theta(1e4, 4.0, 128), 128)
-    gaps, _ = theory.nearest_old(PLAIN, ntk, old_length=512, new_positions=torch.arange(2048))
+    gaps = theory.nearest_old(PLAIN, ntk, old_length=512, new_positions=torch.arange(2048))
     assert float(gaps.max()) == pytest.approx(1.09037, rel=2e-4)
     for table, context, share, mean in ((phi, 2048, 0.31, 3.93), (llama, 4096, 0.28, 4.19)):  # Jonasson, eq. 15 and 16
         under = table < offset_frequency_bound(context)
@@ -337,25 +217,3 @@ def test_numbers_that_papers_print():
     # Jonasson prints 6.38 for pair 10 of Phi-1, which is its angle bound; L f is another number, and both exceed 2 pi.
     assert 2048 * float(phi[10]) == pytest.approx(6.4763, abs=1e-4)
     assert float(offset_angle_bound(phi.double(), 2048)[10]) == pytest.approx(6.38, abs=5e-3)
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-ONES = torch.ones(128)
-CALLS = {
-    "expected 128": lambda: theory.activation(PLAIN, torch.arange(2), torch.ones(3)),
-    "offset 3": lambda: theory.head_mass(PLAIN, ONES, ONES, length=3, offset=3),
-    "offset -1": lambda: theory.sharpness_for(PLAIN, ONES, ONES, mass=0.9, length=3, offset=-1),
-    "mass": lambda: theory.sharpness_for(PLAIN, ONES, ONES, mass=1.0, length=3),
-    "another": lambda: theory.sharpness_for(torch.zeros(1), torch.ones(2), torch.ones(2), mass=0.9, length=3),
-    "two positions": lambda: theory.separation(PLAIN, 1),
-    "number of pairs": lambda: theory.nearest_old(PLAIN, GEMMA, old_length=3, new_positions=torch.arange(3)),
-    "old_length": lambda: theory.nearest_old(PLAIN, PLAIN, old_length=0, new_positions=torch.arange(3)),
-    "at least 2": lambda: study("nope", length=1),
-}
-
-
-@pytest.mark.parametrize("word", CALLS)
-def test_errors(word):
-    with pytest.raises(ValueError, match=word):
-        CALLS[word]()
