@@ -17,7 +17,7 @@ from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
 from rope_patch.analysis.result import Analysis
-from rope_patch.analysis.single_heads import LONGEST_TEXT, SingleHead, read_single_heads
+from rope_patch.analysis.single_heads import SingleHead, read_single_heads
 from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source, TokenDocument
@@ -185,9 +185,7 @@ def analyze_rows(
     measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
     # Few tokens, which were not announced.
     with progress.unreported():
-        single_heads = read_single_heads(
-            model, rows.ids[0, : min(SHOWN_TOKENS, LONGEST_TEXT)], list(chosen.heads) or _clearest(measured)
-        )
+        single_heads = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], chosen.heads or _clearest(measured))
     points: tuple[SweepPoint, ...] = ()
     if chosen.p_values:
         points = sweep_p(
@@ -231,22 +229,18 @@ class _Parts:
     def load_or_measure(self, kind: type[Arrays], step: str, measure: Callable[[], Arrays], **options: Any) -> Arrays:
         """Return a part from its file if that is whole and of the same model, text and options; else measure it."""
         with progress.stage(step):
-            return self._load_or_measure(kind, step, measure, options)
-
-    def _load_or_measure(
-        self, kind: type[Arrays], step: str, measure: Callable[[], Arrays], options: Mapping[str, Any]
-    ) -> Arrays:
-        if self.folder is None:
-            return measure()
-        path, identity = self.folder / f"{step}.npz", key(part=step, **self.identity, **options)
-        # A crash may come between the file and its line in the cache: the digest tells whether they belong together.
-        if path.exists() and self.cache.get(step) == [identity, _digest(path)]:
-            progress.advance(self.tokens)
-            return kind.from_npz(path)
-        part = measure()
-        part.to_npz(path)
-        self.cache[step] = [identity, _digest(path)]
-        return part
+            if self.folder is None:
+                return measure()
+            path, identity = self.folder / f"{step}.npz", key(part=step, **self.identity, **options)
+            # A crash may come between the file and its line in the cache: the digest tells whether they belong
+            # together.
+            if path.exists() and self.cache.get(step) == [identity, _digest(path)]:
+                progress.advance(self.tokens)
+                return kind.from_npz(path)
+            part = measure()
+            part.to_npz(path)
+            self.cache[step] = [identity, _digest(path)]
+            return part
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -274,7 +268,7 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
 
 def _token_texts(tokenizer: Any, heads: Heads, single_heads: Sequence[SingleHead]) -> dict[int, str]:
     named = [layer.sink_token for layer in heads.layers] + [head.token_ids for head in single_heads]
-    different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist() if named else []
+    different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist()
     return {token: tokenizer.decode([token]) for token in different if token >= 0}
 
 

@@ -211,9 +211,9 @@ def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) ->
     return query_share, key_share, logit_share, turned
 
 
-def half_chord(layer: LayerCapture, points: int = 257) -> Tensor:
+def half_chord(layer: LayerCapture) -> Tensor:
     """Return half the mean chord ``|1 - exp(i f n)|`` over distances within a layer's context: (pairs,), 0 to 1."""
-    distances = torch.linspace(0, layer.context, points, dtype=torch.float64)
+    distances = torch.linspace(0, layer.context, 257, dtype=torch.float64)
     return (layer.inv_freq.double()[:, None] * distances / 2).sin().abs().mean(-1)
 
 
@@ -281,8 +281,7 @@ def _kind(point: SweepPoint, limit: float) -> str:
 
 
 def _cost(point: SweepPoint, kind: str) -> str:
-    verb = {"cheap": "costs", "expensive": "costs", "undecided": "may cost"}[kind]
-    return f"{verb} {_rise(point, 0)}"
+    return f"{'may cost' if kind == 'undecided' else 'costs'} {_rise(point, 0)}"
 
 
 def _rise(point: SweepPoint, place: int) -> str:

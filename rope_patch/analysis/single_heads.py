@@ -17,9 +17,6 @@ from rope_patch.modeling.inputs import token_rows
 from rope_patch.modeling.statistics import pairs_of
 from rope_patch.modeling.visit_states import visit_states
 
-LONGEST_TEXT = 1024
-"""Length of the longest text that is accepted: a pattern grows with its square [tokens]."""
-
 
 @dataclass(frozen=True, eq=False)
 class SingleHead:
@@ -81,36 +78,8 @@ class SingleHead:
         hidden = (apart < 0) if self.window is None else (apart < 0) | (apart >= self.window)
         return capped.masked_fill(hidden, -torch.inf).softmax(-1)
 
-    def terms(self, query: int, key: int) -> tuple[Tensor, float]:
-        """Return what each pair adds to one scaled logit, and what the features that do not rotate add.
-
-        Args:
-            query: the position of the query [tokens].
-            key: the position of the key, not after the query [tokens].
-
-        Returns:
-            (pairs,) contributions, and the rest; their sum is ``logits[query, key]``.
-
-        Raises:
-            ValueError: a position the text does not have, or a key that the query does not see.
-        """
-        window = len(self.query) if self.window is None else self.window
-        if not (0 <= query < len(self.query) and max(0, query - window + 1) <= key <= query):
-            raise ValueError(
-                f"a query in [0, {len(self.query)}) sees the {window} keys up to its own, got query {query}, key {key}"
-            )
-        q, k = (states[at] for states, at in zip(self._rotated, (query, key), strict=True))
-        rest = 2 * len(self.inv_freq)
-        return (q * k).sum(-1) * self.scaling, float(self.query[query, rest:] @ self.key[key, rest:]) * self.scaling
-
     def mean_terms(self, distance: int) -> Tensor:
-        """Return what each pair adds to the scaled logit at a distance, averaged over the text: (pairs,).
-
-        Raises:
-            ValueError: a distance that the text does not have.
-        """
-        if not 0 <= distance < len(self.query):
-            raise ValueError(f"distance must be in [0, {len(self.query)}), got {distance}")
+        """Return what each pair adds to the scaled logit at a distance, averaged over the text: (pairs,)."""
         query, key = self._rotated
         # Query i + distance stands beside key i.
         return (query[distance:] * key[: len(key) - distance]).sum(-1).mean(0) * self.scaling
@@ -136,21 +105,17 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
 
     Args:
         model: a causal language model, as for :func:`~rope_patch.modeling.capture.capture`.
-        token_ids: (tokens,) the token ids of the text, 2 to ``LONGEST_TEXT`` of them.
-        heads: the layer and query head of each head.
+        token_ids: (tokens,) the token ids of the text, 2 or more; memory grows with their square.
+        heads: the layer and query head of each head, which the model has.
 
     Returns:
         A view of each, in the order asked for.
 
     Raises:
         TypeError: the model is refused by ``capture``.
-        ValueError: the model is refused by ``capture``; the text is too long; the model does not have a layer or head.
+        ValueError: the model is refused by ``capture``.
     """
     rows = token_rows(token_ids)
-    if len(rows) > 1 or rows.shape[1] > LONGEST_TEXT:
-        raise ValueError(f"a view takes one text of at most {LONGEST_TEXT} tokens, got {tuple(rows.shape)}")
-    if not heads:
-        return ()
     captured: dict[tuple[int, str], list[Tensor]] = {}
     sources: dict[int, AttentionLayer] = {}
 
@@ -163,13 +128,8 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
     found = []
     for index, head in heads:
         query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))
-        if not 0 <= head < query.shape[1]:
-            raise ValueError(f"layer {index} has query heads 0 to {query.shape[1] - 1}, got {head}")
         # Under grouped-query attention, neighbouring query heads share a key head.
         query, key = query[:, head], key[:, head * key.shape[1] // query.shape[1]]
-        for role, states in (("query", query), ("key", key)):
-            if not bool(torch.isfinite(states).all()):
-                raise ValueError(f"layer {index}, query head {head}: its {role} states are no finite numbers")
         source = sources[index]
         found.append(
             SingleHead(

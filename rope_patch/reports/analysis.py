@@ -34,8 +34,6 @@ def _heads(analysis: Analysis) -> Section:
 
 
 def _single(analysis: Analysis) -> Section:
-    if not analysis.single_heads:
-        return Section("Single heads", ["No single head was analyzed."], [])
     answer = (
         "A positional head has fast pairs that are long at every token and adds to one distance; a head that looks for "
         "content has slow pairs that are long at some tokens only (Barbero et al. 2024, figures 5 to 7 and 14 to 18)."

@@ -451,10 +451,12 @@ def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypat
         torch.testing.assert_close(view.logits, logits, rtol=1e-4, atol=2e-4)
         assert view.window == windows[view.layer] and torch.equal(view.token_ids, row)
         assert view.interleaved == (name in INTERLEAVED)
-        for query, key in ((39, 39), (39, 30), (5, 0), (0, 0)):
-            pairs, rest = view.terms(query, key)
+        for distance in (0, 9):
+            pairs, bare = view.mean_terms(distance), 2 * len(view.inv_freq)
             assert pairs.shape == view.inv_freq.shape
-            assert float(pairs.sum()) + rest == pytest.approx(float(view.logits[query, key]), rel=1e-9, abs=1e-9)
+            rest = (view.query[distance:, bare:] * view.key[: 40 - distance, bare:]).sum(1).mean() * view.scaling
+            mean = float(view.logits.diagonal(-distance).mean())
+            assert float(pairs.sum() + rest) == pytest.approx(mean, rel=1e-9, abs=1e-9)
             assert (abs(rest) > 1e-4) == (name in ("phi", "glm")), "some features do not rotate"
 
 
@@ -476,7 +478,6 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     for distance in (0, 12):
         turn = torch.polar(torch.ones(n).double(), distance * view.inv_freq.double())
         terms = (q[distance:] * k[: 20 - distance].conj() * turn).real * scale / 4
-        torch.testing.assert_close(view.terms(19, 19 - distance)[0], terms[-1], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(view.mean_terms(distance), terms.mean(0), rtol=1e-5, atol=1e-6)
 
 
@@ -544,33 +545,6 @@ def test_bad_input_of_measure_heads(tokens, options, message):
         measure_heads(tiny_model(), torch.tensor(tokens), **options)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "heads", "message"),
-    [
-        (torch.tensor([5]), [(0, 0)], "got 1"),
-        (ids(8, 2), [(0, 0)], "one text"),
-        (ids(1025, 1), [(0, 0)], "1024"),
-        (ids(8, 1), [(2, 0)], "layers"),
-        (ids(8, 1), [(0, 0), (1, 4)], "heads"),
-    ],
-)
-def test_bad_input_of_single_heads(tokens, heads, message):
-    with pytest.raises(ValueError, match=message):
-        read_single_heads(tiny_model(), tokens, heads)
-    assert read_single_heads(tiny_model(), ids(8, 1), []) == ()
-
-
-def test_terms_of_keys_that_a_query_does_not_see():
-    sliding, full = read_single_heads(model_of("gemma3"), text(40), [(0, 0), (1, 0)])
-    sliding.terms(39, 24)
-    for view, query, key in ((full, 3, 4), (full, 40, 0), (full, -1, -1), (full, 3, -1), (sliding, 39, 23)):
-        with pytest.raises(ValueError, match="sees"):
-            view.terms(query, key)
-    for distance in (-1, 40):
-        with pytest.raises(ValueError, match="distance"):
-            full.mean_terms(distance)
-
-
 def test_weights_that_are_no_numbers_are_named():
     model, rows = tiny_model(), ids(40, 2)
     with torch.no_grad():
@@ -578,8 +552,6 @@ def test_weights_that_are_no_numbers_are_named():
     with pytest.raises(ValueError, match=r"layer 1, query head 2 .* position 0"):
         measure_heads(model, rows, block=7)
     assert len(measure_heads(model, rows, layers=[0]).layers) == 1
-    with pytest.raises(ValueError, match="layer 1"):
-        read_single_heads(model, rows[0], [(1, 0)])
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 

@@ -211,9 +211,9 @@ def test_numbers_of_outliers_and_p_are_those_of_the_analysis(page):
 
 
 def test_nothing_found_is_said(figures):
-    """No head types, sinks, outliers, single heads or p sweep."""
+    """No head types, sinks, outliers or p sweep."""
     advice = Advice(None, "The p sweep was left out, so no p is advised.")
-    analysis = random_analysis(groups=("all",), single_heads=(), p_sweep=(), advice=advice)
+    analysis = random_analysis(groups=("all",), p_sweep=(), advice=advice)
     none = ("offset_mass", "first_mass", "sink_mass", "sink_weight")
     zeros = [{name: torch.zeros_like(getattr(layer, name)) for name in none} for layer in analysis.heads.layers]
     idle = [replace(layer, **values) for layer, values in zip(analysis.heads.layers, zeros, strict=True)]
@@ -227,11 +227,11 @@ def test_nothing_found_is_said(figures):
     for sentence in (
         *("No head is of a known type.",),
         *("No head has a sink", "No pair of a mean key is longer than 5 times", "No pair of a mean query"),
-        *("No single head was analyzed.", "so no p is advised"),
+        "so no p is advised",
     ):
         assert sentence in words
     assert not NO_NUMBER.search(words)
-    assert len(figures) == 2  # masses, norms
+    assert len(figures) == 3  # masses, view, norms
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
