@@ -45,7 +45,7 @@ def previous_token_factor(inv_freq: Table, *, mass: float, length: int) -> float
     322.58
     """
     steps = zero_unrotated(inv_freq.double())
-    blocks = torch.arange(-1, length - 1).split(max(1, VALUES_AT_ONCE // len(steps)))
+    blocks = torch.split(torch.arange(-1, length - 1), max(1, VALUES_AT_ONCE // len(steps)))
     logits = torch.cat([(block[:, None] * steps).cos().sum(1) for block in blocks])
     behind = logits - logits[1]
     behind[1] = -torch.inf
@@ -79,7 +79,7 @@ def separation(inv_freq: Table, length: int) -> tuple[float, int]:
     6283
     """
     steps = zero_unrotated(inv_freq.double())
-    blocks = torch.arange(1, length).split(max(1, VALUES_AT_ONCE // len(steps)))
+    blocks = torch.split(torch.arange(1, length), max(1, VALUES_AT_ONCE // len(steps)))
     distances = torch.cat([_image_distance(block[:, None] * steps) for block in blocks])
     nearest = int(distances.argmin())
     return float(distances[nearest]), nearest + 1
