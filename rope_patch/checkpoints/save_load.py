@@ -101,7 +101,7 @@ def save(
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
     check_adapters_in_model(model, record, trusted, save_options.get("selected_adapters"))
-    if peft_model(model) is None:  # else the adapter alone is written
+    if peft_model(model) is None:  # of a PeftModel only the adapter is written
         refuse_repacked_weights(model)
     forget_quantization(locate(model).model)
     if processes()[0] > 0 or not save_options.get("is_main_process", True):
@@ -262,7 +262,8 @@ def _load_under_adapter(
         _check_loaded(base, model, loaded)
     # Not the temporary folder: the name tells later where the tokenizer is.
     model.name_or_path = model.config.name_or_path = base
-    recorded = record or locate(model).record  # an adapter's own patch may have replaced its base's
+    # The adapter's record comes first: its patch may have replaced that of the base.
+    recorded = record or locate(model).record
     if patch is not None:
         patch(model)
     elif recorded is not None:

@@ -83,5 +83,6 @@ def _settings_below(folder: Path, record: PatchRecord) -> dict[str, Any] | None:
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)  # as transformers writes it
+    # In the form that transformers writes, so that a comparison shows only the changed keys.
+    text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
     write_atomically(folder / _SETTINGS_FILE, text + "\n")

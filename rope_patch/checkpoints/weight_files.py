@@ -115,7 +115,8 @@ def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:
     wrong = {"missing": loaded["missing_keys"], "of another shape": shapes}
     if not any(wrong.values()):
         return ""
-    wrong["unknown to the model"] = loaded["unexpected_keys"]  # often what is missing, under another name
+    # These are often the missing tensors under other names.
+    wrong["unknown to the model"] = loaded["unexpected_keys"]
     return "; ".join(f"{what}: {_first(names)}" for what, names in wrong.items() if names)
 
 

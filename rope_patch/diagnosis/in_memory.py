@@ -84,7 +84,7 @@ class Subject:
 
     @property
     def records(self) -> dict[str, TableRecord]:
-        """The numbers of the tables that are meant, by layer type."""
+        """The records of the tables that are meant, by layer type."""
         return {key_of(kind): TableRecord.of(table) for kind, table in self.meant.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""What other programs compute from a checkpoint, as checks."""
+"""Checks of the tables that other programs compute from a checkpoint."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Turn = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """One layer of a model under a scheme.
+    """The plan of one layer of a model under a scheme.
 
     Attributes:
         layer: the attention layer, with the module that puts out its keys, its table and its window.

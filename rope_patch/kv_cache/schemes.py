@@ -1,4 +1,4 @@
-"""How a key-value cache is quantized, as frozen dataclasses with one text form.
+"""Schemes that say how a key-value cache is quantized: frozen dataclasses with a text form.
 
 Scheme strings have no commas, so that they pass through lm-eval's ``--model_args``::
 
@@ -26,7 +26,7 @@ SWITCHES = ("pre", "hadamard")
 
 @dataclass(frozen=True)
 class Side:
-    """How keys, or values, are quantized.
+    """The part of a scheme that says how keys, or values, are quantized.
 
     Attributes:
         format: name of the format, a key of :data:`~rope_patch.kv_cache.formats.FORMATS`.
@@ -76,7 +76,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a cache is quantized.
+    """A scheme, which says how a cache is quantized.
 
     Attributes:
         key: how keys are quantized.

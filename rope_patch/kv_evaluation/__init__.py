@@ -1,1 +1,1 @@
-"""Models through quantized KV caches: what they cost, whether that is safe, and where it comes from."""
+"""Evaluate models through quantized KV caches: the cost of a scheme, whether it is safe, and where it comes from."""

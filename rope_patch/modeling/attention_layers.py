@@ -165,7 +165,7 @@ def find_attention_layers(model: nn.Module, ids: Tensor) -> DecoderLayers:
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
     """Return the tables that a model's rotary module holds, by layer type, with any rounding by a cast."""
-    inspection = inspect_model(model)  # refuses what the patch layer refuses
+    inspection = inspect_model(model)  # it raises for models that cannot be patched, either
     for table in inspection.tables:
         if not isinstance(module, PatchedRotary) and table.is_dynamic:
             raise ValueError(
@@ -234,7 +234,7 @@ def _match(
             # Keys that the layer does not put out itself are those of an earlier layer (Gemma 4 shares them).
             key, value = search("key", turn), search("value", lambda x: x)
             if key is None:
-                for other, layer in zip(calls, before, strict=False):  # before holds the calls that came first
+                for other, layer in zip(calls, before, strict=False):  # `before` has only the layers of the first calls
                     if torch.equal(other.states["key"], call.states["key"]):
                         key, value, keys_of = layer.parts["key"], layer.parts["value"], layer.keys_of
                         break

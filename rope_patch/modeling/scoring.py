@@ -66,7 +66,7 @@ class Reader:
     """
 
     def __init__(self, model: nn.Module, *, inside: bool = False) -> None:
-        owner: Any = model  # torch knows attributes of modules as tensors or modules alone
+        owner: Any = model  # to the type checker, attributes of modules are tensors or modules
         refuse_prompts(model)
         if not hasattr(model, "get_decoder"):
             raise not_a_model(model)

@@ -24,5 +24,5 @@ def cache_argument(decoder: nn.Module) -> str:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of a forward pass or of ``generate``; None where there is none."""
+    """Return the cache among the arguments of a forward pass or of ``generate``; None if there is none."""
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)

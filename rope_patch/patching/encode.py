@@ -57,7 +57,7 @@ class PatchRequest:
 
 @dataclass(frozen=True, eq=False)
 class TableChange:
-    """What a patch changes, in a model or in a file.
+    """The change that a patch makes in a model or in a file.
 
     Attributes:
         method: the method that is applied, with every parameter resolved.
@@ -147,7 +147,8 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
     extras: list[dict[str, Any]] = [{}]
     if getattr(config, "is_heterogeneous", False):
         extras.append({READ_GLOBAL: True})
-    if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
+    # Mixtral's head_dim may be None, and transformers' own YaRN fails on that, since it multiplies by head_dim.
+    if settings.get("head_dim", 0) is None:
         extras.append({"head_dim": config.hidden_size // config.num_attention_heads})
     for kind, table in list(after.items()):
         # A table that is left alone keeps its own encoding. One that was edited by hand or frozen has none that gives
@@ -200,7 +201,7 @@ def _encode_table(
             try:
                 config = config_with(location.base_config, trial)
                 rebuilt = build_rotary(location.rotary_class, config)
-            except Exception as error:  # a family refuses a type in its own way: Phi3 takes longrope only
+            except Exception as error:  # each family refuses a type in its own way: Phi-3 takes only longrope
                 reason = f"{type(error).__name__}: {error}"
                 continue
             if not _same_table(rebuilt, candidate):
@@ -208,7 +209,8 @@ def _encode_table(
             if (changed := change_for_readers(location, config)) is None:
                 return candidate, trial
             reason = f"{changed}; a patch changes the table alone"
-            if "mscale_all_dim" in (table.rope_parameters or {}):  # attention would apply a factor of it itself
+            # DeepSeek's attention applies a factor of its own from this key, so no encoding with it can be right.
+            if "mscale_all_dim" in (table.rope_parameters or {}):
                 raise ValueError(
                     f"attention of {location.name} takes its softmax scale from mscale_all_dim, too: {reason}. Leave "
                     "out mscale and mscale_all_dim, or state attention_factor. Nothing was changed"
@@ -230,7 +232,8 @@ def _own_encodings(table: RotaryTable) -> Iterator[RotaryTable]:
     native = table.rope_parameters
     if native is not None:
         yield table
-        if table.other_keys:  # a partial factor the family ignores must not be read by the native type
+        # A family may ignore a partial_rotary_factor in plain RoPE, while the native type would obey it.
+        if table.other_keys:
             yield replace(table, rope_parameters={k: v for k, v in native.items() if k not in table.other_keys})
     # The longrope form divides each pair by a factor of its own, so it states any table. The last bits follow from the
     # factors: the table is computed from them as the loader does it, and then compared with `torch.equal`.
@@ -238,7 +241,8 @@ def _own_encodings(table: RotaryTable) -> Iterator[RotaryTable]:
     form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
     inv_freq = frequencies.zero_unrotated(frequencies.longrope(table.rope_theta, factors))
     scaling = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
-    for own in (table.other_keys, {}, scaling):  # which Phi-MoE asks for, also where it is 1
+    # Phi-MoE insists on short_mscale and long_mscale, even if they are 1.
+    for own in (table.other_keys, {}, scaling):
         yield replace(table, inv_freq=inv_freq, rope_type="longrope", rope_parameters={**own, **form})
 
 
@@ -261,7 +265,9 @@ def completed(location: Location, layer_type: str | None, encoding: Mapping[str,
         found = {key: value for key, value in encoding_of(location.base_config, layer_type).items() if key != "type"}
         yield {**{key: value for key, value in found.items() if key in looked_up}, **encoding}
         yield {**found, **encoding}
-        if encoding.get("rope_type") == "longrope":  # its lists and attention factor say all there is of the table
+        # In the longrope form the lists and the attention factor describe the whole table, so other readers may have
+        # the keys that the base config states.
+        if encoding.get("rope_type") == "longrope":
             kept = ("factor", "original_max_position_embeddings")
             yield {**found, **encoding, **{key: found[key] for key in kept if key in found}}
 

@@ -98,7 +98,7 @@ class Location:
 
     @property
     def without_numbers(self) -> bool:
-        """Whether the rotary module lies on the meta device, where only the config can be looked at."""
+        """Whether the rotary module is on the meta device, so that its table is known from the config alone."""
         return any(buffer.is_meta for buffer in self.module.buffers())
 
     @property
@@ -124,7 +124,7 @@ class Location:
 
     @cached_property
     def layout(self) -> RotaryLayout:
-        """How the rotary module lays out cos and sin."""
+        """The layout in which the rotary module returns cos and sin."""
         if self.patched is not None:
             return self.patched.layout
         kind, inv_freq = next(iter(original_tables(self.module).items()))
@@ -273,7 +273,7 @@ def _layers_of(model: Any) -> Iterator[Any]:
 
 
 def holds_adapters_twice(model: nn.Module) -> bool:
-    """Tell whether a PEFT model lies inside another one, where no adapter's weights are found by their names."""
+    """Tell whether a PEFT model is inside another one, so that an adapter's weights are not found by their names."""
     return sum(hasattr(layer, "get_base_model") and not hasattr(layer, "_orig_mod") for layer in _layers_of(model)) > 1
 
 

@@ -22,7 +22,7 @@ _POSITIONS = (0, 1, 2, 3, 17, 101, 1009, 4093)
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What a rotary module computes in the place of one table.
+    """A measurement of the table that a rotary module uses.
 
     Attributes:
         key: the layer type of the table; ``"all"`` if all layers share one.

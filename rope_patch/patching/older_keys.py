@@ -42,7 +42,8 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
             if (table := parameters.get(kind)) is not None:
                 scaled = table.get("rope_type", "default") != "default"
                 keys[name] = OLDER_FAIL if scaled else table["rope_theta"]
-        if names == _OLDER_BASES["gemma3_text"] and "full_attention" in parameters:  # which has one scaling
+        # Gemma 3 has one scaling in version 4, that of full attention; ModernBERT has none.
+        if names == _OLDER_BASES["gemma3_text"] and "full_attention" in parameters:
             keys |= older_keys("", parameters["full_attention"])
         return keys
     neox = model_type in ("gpt_neox", "gpt_neox_japanese")

@@ -58,7 +58,7 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class PatchRecord:
-    """What was done to a model's rotary tables, and what they were before.
+    """The record of a patch: the method, and a model's rotary tables after and before it.
 
     Attributes:
         method: the method, as :meth:`~rope_patch.Method.to_dict` returns it.

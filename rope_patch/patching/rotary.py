@@ -42,7 +42,7 @@ def call(module: nn.Module, layer_type: str | None, position_ids: Tensor, dtype:
 
 @dataclass(frozen=True)
 class RotaryLayout:
-    """How a rotary module lays out cos and sin.
+    """The layout in which a rotary module returns cos and sin.
 
     Attributes:
         features: the order of the features: ``halves`` has all pairs and then all again (Llama), ``neighbours`` each

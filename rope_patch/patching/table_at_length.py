@@ -44,4 +44,5 @@ def table_at_length(table: RotaryTable, config: PreTrainedConfig, length: int) -
         theta = frequencies.ntk_theta(table.rope_theta, grown - (encoding["factor"] - 1), table.rotary_dim)
         native = {"rope_type": "default", "rope_theta": theta}
     frozen = table.becomes(inv_freq, rope_parameters=native, attention_scaling=scaling)
-    return replace(frozen, rope_theta=table.rope_theta)  # a method that starts anew starts there
+    # A method that recomputes a table from its base starts from the model's own base, not from the grown one.
+    return replace(frozen, rope_theta=table.rope_theta)

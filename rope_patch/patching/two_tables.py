@@ -169,7 +169,7 @@ class TwoTableRotary(PatchedRotary):
         super().__init__(tables, original, **options)
         self.short_tables, self.switch_at = dict(short), switch_at
         hashes = [table.fingerprint for table in (*tables.values(), *short.values())]
-        self.fingerprint = " ".join(("switch", str(switch_at), *hashes))  # what a cache is marked with
+        self.fingerprint = " ".join(("switch", str(switch_at), *hashes))  # caches are marked with it
         # In a tuple, so that the model still has one rotary module.
         self._short = (PatchedRotary(short, original, **options),)
 
@@ -193,7 +193,7 @@ class TwoTableRotary(PatchedRotary):
         short = self._short[0](x, position_ids, layer_type)
         # position_ids may have one row for the whole batch; hidden states in x tell how many there are.
         rows = self._long_rows(position_ids, x.shape[0] if x.ndim == 3 else position_ids.shape[-2]).view(-1, 1, 1)
-        if isinstance(long, Tensor):  # complex numbers
+        if isinstance(long, Tensor):  # a layout of complex numbers
             return torch.where(rows, long, short)
         return torch.where(rows, long[0], short[0]), torch.where(rows, long[1], short[1])
 
@@ -386,7 +386,7 @@ def reach_of(model: Any, options: dict[str, Any]) -> Tensor:
     if new is None:
         new = 20 if longest is None else max(longest - size, 1)  # 20 is what transformers generates by default
     mask = options.get("attention_mask")
-    if mask is None and prompt is not None and prompt.ndim == 2:  # not embeddings
+    if mask is None and prompt is not None and prompt.ndim == 2:  # embeddings have no padding tokens
         mask = _without_padding(prompt, *(_option(model, options, f"{name}_token_id") for name in ("pad", "eos")))
     tokens = mask.sum(-1) if isinstance(mask, Tensor) and mask.ndim == 2 else torch.tensor([size])
     return tokens.long().clamp(min=1) + int(new)

@@ -1,4 +1,4 @@
-"""The script that pretrains the reference checkpoints, as a module: it lies outside the package."""
+"""The script that pretrains the reference checkpoints, imported as a module, since it is not in the package."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SCRIPT = Path(__file__).parents[2] / "recipes" / "pretrain_reference.py"
 
 
 def load_recipe() -> ModuleType:
-    """The recipe as a module: it is a script outside the package."""
+    """Import the script of the recipe as a module, and return it."""
     spec = importlib.util.spec_from_file_location("pretrain_reference", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
+    sys.modules[spec.name] = module  # its dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
