@@ -219,6 +219,7 @@ class Chain(Method):
     """Several methods applied from left to right, each to the table that the one before it returned."""
 
     steps: tuple[Method, ...] = ()
+    # Not in the class statement, which would register it: a chain is written with +, not by its name.
     name: ClassVar[str] = "chain"
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class ABF(Method, name="abf"):
         return frequencies.geometric(self.base(table), table.rotary_dim)
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
-        """Plain RoPE of the new base."""
+        """Return the parameters of plain RoPE with the new base."""
         return {"rope_type": "default", "rope_theta": self.base(table)}
 
 
@@ -66,5 +66,5 @@ class NTK(Scaling, name="ntk"):
         return frequencies.geometric(self.base(table), table.rotary_dim)
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
-        """Plain RoPE of the new base."""
+        """Return the parameters of plain RoPE with the new base."""
         return {"rope_type": "default", "rope_theta": self.base(table)}

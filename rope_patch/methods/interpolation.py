@@ -192,6 +192,7 @@ class Resonance(Method, name="resonance"):
     def check_table(self, table: RotaryTable) -> None:
         """Refuse a table with a wavelength that rounds to 0."""
         fastest = float(frequencies.wavelength(table.inv_freq).min())
+        # torch.round rounds 0.5 to the even number, 0.
         if fastest <= 0.5:
             raise ValueError(
                 f"a wavelength of {fastest:.3g} tokens rounds to 0: frequencies must be below 4 pi rad/token"

@@ -87,7 +87,8 @@ class PRope(Method, name="p_rope"):
         return inv_freq
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
-        """Type ``proportional``, but where the partial factor is the shape of the heads (Phi's, even at 1)."""
+        """Return parameters of type ``proportional``; None if the table is neither plain RoPE nor of that type."""
+        # In families such as Phi the partial factor is the shape of the heads, even if it is 1, so it cannot state p.
         if table.rope_type not in ("default", "proportional") or "partial_rotary_factor" in table.other_keys:
             return None
         return {"rope_type": "proportional", "rope_theta": table.rope_theta, "partial_rotary_factor": self.p}

@@ -32,6 +32,7 @@ class TwoTables(Method):
     long: Method
     short: Method = field(default_factory=Default)
     switch_at: int = field(kw_only=True)
+    # Not in the class statement, which would register it: it is written LONG@LENGTH, not by its name.
     name: ClassVar[str] = "two_tables"
 
     def __post_init__(self) -> None:

@@ -59,6 +59,7 @@ class ExtendSettings(OptionSet):
     evaluation: EvalSpec = contained(
         EvalSpec,
         without=("lengths", "samples", "windows", "longppl", "bucket"),
+        # A placeholder: __post_init__ puts the length to reach in its place.
         lengths=(2,),
         depths=(0.1, 0.5, 0.9),
     )

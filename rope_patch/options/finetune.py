@@ -166,6 +166,7 @@ class EvaluationOptions(OptionSet):
         least=2,
     )
     task: str = word("The retrieval task.", "passkey")
+    # The length is a placeholder: a run puts in the lengths and the task from above.
     spec: EvalSpec = contained(
         EvalSpec, without=("lengths", "tasks", "bucket", "batch_tokens"), lengths=(2,), windows=8
     )
