@@ -120,7 +120,7 @@ def verify_gguf(source: str | Path) -> PatchRecord:
         raise PatchError(f"{source} carries no patch record: {reason}")
     problems = list(found.warnings)
     recorded, base = table_of(record.tables), base_in(record, table)
-    # A base that was frozen or edited by hand cannot be computed again from what the file holds.
+    # The settings in the record do not describe a base that was frozen or edited by hand, so no method starts there.
     if record.freeze_at is None and not record.edited and recorded is not None:
         again = TableRecord.of(record.to_method()(base))
         problems += [f"method: it gives table {again.hash}, the record says {recorded.hash}"] * (

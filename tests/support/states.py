@@ -68,7 +68,7 @@ def text(tokens=TOKENS, seed=0):
 def model_of(name, **changes):
     """A model whose weights, biases and norms are all random.
 
-    A fresh model has biases of 0 and norms of 1, under which different places of a layer show the same states.
+    In a fresh model biases are 0 and weights of norms are 1, so that a bias or a weight that is left out does not show.
     """
     if name in OTHERS:
         torch.manual_seed(0)
