@@ -146,6 +146,7 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
     if is_gguf(source):
         return None
     options = {key: value for key, value in hub.items() if key in HUB_OPTIONS}
+    # A repository that cannot be reached counts as one without the file: the loader then says what is wrong.
     with contextlib.suppress(OSError):
         cached = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
         return None if cached is None else Path(cached)
@@ -315,6 +316,8 @@ def check_adapters_in_model(
                 f"here: others were put in their place. If these belong to {record.to_method()}: "
                 f"save(…, trust_adapters=[{name!r}])"
             )
+    # PEFT sets inference_mode on adapters that it loads, not on those that are trained here. Beside a loaded one, any
+    # adapter without a record may have been combined from it.
     unknown = [name for name in known if not hasattr(known[name], TABLES_ATTRIBUTE) and name not in trusted]
     loaded = [name for name in unknown if known[name].inference_mode]
     saved = [name for name in unknown if not selected or name in selected]
