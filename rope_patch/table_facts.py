@@ -107,8 +107,8 @@ class TableFacts:
         return [Fact(name, unit, before, after, note) for (name, unit, note), before, after in values]
 
     def _numbers(self, table: Tensor, stride: int) -> list[float | None]:
-        rests = unrotated(table)
-        turning = table[~rests].double()
+        is_unrotated = unrotated(table)
+        turning = table[~is_unrotated].double()
         slow = table < offset_frequency_bound(self.trained_length)
         angles = offset_angle_bound(table.double(), self.trained_length)[slow]
         # Steps of the stride may miss the last position, which is always looked at.
@@ -116,7 +116,7 @@ class TableFacts:
         gaps = nearest_old(self.before, table, old_length=self.trained_length, new_positions=looked)
         slowest = float(turning.min()) if len(turning) else 0.0
         return [  # in the order of the names in `facts`
-            float(rests.sum()),
+            float(is_unrotated.sum()),
             float(wavelength(turning).min()) if len(turning) else None,
             2 * math.pi / slowest if slowest else None,
             self.length * slowest / (2 * math.pi),
@@ -126,7 +126,7 @@ class TableFacts:
             *map(float, separation(table, self.length)),
             float(gaps.max()),
             previous_token_factor(table, mass=HEAD_ATTENTION, length=self.length),
-            math.pi / 2 / slowest if slowest and not bool(rests.any()) else None,
+            math.pi / 2 / slowest if slowest and not bool(is_unrotated.any()) else None,
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -108,20 +108,20 @@ def sweep_text(
         ValueError: the text has fewer than 2 tokens.
     """
     if text is None:
-        whole, name = builtin_text("heldout").text, "held-out part of the built-in text"
+        whole_text, name = builtin_text("heldout").text, "held-out part of the built-in text"
     else:
-        whole = "\n\n".join(document.text for source in text.values() for document in documents(source))
+        whole_text = "\n\n".join(document.text for source in text.values() for document in documents(source))
         name = ", ".join(text)
-    (stream,) = encode(tokenizer, whole, prefix=())
+    (stream,) = encode(tokenizer, whole_text, prefix=())
     most = (
         MOST_WINDOWS * MOST_CONTEXTS * LONGEST_CONTEXT
         if tokens is None
         else max(tokens, LEAST_WINDOWS * SHORTEST_WINDOW)
     )
     most = min(most, len(stream.ids))
-    near = min(context, LONGEST_CONTEXT, max(2, most // LEAST_WINDOWS))
-    edges = (0, near, MOST_CONTEXTS * near) if most >= LEAST_WINDOWS * MOST_CONTEXTS * near else (0, near)
-    windows, _ = spread_windows(tokenizer, whole, edges[-1], max(1, min(MOST_WINDOWS, most // edges[-1])))
+    end = min(context, LONGEST_CONTEXT, max(2, most // LEAST_WINDOWS))
+    edges = (0, end, MOST_CONTEXTS * end) if most >= LEAST_WINDOWS * MOST_CONTEXTS * end else (0, end)
+    windows, _ = spread_windows(tokenizer, whole_text, edges[-1], max(1, min(MOST_WINDOWS, most // edges[-1])))
     return windows, edges, name
 
 
@@ -248,11 +248,11 @@ def advise(points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, voca
         chosen = min(cheap, key=lambda point: point.p)
         beyond = f", and beyond it by {_rise(chosen, 1)}" if len(chosen.perplexity) > 1 else ""
         lower = [f"p = {point.p:g} {_cost(point, kinds[point.p])}" for point in others if point.p < chosen.p]
-        rest = f" {'; '.join(lower)}." if lower else " It is the smallest p measured."
+        larger_sentence = f" {'; '.join(lower)}." if lower else " It is the smallest p measured."
         return Advice(
             chosen.p,
             f"p = {chosen.p:g} suits this checkpoint without training: {_carried(chosen)}, and {sample} perplexity "
-            f"within the context changes by {_rise(chosen, 0)}{beyond}.{rest}",
+            f"within the context changes by {_rise(chosen, 0)}{beyond}.{larger_sentence}",
         )
     undecided = [point for point in others if kinds[point.p] == "undecided"]
     if undecided:

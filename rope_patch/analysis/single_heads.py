@@ -66,8 +66,8 @@ class SingleHead:
         query, key = self._rotated
         # Features beyond the rotary dimension are multiplied as they are.
         rotary = torch.einsum("qpx,kpx->qk", query, key)
-        rest = 2 * len(self.inv_freq)
-        return (rotary + self.query[:, rest:] @ self.key[:, rest:].T) * self.scaling
+        rotary_dim = 2 * len(self.inv_freq)
+        return (rotary + self.query[:, rotary_dim:] @ self.key[:, rotary_dim:].T) * self.scaling
 
     @functools.cached_property
     def pattern(self) -> Tensor:
@@ -125,13 +125,13 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
             captured.setdefault((layer.index, role), []).append(states.cpu().double())
 
     visit_states(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
-    found = []
+    single_heads = []
     for index, head in heads:
         query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))
         # Under grouped-query attention, neighbouring query heads share a key head.
         query, key = query[:, head], key[:, head * key.shape[1] // query.shape[1]]
         source = sources[index]
-        found.append(
+        single_heads.append(
             SingleHead(
                 layer=index,
                 head=head,
@@ -146,4 +146,4 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
                 interleaved=source.interleaved,
             )
         )
-    return tuple(found)
+    return tuple(single_heads)

@@ -76,12 +76,12 @@ def patch_gguf(
         raise ValueError(f"{out} is the GGUF file itself: give another output file")
     out = check_output_file(out, overwrite=overwrite)
     opened = open_gguf(source)
-    found = table_in(opened, source)
-    if found.record is not None or found.warnings:
-        name = found.record.to_method() if found.record is not None else "a method that cannot be read"
+    inspection = table_in(opened, source)
+    if inspection.record is not None or inspection.warnings:
+        name = inspection.record.to_method() if inspection.record is not None else "a method that cannot be read"
         raise PatchError(f"{source} is already patched with {name}: patch the file that it was made from")
-    _check_one_table(opened, found.tables[0], source)
-    before = _base(found.tables[0])
+    _check_one_table(opened, inspection.tables[0], source)
+    before = _base(inspection.tables[0])
     check_one_table(chosen, "a GGUF file")
     chosen = chosen.extended_to([before], target_length)
     reach = chosen.reach(before) or 0
@@ -113,12 +113,12 @@ def verify_gguf(source: str | Path) -> PatchRecord:
         FileNotFoundError, ValueError: there is no such file, or it is not a whole GGUF model.
     """
     opened = open_gguf(source)
-    found = table_in(opened, source)
-    record, (table,) = found.record, found.tables
+    inspection = table_in(opened, source)
+    record, (table,) = inspection.record, inspection.tables
     if record is None:
-        reason = found.warnings[0] if found.warnings else "it is not patched, or the patch was lost"
+        reason = inspection.warnings[0] if inspection.warnings else "it is not patched, or the patch was lost"
         raise PatchError(f"{source} carries no patch record: {reason}")
-    problems = list(found.warnings)
+    problems = list(inspection.warnings)
     recorded, base = table_of(record.tables), base_in(record, table)
     # The settings in the record do not describe a base that was frozen or edited by hand, so no method starts there.
     if record.freeze_at is None and not record.edited and recorded is not None:

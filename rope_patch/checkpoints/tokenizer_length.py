@@ -46,8 +46,8 @@ def bring_settings(old: Path, folder: Path) -> None:
 def restore_length(folder: Path) -> None:
     """Undo :func:`raise_length` in a folder."""
     settings = _settings(folder)
-    if (found := settings.pop(FOUND_KEY, None)) is not None:
-        _write_settings(folder, settings | found)
+    if (original := settings.pop(FOUND_KEY, None)) is not None:
+        _write_settings(folder, settings | original)
 
 
 def check_length(folder: Path, record: PatchRecord) -> None:

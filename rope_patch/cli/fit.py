@@ -77,8 +77,8 @@ def described(patch: FittedPatch) -> Iterator[str]:
     for candidate in patch.candidates:
         text, second, shares = (candidate.means[kind] for kind in METRIC_OF)
         losses = ("/".join(f"{math.exp(nll):.3f}" for nll in several.values()) for several in (text, second))
-        found = "/".join(f"{share:.2f}" for share in shares.values())
-        yield f"{candidate.name:8}  perplexity {next(losses)}, of the second domain {next(losses)}, answered {found}"
+        answered = "/".join(f"{share:.2f}" for share in shares.values())
+        yield f"{candidate.name:8}  perplexity {next(losses)}, of the second domain {next(losses)}, answered {answered}"
     if patch.stopped:
         yield f"The fit was stopped: it {patch.stopped}."
     if patch.chosen == "start":

@@ -110,12 +110,12 @@ class Diagnosis:
     def verdict(self) -> str:
         """A line that says how many checks hold, differ or could not be made."""
         differing, unknown = (len(self.found(state)) for state in (DIFFERS, UNKNOWN))
-        made = sum(check.counts for check in self.checks)
+        count = sum(check.counts for check in self.checks)
         if differing:
-            return f"NOT OK: {differing} of {made} checks differ"
+            return f"NOT OK: {differing} of {count} checks differ"
         if unknown:
-            return f"UNKNOWN: {unknown} of {made} checks could not be made, the others hold"
-        return f"OK: {made} of {made} checks hold"
+            return f"UNKNOWN: {unknown} of {count} checks could not be made, the others hold"
+        return f"OK: {count} of {count} checks hold"
 
     def __repr__(self) -> str:
         return f"<Diagnosis of {self.source}: {self.verdict}>"

@@ -166,16 +166,16 @@ def _of_adapter(source: str) -> Diagnosis:
 
 def _of_gguf(source: str | Path) -> Diagnosis:
     """Check a GGUF file: its record against its keys and factors, and which table each program reads."""
-    found = checkpoints.inspect(source)
+    inspection = checkpoints.inspect(source)
     weights = Check("weights file", HOLDS, f"every tensor lies within the file; {open_gguf(source).weights} weights")
     checks = [weights]
-    if found.record is None:
-        checks += [Check("table", HOLDS, note, counts=False) for note in found.warnings]
+    if inspection.record is None:
+        checks += [Check("table", HOLDS, note, counts=False) for note in inspection.warnings]
     else:
         try:
             checks.append(Check("patch record", HOLDS, str(checkpoints.verify(source))))
         except PatchError as error:
             checks.append(Check("patch record", DIFFERS, str(error), fix="write the patched file again"))
     checks += _made(programs_agree, source)
-    tables = {table.layer_type: table for table in found.tables}
-    return Diagnosis(str(source), found.method, tables, {}, tuple(checks))
+    tables = {table.layer_type: table for table in inspection.tables}
+    return Diagnosis(str(source), inspection.method, tables, {}, tuple(checks))

@@ -215,8 +215,8 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
     build, computed = ROPE_INIT_FUNCTIONS.get(stated), plain(table.inv_freq, table)
     if build is None or "proportional" in stated:
         if table.is_geometric or computed is None:
-            what = "plain RoPE of the base that is stated" if table.is_geometric else "a table of its own"
-            yield Check(f"config{where}", HOLDS, f"the model's class computes {what} (rope_type {stated!r})")
+            computes = "plain RoPE of the base that is stated" if table.is_geometric else "a table of its own"
+            yield Check(f"config{where}", HOLDS, f"the model's class computes {computes} (rope_type {stated!r})")
             return
         expected = f"plain RoPE with a base of {table.rope_theta:g}"
     else:
@@ -233,11 +233,11 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
             )
             return
         expected = f"the {stated} table of the config, with attention factor {scaling:.6g}"
-    found = "another table" if computed is None else computed[0].partition(":")[0]
+    difference = "another table" if computed is None else computed[0].partition(":")[0]
     yield Check(
         f"config{where}",
         DIFFERS,
-        f"the class of the rotary module does not compute what the config states: {found}",
+        f"the class of the rotary module does not compute what the config states: {difference}",
         expected,
         "this class reads rope_parameters in a way of its own, or leaves a part of it out",
         "rope_patch.apply(model, METHOD) puts the table in place, whatever the class reads",

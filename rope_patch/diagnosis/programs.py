@@ -44,5 +44,7 @@ def _check(row: AuditRow) -> Check:
     built = row.built
     # A difference that would be printed as 0.00 % is left out.
     apart = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"
-    found = f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{apart}"
-    return replace(check, state=DIFFERS, found=found, meaning=reasons, fix=fix)
+    problem = (
+        f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{apart}"
+    )
+    return replace(check, state=DIFFERS, found=problem, meaning=reasons, fix=fix)

@@ -134,24 +134,24 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
     config = load_config(source)
     with torch.device("meta"), naming_checkpoint(source):
         model = AutoModelForCausalLM.from_config(config)
-    found = inspect_model(model)
+    inspection = inspect_model(model)
     text = locate(model).config
     stated = StatedConfig(
         model_type=str(text.model_type),
         outer_type=str(config.model_type),
         raw=text_part(config_json(source)),
         complete=text.to_dict(),
-        tables={table.layer_type: table for table in found.tables},
+        tables={table.layer_type: table for table in inspection.tables},
     )
     layers = _layers(text, stated.tables)
-    rows = _own_rows(found, layers)
+    rows = _own_rows(inspection, layers)
     if (reason := _failure(model, stated)) is not None:
         rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
     for name in programs:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated.tables, layers, _fix(source, name, stated))
-    notes = (*about_two_tables(found.record), *_about_truncate(stated), *found.warnings)
-    return Audit(str(source), found.model_class, found.method, tuple(rows), notes)
+    notes = (*about_two_tables(inspection.record), *_about_truncate(stated), *inspection.warnings)
+    return Audit(str(source), inspection.model_class, inspection.method, tuple(rows), notes)
 
 
 _SHARE_FIX = (

@@ -80,8 +80,8 @@ def as_stated(stated: StatedContext) -> Derived:
 
 def _length_at(key: str, lengths: Mapping[str, int]) -> Derived:
     """Return the context at a key, and a sentence if it is not that of ``max_position_embeddings``."""
-    length, usual = lengths[key], lengths["max_position_embeddings"]
-    if length == usual:
+    length, maximum = lengths[key], lengths["max_position_embeddings"]
+    if length == maximum:
         return length, ()
     return length, (f"it takes {key}, {length} tokens, for the context, not max_position_embeddings",)
 

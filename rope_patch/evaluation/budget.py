@@ -162,16 +162,16 @@ def tokens_per_second(
         seconds(1, min(length, 16))  # the first call of a process is slower
         size, spent, sizes, costs = min(length, SHORTEST_ROW), 0.0, list[int](), list[float]()
         while True:
-            took = seconds(1, size)
-            spent += took
+            elapsed = seconds(1, size)
+            spent += elapsed
             sizes.append(size)
-            costs.append(took / size)
+            costs.append(elapsed / size)
             # A row twice as long takes at least twice the time, and more because of attention.
-            if size == length or spent + 2.5 * took > MEASURING_SECONDS:
+            if size == length or spent + 2.5 * elapsed > MEASURING_SECONDS:
                 break
             size = min(2 * size, length)
         # On a GPU several rows may take no longer than one, so a batch is timed if there is time for it.
-        if size == length and rows > 1 and rows * took < MEASURING_SECONDS:
+        if size == length and rows > 1 and rows * elapsed < MEASURING_SECONDS:
             return rows * length / seconds(rows, length)
     # Longer rows get more weight: they are closer to the length that is extrapolated to.
     growing = float(np.polyfit(sizes, costs, 1, w=sizes)[0]) if len(sizes) > 1 else 0.0

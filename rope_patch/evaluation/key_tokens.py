@@ -243,7 +243,7 @@ def _losses(
     nll = torch.full((len(window.ids),), math.nan, dtype=torch.float64)
     prefix = window.ids[: len(window.prefix)]
     done = 1  # the first token is never predicted
-    rows, first, kept = [], [], []
+    rows, first, slices = [], [], []
     for start, stop in spans:
         # A slice is a view: without the copy the special tokens would be written into the text itself.
         own = window.ids[start:stop].clone()
@@ -251,7 +251,7 @@ def _losses(
             own[: len(prefix)] = prefix
         rows.append(own)
         first.append(max(done, start + 1) - start)
-        kept.append((start, stop))
+        slices.append((start, stop))
         done = stop
     # A dynamic rotary table depends on the length of what is read, so such a model reads one row at a time.
     count = 1 if reader.dynamic else max(1, batch_tokens // max(map(len, rows), default=1))
@@ -260,6 +260,6 @@ def _losses(
         padded = torch.nn.utils.rnn.pad_sequence(rows[group], batch_first=True)
         sizes = [len(row) for row in rows[group]]
         table, _ = losses(reader, padded, first[group], lengths=sizes, progress=progress)
-        for (start, stop), at, row in zip(kept[group], first[group], table, strict=True):
+        for (start, stop), at, row in zip(slices[group], first[group], table, strict=True):
             nll[start + at : stop] = row[at : stop - start]
     return nll

@@ -284,13 +284,13 @@ class _Fit:
         return self.maker.render(self._body(question, words), question.answer_prefix)
 
     def _body(self, question: Question, words: Sequence[str]) -> str:
-        around, rest = (words, ()) if question.context is None else (self.pieces, words)
+        surrounding, after = (words, ()) if question.context is None else (self.pieces, words)
         pieces, at = [question.opening], 0
         for depth, needle in question.hidden:
-            place = round(depth * len(around))
-            pieces += [*around[at:place], needle]
+            place = round(depth * len(surrounding))
+            pieces += [*surrounding[at:place], needle]
             at = place
-        body = "".join([*pieces, *around[at:], question.closing, *rest, question.text])
+        body = "".join([*pieces, *surrounding[at:], question.closing, *after, question.text])
         # A needle at the start keeps the space before it, so that it has the same tokens at every depth.
         return body if question.hidden and body.startswith(question.hidden[0][1]) else body.lstrip()
 
@@ -311,8 +311,8 @@ class _Fit:
         upto = self.maker.upto
         size = len(upto) - 1
         if self.maker.haystack.endless:
-            rounds, rest = divmod(upto[first % size] + tokens, upto[-1])
-            return max(1, rounds * size + bisect.bisect_left(upto, rest) - first % size)
+            rounds, remaining = divmod(upto[first % size] + tokens, upto[-1])
+            return max(1, rounds * size + bisect.bisect_left(upto, remaining) - first % size)
         return max(0, min(bisect.bisect_left(upto, upto[min(first, size)] + tokens), size) - first)
 
     def _words_within(self, tokens: int) -> int:
@@ -333,7 +333,7 @@ class _Fit:
         # The prompt must be tokenised alike with and without the answer: otherwise a model would be asked with other
         # tokens than those it is scored on.
         for spaces in range(len(target) - len(target.lstrip()), -1, -1):
-            shown, rest = text + target[:spaces], target[spaces:]
+            shown, answer_start = text + target[:spaces], target[spaces:]
             asked = maker.encode(shown)
             if ids[: len(asked)] == asked and len(asked) < len(ids):
                 break
@@ -343,11 +343,11 @@ class _Fit:
         # for each.
         ends, answer, context = [], "", shown[-200:]
         for part in question.parts[:-1]:
-            answer += f", {part}" if answer else rest[: rest.index(part)] + part
+            answer += f", {part}" if answer else answer_start[: answer_start.index(part)] + part
             ends.append(len(maker.encode(context + answer)) - len(maker.encode(context)))
         ends.append(len(ids) - len(asked))
         return Prompt(
-            *(shown, rest, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths),
+            *(shown, answer_start, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths),
             hidden=question.hidden,
             question=question.text,
         )

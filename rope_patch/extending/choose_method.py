@@ -120,8 +120,8 @@ class MethodEvaluator:
         text = row.scores.perplexity
         if text is None:
             raise ValueError("no window of text was measured")
-        found = text.between(self.comparison.spec.edge_at(stop // 2), stop)
-        return math.inf if math.isnan(found) else found  # so that it sorts last
+        perplexity = text.between(self.comparison.spec.edge_at(stop // 2), stop)
+        return math.inf if math.isnan(perplexity) else perplexity  # so that it sorts last
 
     def positions(self, stop: int) -> str:
         """Return the positions that :meth:`perplexity` averages over, in words."""
@@ -189,8 +189,8 @@ class MethodEvaluator:
         best, *others = self.order(methods, conditions=conditions)
         if not all(self.ahead(best.label, other.label) for other in others):
             return False
-        kept = [relative(end) <= self.tolerance for end in (best.change.low, best.change.high)]
-        return not conditions or (kept[0] == kept[1] and self.better_than_unpatched(self.rows[best.label]))
+        tolerable = [relative(end) <= self.tolerance for end in (best.change.low, best.change.high)]
+        return not conditions or (tolerable[0] == tolerable[1] and self.better_than_unpatched(self.rows[best.label]))
 
     def ahead(self, method: str, other: str) -> bool:
         """Tell whether a method is significantly better than another at the target, in retrieval or in perplexity."""
@@ -278,8 +278,8 @@ class MethodEvaluator:
         """Return what would help, a sentence each, by what the methods fail at."""
         trained = any(one.trained for one in evaluated)
         advice = ["more training: --train-rows, or a larger --budget" if trained else "training: --train"]
-        near = [one for one in evaluated if len(one.failures) == 1]
-        costly = [one for one in near if math.inf > relative(one.change.estimate) > self.tolerance]
+        one_failure = [one for one in evaluated if len(one.failures) == 1]
+        costly = [one for one in one_failure if math.inf > relative(one.change.estimate) > self.tolerance]
         if costly:
             least = min(costly, key=lambda one: one.change.estimate)
             # Rounded up, so that the method passes with the tolerance that is printed.
@@ -292,7 +292,7 @@ class MethodEvaluator:
                     f"rope-patch apply MODEL {least.method}@{self.within} -o OUT: keeps the original table for texts "
                     f"of up to {self.within} tokens, but needs rope_patch when the model is used"
                 )
-        if any(not self.better_than_unpatched(self.rows[one.label]) for one in near):
+        if any(not self.better_than_unpatched(self.rows[one.label]) for one in one_failure):
             advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")
         return advice

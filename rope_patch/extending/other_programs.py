@@ -62,10 +62,10 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
 def _said(row: AuditRow) -> tuple[str, str]:
     """Return the two parts of a sentence, before and after the names of the programs."""
     where = f" for {row.layer_type} layers" if row.layer_type else ""
-    before, what = {
+    before, after = {
         DIFFERS: ("", f" computes another table from the config{where}"),
         REFUSES: ("", f" refuses the config{where}"),
         UNVERIFIED: ("it is not known which table is computed by ", where),
     }[row.verdict]
     reasons = f": {'; '.join(row.reasons)}" if row.reasons else ""
-    return before, f"{what}{reasons}" + (f". Run: {row.fix}" if row.fix else "")
+    return before, f"{after}{reasons}" + (f". Run: {row.fix}" if row.fix else "")

@@ -138,8 +138,8 @@ def fit(
     """
     settings = FitSettings(**options)
     target_length, retrieval = settings.target_length, settings.retrieval
-    usual = held_out_spec(model, target_length, seed=settings.seed)
-    spec, trained = spec or usual, usual.lengths[0]
+    default_spec = held_out_spec(model, target_length, seed=settings.seed)
+    spec, trained = spec or default_spec, default_spec.lengths[0]
     if spec.longest != target_length or RETRIEVAL_TASK not in spec.tasks or spec.windows == 0:
         raise ValueError(f"spec must measure windows and passkeys of the target of {target_length} tokens, got {spec}")
     method = for_target(model, settings.init, target_length)

@@ -81,11 +81,11 @@ class Candidate:
         Args:
             measure: function of a metric, the name of an attribute of a candidate, and a span.
         """
-        found: dict[str, dict[int, Any]] = {}
+        measured: dict[str, dict[int, Any]] = {}
         for kind, (name, of) in METRIC_OF.items():
             spans = spans_of(METRICS[name], self.scores.spec) if getattr(self, of) else []
-            found[kind] = {span.stop: measure(METRICS[name], of, span) for span in spans}
-        return found
+            measured[kind] = {span.stop: measure(METRICS[name], of, span) for span in spans}
+        return measured
 
     def never_worse(self, other: Candidate) -> bool:
         """Tell whether retrieval, text and the second domain are no worse than those of another candidate.

@@ -187,10 +187,10 @@ class RopePatchLM(AnsweringLM):
         """Return what results say of the model: lm-eval's entries, the method, and the hash of every table in use."""
         info: dict[str, Any] = super().get_model_info()
         with contextlib.suppress(ValueError):  # an unpatched model without rotary tables
-            seen = inspect_model(self.model)
+            inspection = inspect_model(self.model)
             info["rope_patch"] = {
-                "method": str(seen.record.to_method()) if seen.record else None,
-                "tables": {key_of(slot.layer_type): slot.fingerprint for slot in seen.tables},
+                "method": str(inspection.record.to_method()) if inspection.record else None,
+                "tables": {key_of(slot.layer_type): slot.fingerprint for slot in inspection.tables},
                 "max_length": self.max_length,
                 "chunk": self.chunk,
                 "kv_cache": str(self.scheme),

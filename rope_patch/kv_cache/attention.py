@@ -141,10 +141,10 @@ def attend(
 
         frozen = _frozen(store, "values", visible_tokens, places[at])
         if frozen is None:
-            got = read(weights, store.raw_values)
+            output = read(weights, store.raw_values)
         else:
-            got = read(weights * frozen, store.values) + read(weights * ~frozen, store.raw_values)
-        out[:, low:high] = got.view(rows, heads, high - low, -1).transpose(1, 2)
+            output = read(weights * frozen, store.values) + read(weights * ~frozen, store.raw_values)
+        out[:, low:high] = output.view(rows, heads, high - low, -1).transpose(1, 2)
     return out, None
 
 

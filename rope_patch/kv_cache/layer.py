@@ -165,10 +165,10 @@ class QuantizedLayer(DynamicLayer):
             self.turn = rows(self.turn[0]), rows(self.turn[1])
         # Rows with padding have block counts of their own, which move with them.
         if self.padding is not None:
-            came = rows(torch.arange(count)).tolist()
+            origin = rows(torch.arange(count)).tolist()
             old = dict(self.frozen)
             self.padding = rows(self.padding)
-            self.frozen = {(name, new): old[name, row] for new, row in enumerate(came) for name in ("keys", "values")
+            self.frozen = {(name, new): old[name, row] for new, row in enumerate(origin) for name in ("keys", "values")
                            if (name, row) in old}  # fmt: skip
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:

@@ -64,9 +64,9 @@ def parse_schemes(names: Sequence[str]) -> dict[str, Scheme]:
         scheme = Scheme.parse(name)
         if scheme == Scheme():
             continue
-        twin = next((other for other, known in schemes.items() if known == scheme), None)
-        if twin is not None:
-            raise ValueError(f"schemes must differ from each other, but {twin!r} and {name!r} both mean {scheme}")
+        equal = next((other for other, known in schemes.items() if known == scheme), None)
+        if equal is not None:
+            raise ValueError(f"schemes must differ from each other, but {equal!r} and {name!r} both mean {scheme}")
         schemes[name] = scheme
     if len(schemes) == 1:
         raise ValueError("give at least one scheme beside none")

@@ -101,11 +101,11 @@ def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, fl
             own = effective_bits(plan.sides[name], width)
             bits[name].append(own)
             for length in setting.lengths:
-                held = min(length, plan.layer.window or length)
+                stored_tokens = min(length, plan.layer.window or length)
                 end = plan.frozen(name, length + bool(scheme.flush))  # with `flush` as the next query reads the cache
-                rounded = max(0, end - max(scheme.sinks, length - held))
-                stored[length] += heads * width * (own * rounded + FULL_BITS * (held - rounded))
-                elements[length] += heads * width * held
+                rounded = max(0, end - max(scheme.sinks, length - stored_tokens))
+                stored[length] += heads * width * (own * rounded + FULL_BITS * (stored_tokens - rounded))
+                elements[length] += heads * width * stored_tokens
     key_bits, value_bits = (math.fsum(part) / len(part) for part in bits.values())
     return key_bits, value_bits, {length: stored[length] / elements[length] for length in setting.lengths}
 

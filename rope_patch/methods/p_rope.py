@@ -80,10 +80,10 @@ class PRope(Method, name="p_rope"):
         rotated = int(self.p * table.rotary_dim // 2)
         inv_freq = torch.where(_index(table) < rotated, table.inv_freq, 0)
         if 0 < rotated < table.pairs and self.rope_parameters(table) is not None:
-            kept = frequencies.geometric(table.rope_theta, table.rotary_dim, rotated)
+            computed = frequencies.geometric(table.rope_theta, table.rotary_dim, rotated)
             # A proportional table whose factor is not 1, or one that was edited, has other frequencies, which are kept.
-            if torch.allclose(kept, inv_freq[:rotated], rtol=1e-6, atol=0.0):
-                inv_freq[:rotated] = kept
+            if torch.allclose(computed, inv_freq[:rotated], rtol=1e-6, atol=0.0):
+                inv_freq[:rotated] = computed
         return inv_freq
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:

@@ -148,8 +148,8 @@ def find_attention_layers(model: nn.Module, ids: Tensor) -> DecoderLayers:
         )
     for order, call in enumerate(calls):
         _check_finite(type(root).__name__, int(getattr(call.module, "layer_idx", order)), call)
-    there = positions.to(device_of(location.model))
-    turns = {kind: tuple(half.cpu() for half in location.cos_sin(kind, there)) for kind in tables}
+    positions_on_device = positions.to(device_of(location.model))
+    turns = {kind: tuple(half.cpu() for half in location.cos_sin(kind, positions_on_device)) for kind in tables}
     types = getattr(location.config, "layer_types", None) or ()
     layers: list[AttentionLayer] = []
     for order, call in enumerate(calls):
@@ -174,8 +174,8 @@ def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None
             )
     if isinstance(module, PatchedRotary):
         return {table.layer_type: table for table in inspection.tables}
-    held = original_tables(module)
-    return {table.layer_type: table.becomes(held[table.layer_type].float().cpu()) for table in inspection.tables}
+    original = original_tables(module)
+    return {table.layer_type: table.becomes(original[table.layer_type].float().cpu()) for table in inspection.tables}
 
 
 def _check_finite(model: str, index: int, call: AttentionCall) -> None:

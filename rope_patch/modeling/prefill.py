@@ -82,10 +82,10 @@ def prefill_attention(
         mask = torch.arange(visible_tokens, device=query.device) <= rows[:, None]
         # The heads that share a key stand one after another, as more queries of it.
         queries = query[:, :, low:high].reshape(batch, groups, shared * (high - low), width)
-        got = nn.functional.scaled_dot_product_attention(
+        attended = nn.functional.scaled_dot_product_attention(
             queries, key[:, :, :visible_tokens], value[:, :, :visible_tokens], mask, scale=kwargs.get("scaling")
         )
-        out[:, low:high] = got.reshape(batch, heads, high - low, -1).transpose(1, 2)
+        out[:, low:high] = attended.reshape(batch, heads, high - low, -1).transpose(1, 2)
     return out, None
 
 

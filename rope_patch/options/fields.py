@@ -250,18 +250,18 @@ def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) ->
         without: the fields that are left out.
         **values: defaults that differ from those of the class.
     """
-    for one in fields(kind):
-        what = one.metadata
-        if one.name in without:
+    for member in fields(kind):
+        metadata = member.metadata
+        if member.name in without:
             continue
-        if "kind" in what:
-            prefix = f"{one.name}." if what["section"] else ""
-            for leaf in leaves(what["kind"], what["without"], **what["values"]):
-                yield replace(leaf, path=(one.name, *leaf.path), name=f"{prefix}{leaf.name}")
+        if "kind" in metadata:
+            prefix = f"{member.name}." if metadata["section"] else ""
+            for leaf in leaves(metadata["kind"], metadata["without"], **metadata["values"]):
+                yield replace(leaf, path=(member.name, *leaf.path), name=f"{prefix}{leaf.name}")
         else:
-            declared: Option = what[_OPTION_KEY]
-            name = declared.name or one.name.replace("_", "-")
-            yield replace(declared, path=(one.name,), name=name, default=values.get(one.name, one.default))
+            declared: Option = metadata[_OPTION_KEY]
+            name = declared.name or member.name.replace("_", "-")
+            yield replace(declared, path=(member.name,), name=name, default=values.get(member.name, member.default))
 
 
 def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:

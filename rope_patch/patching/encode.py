@@ -262,14 +262,14 @@ def completed(location: Location, layer_type: str | None, encoding: Mapping[str,
     yield dict(encoding)
     looked_up = {keys[-1] for _, keys in location.probe.lookups}
     if looked_up or location.probe.builders:
-        found = {key: value for key, value in encoding_of(location.base_config, layer_type).items() if key != "type"}
-        yield {**{key: value for key, value in found.items() if key in looked_up}, **encoding}
-        yield {**found, **encoding}
+        base = {key: value for key, value in encoding_of(location.base_config, layer_type).items() if key != "type"}
+        yield {**{key: value for key, value in base.items() if key in looked_up}, **encoding}
+        yield {**base, **encoding}
         # In the longrope form the lists and the attention factor describe the whole table, so other readers may have
         # the keys that the base config states.
         if encoding.get("rope_type") == "longrope":
-            kept = ("factor", "original_max_position_embeddings")
-            yield {**found, **encoding, **{key: found[key] for key in kept if key in found}}
+            scaling_keys = ("factor", "original_max_position_embeddings")
+            yield {**base, **encoding, **{key: base[key] for key in scaling_keys if key in base}}
 
 
 def change_for_readers(location: Location, config: PreTrainedConfig) -> str | None:
@@ -294,11 +294,11 @@ def change_for_readers(location: Location, config: PreTrainedConfig) -> str | No
         return None
     # What a module reads while it is built shows only in what it keeps, so the model is built once more.
     built = copy_without_weights(location.model, location.configs, settings_of(config))
-    kept = None if built is None else values_kept_by_modules(built, probe.builders)
-    if kept is None or probe.kept is None:
+    values = None if built is None else values_kept_by_modules(built, probe.builders)
+    if values is None or probe.reader_values is None:
         return f"{location.name} reads config.rope_parameters as it is built, and what it makes of them cannot be seen"
-    for reader, attribute in {**probe.kept, **kept}:
-        old, new = (each.get((reader, attribute)) for each in (probe.kept, kept))
+    for reader, attribute in {**probe.reader_values, **values}:
+        old, new = (each.get((reader, attribute)) for each in (probe.reader_values, values))
         if old != new:
             return f"{reader} would be built with a {attribute} of {new!r}, and it has {old!r}"
     return None

@@ -39,7 +39,7 @@ class Probe:
     Attributes:
         refusals: reasons why tables cannot be patched, by layer type.
         builders: names of the decoder's modules that read ``rope_parameters`` while they are built.
-        kept: values that these modules keep, as :func:`values_kept_by_modules` returns them.
+        reader_values: values that these modules keep, as :func:`values_kept_by_modules` returns them.
         lookups: classes of the decoder that read ``rope_parameters`` while they run, each with the path of keys that it
             looks up.
         outside: names of the classes outside the decoder that read the same ``rope_parameters``.
@@ -47,7 +47,7 @@ class Probe:
 
     refusals: Mapping[str | None, str] = field(default_factory=dict)
     builders: tuple[str, ...] = ()
-    kept: Mapping[tuple[str, str], Any] | None = None
+    reader_values: Mapping[tuple[str, str], Any] | None = None
     lookups: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     outside: tuple[str, ...] = ()
 
@@ -84,7 +84,7 @@ def probe(
     own, inside = set(built.modules()) - {rotary}, set(copied.modules())
     building = {module for module, _ in reads if module in own}
     builders = tuple(name for name, module in built.named_modules() if module in building & inside)
-    kept = values_kept_by_modules(built, builders)
+    reader_values = values_kept_by_modules(built, builders)
     reads.clear()
     failures: list[Exception] = []
     # A layer that fails on meta tensors must not hide what the layers after it do.
@@ -99,7 +99,7 @@ def probe(
     return Probe(
         {kind: reason for kind, reason in refusals.items() if reason is not None},
         builders,
-        kept,
+        reader_values,
         tuple(sorted({(type(module).__name__, keys) for module, keys in running}, key=str)),
         tuple(sorted({type(module).__name__ for module in readers - inside})),
     )
@@ -150,15 +150,15 @@ def values_kept_by_modules(built: nn.Module, names: Sequence[str]) -> dict[tuple
     Returns:
         The values; None if a module has a buffer, whose numbers cannot be seen on the meta device.
     """
-    kept = {}
+    values = {}
     for name in names:
         module = built.get_submodule(name)
         if any(True for _ in module.buffers(recurse=False)):
             return None
         for attribute, value in vars(module).items():
             if isinstance(value, bool | int | float | str | tuple | list | None):
-                kept[f"{name} ({type(module).__name__})", attribute] = value
-    return kept
+                values[f"{name} ({type(module).__name__})", attribute] = value
+    return values
 
 
 class _Noted(dict[str, Any]):

@@ -95,10 +95,10 @@ class Plan:
         """
         chosen: list[_Candidate] = []
         for candidate in _candidates(self):
-            now, then = self._with(chosen), self._with([*chosen, candidate])
-            if now is None or now.fits(gpu_memory):
+            current, with_candidate = self._with(chosen), self._with([*chosen, candidate])
+            if current is None or current.fits(gpu_memory):
                 break
-            if then is not None and then.total < _WORTHWHILE_SHARE * now.total:
+            if with_candidate is not None and with_candidate.total < _WORTHWHILE_SHARE * current.total:
                 chosen.append(candidate)
         # From the last but one back, so that costly steps are dropped before cheap ones; the last made the plan fit.
         for candidate in chosen[-2::-1]:

@@ -29,8 +29,8 @@ def _heads(analysis: Analysis) -> Section:
         "A head is of a type when at least half of its attention goes where the type says; diagonal heads (own token) "
         "and previous-token heads need position (Barbero et al. 2024)."
     )
-    found = [tables.head_types(analysis), tables.sinks(analysis)]
-    return Section("Which heads are positional", [answer], [*found, figures.attention_masses(analysis)])
+    shown_tables = [tables.head_types(analysis), tables.sinks(analysis)]
+    return Section("Which heads are positional", [answer], [*shown_tables, figures.attention_masses(analysis)])
 
 
 def _single(analysis: Analysis) -> Section:

@@ -51,25 +51,25 @@ def head_types(analysis: Analysis) -> DataTable | Note:
 
 def sinks(analysis: Analysis) -> DataTable | Note:
     """Return the sinks, by the number of heads that attend to them."""
-    found: dict[tuple[int, bool], list[tuple[float, str, int]]] = {}
+    heads_by_sink: dict[tuple[int, bool], list[tuple[float, str, int]]] = {}
     for layer, head in _all_heads(analysis):
         parts = (layer.sink_weight[head], layer.sink_position[head], layer.sink_token[head])
         for weight, position, token in zip(*(part.tolist() for part in parts), strict=True):
             if weight > SINK_WEIGHT:
-                found.setdefault((token, position == 0), []).append((weight, f"{layer.index}.{head}", position))
-    if not found:
+                heads_by_sink.setdefault((token, position == 0), []).append((weight, f"{layer.index}.{head}", position))
+    if not heads_by_sink:
         return Note(f"No head has a sink: none puts more than {SINK_WEIGHT:g} of its attention on one distant token.")
-    counts = {key: len({name for _, name, _ in hits}) for key, hits in found.items()}
+    counts = {key: len({name for _, name, _ in hits}) for key, hits in heads_by_sink.items()}
     rows: list[Cells] = []
-    for key in sorted(found, key=lambda key: (-counts[key], key))[:MOST_SINKS]:
-        weight, head_name, _ = max(found[key])
-        places = sorted({position for _, _, position in found[key]})
+    for key in sorted(heads_by_sink, key=lambda key: (-counts[key], key))[:MOST_SINKS]:
+        weight, head_name, _ = max(heads_by_sink[key])
+        places = sorted({position for _, _, position in heads_by_sink[key]})
         where = "first" if key[1] else ", ".join(map(str, places[:4])) + ("…" if len(places) > 4 else "")
         token = Cell(token_text(analysis, key[0]), style="token")
         rows.append([token, Cell(where, style="left"), str(counts[key]), head_name, number_text(weight)])
     caption = (
         f"Tokens that draw more than {SINK_WEIGHT:g} of a head’s attention, averaged over the queries at least "
-        f"{SINK_DISTANCE} tokens behind them.{_more(len(found), MOST_SINKS)}"
+        f"{SINK_DISTANCE} tokens behind them.{_more(len(heads_by_sink), MOST_SINKS)}"
     )
     columns = ("Token", "Position [tokens]", "Heads", "Strongest in head", "Weight in that head")
     return DataTable("Sinks", columns, rows, caption)

@@ -247,8 +247,8 @@ def retrieval_text(scores: EvalResult) -> str:
 
 def haystack_of(retrieval: RetrievalResult) -> str:
     """Return the text that needles were hidden in, and the form in which prompts were put to the model."""
-    put = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
-    return f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {put}"
+    form = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
+    return f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {form}"
 
 
 def _percent(comparison: Comparison) -> str:

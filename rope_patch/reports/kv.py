@@ -189,11 +189,11 @@ def _attribution_row(check: KVCheck, row: CheckRow) -> Cells | None:
     lengths = [str(length) for length in check.lengths if check.verdict(row, length).kind == "unsafe"]
     if not lengths or row.attribution is None:
         return None
-    found = row.attribution
-    why = f"keys alone cost {percent(found.keys)}, values alone {percent(found.values)}"
-    if found.left is not None:
-        why += f"; with these pairs in full precision the scheme costs {percent(found.left)}"
-    texts = (row.method, ", ".join(lengths), ranges_text(found.worst), ranges_text(found.pairs) or "–", why)
+    attribution = row.attribution
+    why = f"keys alone cost {percent(attribution.keys)}, values alone {percent(attribution.values)}"
+    if attribution.left is not None:
+        why += f"; with these pairs in full precision the scheme costs {percent(attribution.left)}"
+    texts = (row.method, ", ".join(lengths), ranges_text(attribution.worst), ranges_text(attribution.pairs) or "–", why)
     return [row.scheme, *(Cell(text, style="text") for text in texts)]
 
 

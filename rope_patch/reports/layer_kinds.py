@@ -49,9 +49,9 @@ def kinds(capture: Capture) -> list[Kind]:
     groups: dict[tuple[object, ...], list[LayerCapture]] = {}
     for layer in capture.layers:
         groups.setdefault((layer.context, layer.query.mean.shape[1], *layer.inv_freq.tolist()), []).append(layer)
-    found = []
+    grouped = []
     for layers in groups.values():
         types = " and ".join(dict.fromkeys(layer.layer_type for layer in layers if layer.layer_type))
         label = types or f"layers {layers_text([layer.index for layer in layers])}"
-        found.append(Kind(f"{label}, {layers[0].context} tokens" if len(groups) > 1 else "", tuple(layers)))
-    return found
+        grouped.append(Kind(f"{label}, {layers[0].context} tokens" if len(groups) > 1 else "", tuple(layers)))
+    return grouped

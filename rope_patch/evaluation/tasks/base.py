@@ -172,9 +172,9 @@ def endless_uuids(rng: random.Random) -> Iterator[str]:
     Many tokenizers merge a space with a letter but not with a digit, so the first character has to be of one kind.
     """
     while True:
-        made = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        if made[0].isdigit():
-            yield made
+        text = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        if text[0].isdigit():
+            yield text
 
 
 def endless_pairs(rng: random.Random) -> Iterator[str]:

@@ -231,9 +231,9 @@ def _scale(panels: Sequence[Tensor], limits: tuple[float, float] | None) -> tupl
     # NaN stands for what was not measured, and has no place on the scale.
     values = values[numpy.isfinite(values)]
     top = float(values.max(initial=0.0))
-    usual = float(numpy.quantile(values, COLOUR_QUANTILE)) if len(values) else 0.0
-    cut = 0 < 1.5 * usual < top
-    return Normalize(0.0, (usual if cut else top) or 1.0), "max" if cut else "neither"
+    quantile = float(numpy.quantile(values, COLOUR_QUANTILE)) if len(values) else 0.0
+    cut = 0 < 1.5 * quantile < top
+    return Normalize(0.0, (quantile if cut else top) or 1.0), "max" if cut else "neither"
 
 
 def add_bar(

@@ -125,19 +125,19 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
     finite = [float(length) for panel in panels.values() for length in panel.wavelength.tolist() if length < math.inf]
     longest = max([*finite, *(panel.context for panel in panels.values())])
     most = max(int(panel.wavelength.isinf().sum()) for panel in panels.values())
-    rest = [
+    places = [
         3 * longest * UNROTATED_STEP**i for i in range(most)
     ]  # beyond the longest: infinity has no place on a log axis
     styles, lines = line_styles(schemes), dict[str, Any]()
     for axes, panel in zip(grid, panels.values(), strict=True):
-        rests = panel.wavelength.isinf()
-        if rests.any():
-            axes.axvspan(rest[0] / UNROTATED_STEP, rest[-1] * UNROTATED_STEP, color="0.95", zorder=0)
+        unrotated = panel.wavelength.isinf()
+        if unrotated.any():
+            axes.axvspan(places[0] / UNROTATED_STEP, places[-1] * UNROTATED_STEP, color="0.95", zorder=0)
         for name, values in panel.errors.items():
             shown = values.double().masked_fill(values <= 0, math.nan)  # nor has 0
             style = {**styles[name], "marker": ".", "markersize": 4}
-            lines[name] = axes.plot(panel.wavelength[~rests].numpy(), shown[~rests].numpy(), **style)[0]
-            axes.plot(rest[: int(rests.sum())], shown[rests].numpy(), **style)
+            lines[name] = axes.plot(panel.wavelength[~unrotated].numpy(), shown[~unrotated].numpy(), **style)[0]
+            axes.plot(places[: int(unrotated.sum())], shown[unrotated].numpy(), **style)
         axes.set(xscale="log", yscale="log")
         axes.axvline(panel.context, color="0.25", linewidth=1, linestyle="--")
         plain_axes(axes)
@@ -145,7 +145,7 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
     ticks = {length: wavelength_text(length) for length in decades}
     if most:
         # The geometric mean is the middle of a stretch of a logarithmic axis.
-        ticks[math.sqrt(rest[0] * rest[-1])] = "unrotated"
+        ticks[math.sqrt(places[0] * places[-1])] = "unrotated"
     for axes in grid:
         axes.set_xticks(list(ticks), list(ticks.values()))
         axes.minorticks_off()
