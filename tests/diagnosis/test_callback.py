@@ -114,6 +114,8 @@ def test_what_cannot_be_checked_is_warned_of(tmp_path):
 
     with pytest.warns(UserWarning, match="cannot be checked"):
         train(tiny_model(), tmp_path, At("on_save", lose), RopeDoctorCallback())
+    with torch.device("meta"), pytest.warns(UserWarning, match="holds no numbers"):
+        RopeDoctorCallback().on_train_begin(None, None, None, model=tiny_model())
 
 
 @pytest.mark.parametrize("method", ["yarn:factor=4", "yarn:factor=4@64"])
