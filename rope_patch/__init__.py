@@ -19,7 +19,8 @@ _HOME = {
     "patching.rotary": "PatchedRotary",
     "patching.install": "Patch apply patched restore",
     "patching.locate": "PatchError",
-    "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
+    "checkpoints.callback": "RopePatchCallback",
+    "checkpoints": "inspect load load_adapter save verify",
     "diagnosis.callback": "RopeDoctorCallback",
     "diagnosis.check": "Diagnosis",
     "diagnosis.doctor": "doctor",
@@ -41,7 +42,7 @@ __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
     from rope_patch.analysis.analyze import analyze as analyze
-    from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
+    from rope_patch.checkpoints.callback import RopePatchCallback as RopePatchCallback
     from rope_patch.checkpoints.inspect_verify import inspect as inspect
     from rope_patch.checkpoints.inspect_verify import verify as verify
     from rope_patch.checkpoints.save_load import load as load

@@ -2,7 +2,6 @@
 
 from rope_patch.checkpoints.adapters import (
     ADAPTER_FILE,
-    RopePatchCallback,
     adapter_base,
     is_adapter,
     read_record,
@@ -14,7 +13,6 @@ from rope_patch.checkpoints.source_files import load_config, read_tokenizer
 
 __all__ = [
     "ADAPTER_FILE",
-    "RopePatchCallback",
     "adapter_base",
     "inspect",
     "is_adapter",

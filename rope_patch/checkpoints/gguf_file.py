@@ -99,14 +99,16 @@ class GGUFFile:
 
     @property
     def weights(self) -> str:
-        """The type of the weights: what the file calls itself (``Q4_K_M``) where that names what most of them are."""
+        """The type of the weights: what the file calls itself (``Q4_K_M``), and what most of them are if not that."""
         counts: dict[str, int] = {}
         for piece in self.pieces:
             counts[piece.kind.name] = counts.get(piece.kind.name, 0) + int(np.prod(piece.shape, dtype=object))
         most = max(counts, key=lambda name: counts[name], default="no")
         stated = {kind.value: kind.name.partition("_")[2] for kind in gguf().LlamaFileType}
         name = stated.get(self.value("general.file_type"), "")
-        return name if name.startswith(most) else most
+        if not name or name.startswith(most):
+            return name or most
+        return f"{name} (mostly {most})"
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -134,10 +136,11 @@ def open_gguf(path: str | Path) -> GGUFFile:
             f"{path} is a truncated or damaged GGUF file, or newer than the package gguf ({error}): copy or download "
             "it again, or pip install -U gguf"
         ) from error
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}  # its own
+    ends = [*(field.offset for field in fields.values()), reader.end_of_keys][1:]
     keys = {
-        name: Key(name, b"".join(part.tobytes() for part in field.parts), field.contents)
-        for name, field in reader.fields.items()
-        if not name.startswith("GGUF.")  # of the reader's own
+        name: Key(name, reader.data[field.offset : end].tobytes(), field.contents)
+        for (name, field), end in zip(fields.items(), ends, strict=True)
     }
     opened = GGUFFile(keys, tuple(map(_piece, reader.tensors)), int(reader.alignment))
     if int(opened.value("split.count", 1)) > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rope_patch.checkpoints.adapters import saved_folder
+from rope_patch.checkpoints.callback import saved_folder
 from rope_patch.diagnosis.check import DIFFERS, UNKNOWN, Diagnosis
 from rope_patch.diagnosis.doctor import doctor
 from rope_patch.errors import in_one_line

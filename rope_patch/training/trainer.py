@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from rope_patch.checkpoints.adapters import RopePatchCallback
+from rope_patch.checkpoints.callback import RopePatchCallback
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.patching.locate import locate
 

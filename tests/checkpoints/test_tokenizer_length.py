@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch import PatchError
-from rope_patch.checkpoints.adapters import RopePatchCallback
+from rope_patch.checkpoints.callback import RopePatchCallback
 from rope_patch.checkpoints.folder_patch import patch_folder, restore_folder
 
 TEXT = "one " * 400

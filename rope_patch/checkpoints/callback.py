@@ -1,0 +1,78 @@
+"""The callback that keeps a patch together with the checkpoints of a Trainer.
+
+It stands alone, since transformers' Trainer imports PEFT and what PEFT finds installed: seconds that no other command
+needs to wait for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from rope_patch.checkpoints.adapters import RECORD_FILE, check_adapters_in_model, write_patch_files
+from rope_patch.patching.locate import PatchError
+from rope_patch.patching.record import PatchRecord, same_tables
+from rope_patch.patching.verify import verify_model
+
+
+def saved_folder(args: Any, state: Any) -> Path | None:
+    """Return the folder that a Trainer has just saved, also in a run of a hyperparameter search; None where none is."""
+    name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
+    folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+class RopePatchCallback(TrainerCallback, ExportableState):
+    """Write ``rope_patch.json`` into every checkpoint a Trainer saves, after checking that the patch is still there.
+
+    The record also goes into the Trainer's own state, so that a run is only resumed under the patch it was begun with.
+    ``trainer.save_model()`` fires no callback: save the final adapter with :func:`rope_patch.save`.
+    """
+
+    def __init__(self) -> None:
+        self.record: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what the Trainer keeps of this callback in its checkpoints."""
+        return {"args": {}, "attributes": {"record": self.record}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
+        """Refuse to train a model whose patch is missing or altered, or not the one that the run was begun under.
+
+        Raises:
+            PatchError: such a model.
+        """
+        record = verify_model(model)
+        check_adapters_in_model(model, record)  # now, and not when the work of hours is to be saved
+        if state.global_step:  # resumed
+            entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # Trainer looks for it
+            entry = entry[-1] if isinstance(entry, list) else entry
+            saved = entry["attributes"]["record"]
+            begun = PatchRecord.from_dict(saved) if saved else None
+            if begun is None:
+                warnings.warn("the checkpoint says nothing of a patch: was the run begun under this one?", stacklevel=2)
+            if begun is not None and not same_tables(begun.tables, record.tables):
+                raise PatchError(
+                    f"this run was begun under {begun.to_method()}, the model is patched with {record.to_method()}: "
+                    "patch it as before, or start a run of its own in another output_dir"
+                )
+        self.record = record.to_dict()
+
+    def on_save(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
+        """Put the record beside the checkpoint's weights."""
+        if not state.is_world_process_zero:
+            return
+        if (folder := saved_folder(args, state)) is None:
+            warnings.warn(f"found no checkpoint under {args.output_dir} to write {RECORD_FILE} into", stacklevel=2)
+            return
+        self.put_beside(model, folder)
+
+    def put_beside(self, model: Any, folder: Path) -> None:
+        """Write the record of a model into a checkpoint's folder, after checking it."""
+        record = verify_model(model)
+        check_adapters_in_model(model, record)
+        write_patch_files(record, folder)
