@@ -206,15 +206,8 @@ def in_engine(keys: dict[str, Any], pairs: int) -> tuple[Any, float]:
 
     theta, factor = keys.get("rope.freq_base", 10000.0), keys.get("rope.scaling.factor") or 1.0
     attention = keys.get("rope.scaling.attn_factor", 1.0)
-    if keys.get("rope.scaling.type") == "yarn":  # llama-context.cpp overwrites the file's yarn_attn_factor
-        table = frequencies.yarn(
-            theta,
-            2 * pairs,
-            factor=factor,
-            context=keys["rope.scaling.original_context_length"],
-            beta_fast=keys.get("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=keys.get("rope.scaling.yarn_beta_slow", 1.0),
-        )
+    if keys.get("rope.scaling.type") == "yarn":  # of yarn_* in the file, the loaders of these families read nothing
+        table = frequencies.yarn(theta, 2 * pairs, factor=factor, context=keys["rope.scaling.original_context_length"])
         return table, attention * frequencies.yarn_scaling(factor)
     table = frequencies.geometric(theta, 2 * pairs) / factor
     return table if keys["factors"] is None else table / torch.tensor(keys["factors"]), attention

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_header_cache import cached_headers
-from rope_patch.checkpoints.gguf_table import ROUNDED_TWICE, read_gguf, sliding_base
+from rope_patch.checkpoints.gguf_table import ROUNDED_TWICE, read_gguf
 from rope_patch.checkpoints.source_files import in_gguf, read_tokenizer
 from rope_patch.errors import as_value_error
 from rope_patch.methods import Table
@@ -79,7 +79,7 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
     Raises:
         PatchError: the model's table is not the one in the file.
     """
-    (in_file,) = inspection.tables
+    in_file, *others = inspection.tables
     # A record that does not fit the file's table is not followed: llama.cpp reads the table, not the record.
     record = inspection.record if not inspection.warnings else None
     if record is not None:
@@ -92,9 +92,12 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
         settings = settings_of(locate(model).config)
         patch.restore()
         rebase(model, settings)
-    _check_sliding(model, path)
-    if not _holds(model, in_file):
-        raise PatchError(f"{path} holds another table than the model that was loaded from it: {in_file}")
+    for table in (in_file, *others):
+        if not _holds(model, table):
+            raise PatchError(
+                f"{path} cannot be loaded with its tables: it holds {table}, and transformers computes "
+                f"{_table_like(model, table)}"
+            )
 
 
 def weights_in_file(model: nn.Module) -> dict[str, str]:
@@ -140,17 +143,6 @@ def _table_like(model: PreTrainedModel, in_file: RotaryTable) -> RotaryTable:
     if kind not in tables:
         raise PatchError(f"{type(model).__name__} has no table for {in_file.layer_type}, which the file holds")
     return tables[kind]
-
-
-def _check_sliding(model: PreTrainedModel, path: Path) -> None:
-    """Raise PatchError if a file states another base for layers with a sliding window than transformers has read."""
-    stated = sliding_base(path)
-    for table in inspect_model(model).tables:
-        if stated is not None and table.layer_type == "sliding_attention" and table.rope_theta != stated:
-            raise PatchError(
-                f"{path} states a base of {stated:g} for layers with a sliding window, and transformers reads "
-                f"{table.rope_theta:g}: it cannot be loaded with its tables"
-            )
 
 
 def _as_recorded(model: PreTrainedModel, record: PatchRecord) -> None:

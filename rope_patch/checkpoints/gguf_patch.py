@@ -10,14 +10,12 @@ from typing import Any
 from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_file import GGUFFile, check_output_file, open_gguf, write_gguf
 from rope_patch.checkpoints.gguf_table import (
-    CHECKED,
     FACTOR_TENSORS,
-    GRAPHS,
-    LAYERED,
     Graph,
     base_in,
     graph_in,
     replaced_by,
+    scaling_keys,
     table_in,
     table_keys,
     table_of,
@@ -27,8 +25,8 @@ from rope_patch.methods import MethodLike, as_method, longrope_parameters
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.patching.encode import PatchRequest, TableChange
 from rope_patch.patching.locate import PatchError
-from rope_patch.patching.record import PatchRecord, TableRecord
-from rope_patch.tables import RotaryTable
+from rope_patch.patching.record import PatchRecord, TableRecord, records_of
+from rope_patch.tables import RotaryTable, Tables
 
 OnBytes = Callable[[int, int], None]
 
@@ -70,7 +68,8 @@ def patch_gguf(
     target_length = request.target_length
     if request != PatchRequest(target_length=target_length):
         raise ValueError(
-            "a GGUF file is patched once, as the one table it holds: leave out --layer-type, --freeze-at and --replace"
+            "a GGUF file is patched once, in the table of full attention: leave out --layer-type, --freeze-at and "
+            "--replace"
         )
     if Path(out).exists() and Path(out).samefile(source):
         raise ValueError(f"{out} is the GGUF file itself: give another output file")
@@ -80,26 +79,27 @@ def patch_gguf(
     if inspection.record is not None or inspection.warnings:
         name = inspection.record.to_method() if inspection.record is not None else "a method that cannot be read"
         raise PatchError(f"{source} is already patched with {name}: patch the file that it was made from")
-    _check_one_table(opened, inspection.tables[0], source)
-    before = _base(inspection.tables[0])
+    graph = _graph(opened, inspection.tables[0], source)
+    bases = {table.layer_type: _base(table) for table in inspection.tables}
+    kind, before = next(iter(bases.items()))
     check_one_table(chosen, "a GGUF file")
     chosen = chosen.extended_to([before], target_length)
     reach = chosen.reach(before) or 0
     if target_length is None and reach > before.max_position_embeddings:
         target_length = reach
     after = chosen(before)
-    graph = graph_in(str(opened.value("general.architecture")), after)
+    scaling_keys(after, graph)  # which raises
     record = PatchRecord(
         method=chosen.to_dict(),
-        layer_types=(None,),
-        tables={"all": TableRecord.of(after)},
-        base_tables={"all": TableRecord.of(before)},
-        base_config=_settings(before, opened),
+        layer_types=(kind,),
+        tables=records_of(bases | {kind: after}),
+        base_tables=records_of(bases),
+        base_config=_settings(bases, opened),
         target_length=target_length,
     )
     changed = with_table(opened, with_context(after, target_length), graph, record)
     write(changed, out, overwrite=overwrite, on_bytes=on_bytes)
-    return TableChange(chosen, {None: before}, {None: after}, record)
+    return TableChange(chosen, {kind: before}, {kind: after}, record)
 
 
 def verify_gguf(source: str | Path) -> PatchRecord:
@@ -114,7 +114,7 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     """
     opened = open_gguf(source)
     inspection = table_in(opened, source)
-    record, (table,) = inspection.record, inspection.tables
+    record, table = inspection.record, inspection.tables[0]
     if record is None:
         reason = inspection.warnings[0] if inspection.warnings else "it is not patched, or the patch was lost"
         raise PatchError(f"{source} carries no patch record: {reason}")
@@ -175,19 +175,21 @@ def write(opened: GGUFFile, out: str | Path, **options: Any) -> Path:
 # --- the table before a patch ----------------------------------------------------------------------------------------
 
 
-def _check_one_table(opened: GGUFFile, table: RotaryTable, path: str | Path) -> None:
-    """Raise ValueError if the family of a file has a table for each layer type, or if the file states no context."""
-    architecture = str(opened.value("general.architecture"))
-    if architecture in LAYERED:
-        on_top = (
-            "patch the checkpoint and write a file of it, rope-patch export CHECKPOINT --to gguf --converter PATH"
-            if architecture in {graph.architecture for graph in GRAPHS.values()}
-            else f"llama.cpp's graph for it reads no rotary factors (seen at {CHECKED}). A plain table of another base "
-            "needs none: give the engine --rope-freq-base"
+def _graph(opened: GGUFFile, table: RotaryTable, path: str | Path) -> Graph:
+    """Return the graph of a file that can be patched.
+
+    Raises:
+        ValueError: the graph was never checked, the file is one of Gemma 4, or it states no context.
+    """
+    graph = graph_in(str(opened.value("general.architecture")))
+    if graph.always:  # the config of Gemma 4 states its table in a form of its own
+        raise ValueError(
+            f"{path} is a GGUF of {graph.architecture!r}, which is not patched as a file: patch the checkpoint and "
+            "write a file of it, rope-patch export CHECKPOINT --to gguf --converter PATH"
         )
-        raise ValueError(f"{path} is a GGUF of {architecture!r}, which has a table for each layer type: {on_top}")
     if table.max_position_embeddings < 1:
         raise ValueError(f"{path} states no context_length: the record of a patch needs one")
+    return graph
 
 
 def _base(table: RotaryTable) -> RotaryTable:
@@ -208,10 +210,12 @@ def _base(table: RotaryTable) -> RotaryTable:
     return replace(base, original_max_position_embeddings=form["original_max_position_embeddings"])
 
 
-def _settings(base: RotaryTable, opened: GGUFFile) -> dict[str, Any]:
+def _settings(bases: Tables, opened: GGUFFile) -> dict[str, Any]:
     """Return the rotary settings that the config of the model has before the patch."""
+    parameters = {kind: dict(base.rope_parameters or {}) for kind, base in bases.items()}
+    base = next(iter(bases.values()))
     settings = {
-        "rope_parameters": dict(base.rope_parameters or {}),
+        "rope_parameters": parameters.get(None, parameters),
         "max_position_embeddings": base.max_position_embeddings,
     }
     if opened.value("general.architecture") == "phi3":  # its config has a key of its own for the original context

@@ -3,8 +3,13 @@
 llama.cpp turns pair ``i`` at position ``p`` by ``p * freq_base ** (-2 i / d) / factor[i]`` and multiplies cos and sin
 by ``rope.scaling.attn_factor`` (``ggml_rope_cache_init`` and the constructor of ``llama_context``, in the release of
 :data:`CHECKED`). The factors are a tensor, ``rope_freqs.weight``, which some graphs read and others do not; linear and
-YaRN scaling are keys that the engine applies *in addition*. So a table is written as factors, and the scaling type as
-``none``, with which the engine ignores a ``--rope-freq-scale``, too.
+YaRN scaling are keys that the engine applies *in addition*. So a table is written as factors where the graph reads
+them, and the scaling type as ``none``, with which the engine ignores a ``--rope-freq-scale``, too. For other graphs,
+linear scaling and YaRN are written as keys. The engine then computes YaRN's attention factor, ``0.1 ln(factor) + 1``,
+itself, and multiplies it by ``attn_factor``. No graph that is known here reads ``yarn_beta_fast`` and its like.
+
+In Gemma 3, sliding layers have a base of their own and a scale of 1, with which YaRN changes neither a frequency nor
+cos and sin; only ``attn_factor`` reaches them (``llama_model::get_rope_freq_scale``, ``rope_yarn``).
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class Graph:
     Attributes:
         architecture: name of the graph in ``general.architecture``.
         tensors: names of the tensors of factors that the graph reads; if there are two, it chooses one by the length
-            of the context, so the same factors are written into both.
+            of the context, so the same factors are written into both. Without any, it computes the table from keys.
         always: whether the graph does not load a file without these tensors.
     """
 
@@ -68,16 +73,23 @@ GRAPHS = {
     "mistral": Graph("llama"),
     "phi3": Graph("phi3", (LONG, SHORT)),
     "gemma4_text": Graph("gemma4", always=True),
+    **{name: Graph(name, ()) for name in ("qwen2", "qwen3", "gemma", "gemma2", "starcoder2", "stablelm", "smollm3")},
+    "qwen2_moe": Graph("qwen2moe", ()),
+    "qwen3_moe": Graph("qwen3moe", ()),
+    "gemma3_text": Graph("gemma3", ()),
 }
-"""The graphs that read factors, by transformers' ``model_type`` of the text decoder."""
+"""The graphs that were checked, by transformers' ``model_type`` of the text decoder. Those without tensors apply the
+keys of a file at every rotation (``src/models/*.cpp``), Gemma 2 in its sliding layers, too."""
 
-_NO_FACTORS = ("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+_READS_YARN_KEYS = ("grok", "mistral3", "deepseek2", "deepseek32")
+"""Architectures for which llama.cpp reads ``rope.scaling.yarn_*``."""
 
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 """Types of scaling that llama.cpp knows; at any other type it stops with an error."""
 
-LAYERED = ("gemma3", "gemma3n", "gemma4")
-"""Architectures with a table for each layer type, of which a file describes only one."""
+LAYERED = {"gemma3": 6, "gemma3n": 5, "gemma4": 6}
+"""Architectures with a second, plain table for layers with a sliding window; of so many layers the last one is full
+attention, if a file does not say."""
 
 _NO_ROTARY = (
     *("gpt2", "starcoder", "bert", "bloom", "mpt", "refact", "jais", "jina-bert-v2", "t5", "t5encoder", "clip"),
@@ -93,17 +105,8 @@ def graph_of(model_type: str) -> Graph:
         model_type: transformers' ``model_type`` of the text decoder.
 
     Raises:
-        ValueError: the graph reads no factors, or it was never checked.
+        ValueError: the graph was never checked.
     """
-    if model_type in _NO_FACTORS:
-        # The advice differs: no option reaches the sliding layers of Gemma 2, and no file those of Gemma 3 alone.
-        option = "give the engine --rope-freq-base"
-        file = "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a file"
-        raise ValueError(
-            f"llama.cpp's graph for {model_type} reads no rotary factors (seen at {CHECKED}), so a file cannot "
-            "hold this table. Options may: rope-patch doctor MODEL --method METHOD --for llama.cpp says which. A "
-            f"plain table of another base needs no factors: {option if model_type == 'gemma3_text' else file}"
-        )
     if model_type not in GRAPHS:
         raise ValueError(
             f"GGUF export does not know {model_type!r}: whether llama.cpp reads a table there was never checked. "
@@ -112,31 +115,68 @@ def graph_of(model_type: str) -> Graph:
     return GRAPHS[model_type]
 
 
-def graph_in(architecture: str, table: RotaryTable) -> Graph:
-    """Return what is known about llama.cpp's graph for the architecture of a file into which a table is written.
+def graph_in(architecture: str) -> Graph:
+    """Return what is known about llama.cpp's graph for the architecture of a file.
 
     Args:
         architecture: ``general.architecture`` of the file.
-        table: the table that is written.
 
     Raises:
-        ValueError: the graph reads no factors and the table needs them, or it was never checked.
+        ValueError: the graph was never checked.
     """
-    for graph in GRAPHS.values():
-        if graph.architecture == architecture:
-            return graph
-    if architecture not in _NO_FACTORS:
-        known = [graph.architecture for graph in GRAPHS.values()] + [*_NO_FACTORS]
+    known = {graph.architecture: graph for graph in GRAPHS.values()}
+    if architecture not in known:
         raise ValueError(
             f"a GGUF of {architecture!r}: whether llama.cpp reads another table there was never checked. Known: "
-            f"{', '.join(name for name in dict.fromkeys(known) if name not in (*LAYERED, 'gemma3_text'))}"
+            f"{', '.join(known)}"
         )
-    if not table.is_geometric:
-        raise ValueError(
-            f"llama.cpp's graph for {architecture} reads no rotary factors (seen at {CHECKED}), so this GGUF cannot "
-            "carry the table. A method that changes the base alone can be applied (abf, ntk)"
-        )
-    return Graph(architecture, ())
+    return known[architecture]
+
+
+def scaling_keys(table: RotaryTable, graph: Graph) -> dict[str, Any]:
+    """Return the keys below ``rope.scaling`` with which a graph computes a table.
+
+    Args:
+        table: the table that is written.
+        graph: the graph that reads it.
+
+    Raises:
+        ValueError: the graph reads no factors and the table needs them, or sliding layers would be scaled, too.
+    """
+    keys: dict[str, Any] = {"type": "none"}
+    attention = table.attention_scaling
+    if not graph.tensors and not frequencies.is_geometric(table.inv_freq, table.rope_theta):
+        encoded = table.rope_parameters or {}
+        keys = {"type": encoded.get("rope_type"), "factor": encoded.get("factor")}
+        original = encoded.get("original_max_position_embeddings") or table.context
+        built, own = torch.zeros(table.pairs), 1.0
+        if keys["type"] in ("linear", "yarn"):
+            keys["factor"] = float(keys["factor"])
+            built, own = _scaled(**keys, theta=table.rope_theta, rotary_dim=table.rotary_dim, original=original)
+        if not torch.allclose(built, table.inv_freq, rtol=ROUNDED_TWICE, atol=0):
+            raise ValueError(
+                f"llama.cpp's graph for {graph.architecture} reads no rotary factors (seen at {CHECKED}), so a GGUF "
+                "file cannot hold this table. It can hold another base (abf, ntk), pi, and yarn with beta_fast=32 and "
+                "beta_slow=1"
+            )
+        if keys["type"] == "yarn":
+            keys["original_context_length"] = original
+        attention /= own
+    if abs(attention - 1) > 1e-6:
+        if graph.architecture in LAYERED:
+            raise ValueError(
+                f"the {table.layer_type} table multiplies cos and sin by {table.attention_scaling:g}: llama.cpp has "
+                "one such factor for all layers, and would scale the sliding ones too"
+            )
+        keys["attn_factor"] = attention
+    return keys
+
+
+def _scaled(type: str, factor: float, theta: float, rotary_dim: int, original: int) -> tuple[Tensor, float]:
+    """Return the frequencies and the attention factor that llama.cpp computes from keys alone."""
+    if type == "yarn":
+        return frequencies.yarn(theta, rotary_dim, factor=factor, context=original), frequencies.yarn_scaling(factor)
+    return frequencies.geometric(theta, rotary_dim) / factor, 1.0
 
 
 def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
@@ -164,10 +204,8 @@ def table_keys(table: RotaryTable, graph: Graph, record: PatchRecord | None) -> 
     keys = [
         Key.of(at("rope.freq_base"), float(np.float32(table.rope_theta))),
         Key.of(at("context_length"), table.max_position_embeddings),
-        Key.of(at("rope.scaling.type"), "none"),
+        *(Key.of(at(f"rope.scaling.{name}"), value) for name, value in scaling_keys(table, graph).items()),
     ]
-    if table.attention_scaling != 1.0:
-        keys.append(Key.of(at("rope.scaling.attn_factor"), table.attention_scaling))
     if record is not None:
         keys.append(Key.of(RECORD_KEY, json.dumps(record.to_dict())))
     return keys
@@ -198,9 +236,9 @@ def read_gguf(path: str | Path) -> Inspection:
         path: path of a GGUF model, written by rope_patch or any other program.
 
     Returns:
-        An inspection as :func:`rope_patch.inspect` returns it of a model, with one table: ``inv_freq`` (pairs,) float32
-        [rad/token], ``attention_scaling``, ``rope_theta`` and ``max_position_embeddings``; and the record, if
-        rope_patch wrote the file.
+        An inspection as :func:`rope_patch.inspect` returns it of a model, with the table of full attention first:
+        ``inv_freq`` (pairs,) float32 [rad/token], ``attention_scaling``, ``rope_theta`` and
+        ``max_position_embeddings``; and the record, if rope_patch wrote the file.
 
     Raises:
         FileNotFoundError, ValueError: there is no such file, it is not a whole GGUF model, or its table changes with
@@ -209,11 +247,16 @@ def read_gguf(path: str | Path) -> Inspection:
     return table_in(open_gguf(path), path)
 
 
-def sliding_base(path: str | Path) -> float | None:
-    """Return the base that a GGUF file states for layers with a sliding window; None if it states none."""
+def layers_in(path: str | Path) -> dict[str | None, int]:
+    """Return the number of layers of each table in a GGUF file, by layer type."""
     opened = open_gguf(path)
-    value = opened.value(f"{opened.value('general.architecture')}.rope.freq_base_swa")
-    return float(value) if isinstance(value, int | float) else None
+    architecture = opened.value("general.architecture")
+    layers = int(opened.value(f"{architecture}.block_count", 0))
+    pattern = opened.value(f"{architecture}.attention.sliding_window_pattern", LAYERED.get(architecture))
+    if architecture not in LAYERED or not opened.value(f"{architecture}.attention.sliding_window"):
+        return {None: layers}
+    sliding = sum(pattern) if isinstance(pattern, list) else layers - layers // pattern
+    return {"full_attention": layers - sliding, "sliding_attention": sliding}
 
 
 def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
@@ -243,7 +286,7 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
         raise ValueError(f"{path} has no table that can be read: {architecture}.rope.freq_base is {theta:g}")
     context = int(number("context_length", 0))
     factors = _factors(opened, pairs, path)
-    scaling = float(number("rope.scaling.attn_factor", 1.0))
+    attn_factor = scaling = float(number("rope.scaling.attn_factor", 1.0))
     original = int(number("rope.scaling.original_context_length", 0)) or None
     kind = str(value_in("rope.scaling.type", "linear"))
     if kind not in SCALING_TYPES:
@@ -255,12 +298,13 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     if kind == "yarn" and stretch != 1.0:
         if theta <= 1:
             raise ValueError(f"{path} has no table that can be read: YaRN over a base of {theta:g}")
-        if factors is not None or any(name.startswith(f"{architecture}.rope.scaling.yarn_") for name in opened.keys):
+        own = architecture in _READS_YARN_KEYS and any(".rope.scaling.yarn_" in name for name in opened.keys)
+        if factors is not None or own:
             raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
         if not (original or context):
             raise ValueError(f"{path} leaves YaRN to the engine and states no context: its table cannot be read")
-        inv_freq = frequencies.yarn(theta, 2 * pairs, factor=stretch, context=original or context)
-        scaling *= frequencies.yarn_scaling(stretch)
+        inv_freq, own_factor = _scaled(kind, stretch, theta, 2 * pairs, original or context)
+        scaling *= own_factor
     elif factors is None and (kind == "none" or stretch == 1.0):
         inv_freq = frequencies.geometric(theta, 2 * pairs)  # to the last bit as transformers computes it
     else:
@@ -273,15 +317,24 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
         rope_type="default" if frequencies.is_geometric(inv_freq, theta) and scaling == 1.0 else "custom",
         max_position_embeddings=context,
         original_max_position_embeddings=original,
-        layer_type="full_attention" if value_in("attention.sliding_window_pattern") is not None else None,
         path="GGUF",
     )
-    name = f"{architecture} in {Path(path).name}, {opened.weights} weights"
+    name, others = f"{architecture} in {Path(path).name}, {opened.weights} weights", []
+    if architecture in LAYERED and (window := int(number("attention.sliding_window", 0))):
+        name += f", sliding window {window}"
+        base, width = number("rope.freq_base_swa", 1e4), int(number("rope.dimension_count_swa", 2 * pairs))
+        plain = table.becomes(
+            frequencies.geometric(base, width),
+            rope_parameters={"rope_type": "default", "rope_theta": base},
+            attention_scaling=attn_factor,
+        )
+        others = [replace(plain, layer_type="sliding_attention")]
+        table = replace(table, layer_type="full_attention")
     record, warnings = _record(opened, table)
     recorded = None if record is None or warnings else table_of(record.tables)
     if record is not None and recorded is not None and recorded.matches(TableRecord.of(table)):
-        return Inspection(name, (as_recorded(record, table),), record, (), (EQUAL,))
-    return Inspection(name, (table,), record, tuple(warnings))
+        return Inspection(name, (as_recorded(record, table), *others), record, (), (EQUAL,))
+    return Inspection(name, (table, *others), record, tuple(warnings))
 
 
 def _rotary_dim(value_in: Any, path: str | Path) -> int:

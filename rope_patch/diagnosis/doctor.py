@@ -12,7 +12,8 @@ from torch import nn
 from rope_patch import checkpoints
 from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
 from rope_patch.checkpoints.folder_patch import model_without_weights
-from rope_patch.checkpoints.gguf_file import open_gguf
+from rope_patch.checkpoints.gguf_header_cache import cached_headers
+from rope_patch.checkpoints.gguf_table import layers_in
 from rope_patch.checkpoints.tokenizer_length import stated_length
 from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
@@ -65,7 +66,8 @@ def doctor(model: nn.Module | str | Path, tokenizer: Any = None, *, for_programs
         length = None if tokenizer is None else getattr(tokenizer, "model_max_length", None)
         return _of_model(type(model).__name__, model, length, in_memory=True)
     if is_gguf(model):
-        diagnosed = _of_gguf(model)
+        with cached_headers(model):
+            diagnosed = _of_gguf(model)
     elif is_adapter(model):
         return _of_adapter(str(model))
     else:
@@ -167,8 +169,7 @@ def _of_adapter(source: str) -> Diagnosis:
 def _of_gguf(source: str | Path) -> Diagnosis:
     """Check a GGUF file: its record against its keys and factors, and which table each program reads."""
     inspection = checkpoints.inspect(source)
-    weights = Check("weights file", HOLDS, f"every tensor lies within the file; {open_gguf(source).weights} weights")
-    checks = [weights]
+    checks = [Check("weights file", HOLDS, f"every tensor lies within the file: {inspection.model_class}")]
     if inspection.record is None:
         checks += [Check("table", HOLDS, note, counts=False) for note in inspection.warnings]
     else:
@@ -178,4 +179,4 @@ def _of_gguf(source: str | Path) -> Diagnosis:
             checks.append(Check("patch record", DIFFERS, str(error), fix="write the patched file again"))
     checks += _made(programs_agree, source)
     tables = {table.layer_type: table for table in inspection.tables}
-    return Diagnosis(str(source), inspection.method, tables, {}, tuple(checks))
+    return Diagnosis(str(source), inspection.method, tables, layers_in(source), tuple(checks))

@@ -13,8 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.gguf_file import open_gguf
-from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, sliding_base
+from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, scaling_keys
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
 from rope_patch.engines.program_contexts import kind_of
 from rope_patch.engines.program_readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
@@ -253,12 +252,14 @@ def _fix(source: str | Path, program: str, stated: StatedConfig) -> str:
 
 
 def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
+    sliding = stated.tables.get(SLIDING)
     try:
         graph = graph_of(stated.model_type)
+        scaling_keys(next(table for kind, table in stated.tables.items() if kind != SLIDING), graph)
     except ValueError as error:
         return f"none: {error}"
-    if len(stated.tables) > 1 and graph.architecture != "gemma4":
-        return "none: a GGUF file holds one table, and this model has one for each layer type"
+    if sliding is not None and not (graph.architecture in LAYERED and sliding.is_geometric):
+        return "none: llama.cpp has no keys for such a table of its sliding layers"
     return f"rope-patch export {source} --to gguf --converter PATH -o FILE.gguf"
 
 
@@ -266,11 +267,11 @@ def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
 
 
 def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
-    """Compare the one table of a file, which is llama.cpp's, with the one that transformers' own reader takes of it.
+    """Compare the table of a file, which is llama.cpp's, with the one that transformers' own reader takes of it.
 
     Sliding layers are the exception: transformers states what the model means, and llama.cpp may scale them, too.
     """
-    found, layered = read_gguf(source), _sliding(source)
+    found = read_gguf(source)
     with naming_checkpoint(source), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(source))
     plain = inspect_model(model)
@@ -278,9 +279,8 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
     layers = _layers(locate(model).config, tables)
     rows = []
     for own in _own_rows(plain, layers):
-        # The file holds no table for sliding layers: llama.cpp computes a plain one.
-        if own.layer_type == SLIDING and layered is not None:
-            row = _row("llama.cpp", layered, tables[SLIDING], own.layers, _SLIDING_FIX)
+        if own.layer_type == SLIDING and len(found.tables) > 1:
+            row = _row("llama.cpp", _built(found.tables[1]), tables[SLIDING], own.layers, _SLIDING_FIX)
             rows += [own, row if row.verdict == AGREES else replace(row, reasons=(_SCALED_TOO,))]
             continue
         in_file = replace(found.tables[0], layer_type=own.layer_type)
@@ -299,13 +299,3 @@ _BASE_ALONE = (
 )
 _SCALED_TOO = "llama.cpp has one factor on cos and sin for all layers, so that the sliding ones are scaled, too"
 _SLIDING_FIX = "none in this file: give the model a method without a factor on cos and sin, such as pi or abf"
-
-
-def _sliding(source: str | Path) -> Built | None:
-    """Return the table that llama.cpp uses for sliding layers: plain, under the factor of all layers."""
-    opened = open_gguf(source)
-    if opened.value("general.architecture") not in LAYERED:
-        return None
-    table = read_gguf(source).tables[0]
-    base = sliding_base(source) or 1e4
-    return Built(frequencies.geometric(base, table.rotary_dim), table.attention_scaling, table.max_position_embeddings)

@@ -25,7 +25,7 @@ from typing import Any
 
 from rope_patch import frequencies
 from rope_patch.checkpoints.folder_patch import model_without_weights
-from rope_patch.checkpoints.gguf_table import graph_of, read_gguf
+from rope_patch.checkpoints.gguf_table import graph_of, read_gguf, scaling_keys
 from rope_patch.checkpoints.source_files import config_json
 from rope_patch.engines.encodings import config_keys, with_context
 from rope_patch.engines.folders import read_tables
@@ -249,7 +249,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     if rebuilt is None:
         raise ValueError(
             f"llama.cpp's options cannot express this table ({table.rope_type}): they know a base, linear scaling and "
-            f"YaRN with a factor on cos and sin of its own. {_in_a_file(checkpoint.stated.model_type)}"
+            f"YaRN with a factor on cos and sin of its own. {_in_a_file(checkpoint.stated.model_type, table)}"
         )
     options |= {"--ctx-size": checkpoint.context}
     # The server gives a prompt no more than the context that the file states.
@@ -270,10 +270,10 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     return Flags("llama.cpp", lines, options, (rebuilt,), shown, notes)
 
 
-def _in_a_file(model_type: str) -> str:
+def _in_a_file(model_type: str, table: RotaryTable) -> str:
     """Return how a GGUF file can hold a table that no option expresses, or that it cannot."""
     try:
-        graph_of(model_type)
+        scaling_keys(table, graph_of(model_type))
     except ValueError as error:
         return str(error)
     return "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a GGUF file"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.gguf_file import GGUFFile, open_gguf
 from rope_patch.checkpoints.gguf_patch import with_table, write
-from rope_patch.checkpoints.gguf_table import Graph, graph_of
+from rope_patch.checkpoints.gguf_table import LAYERED, Graph, graph_of, scaling_keys
 from rope_patch.checkpoints.tokenizer_length import restore_length
 from rope_patch.patching.install import restore
 from rope_patch.patching.locate import locate
@@ -69,6 +69,7 @@ def export_gguf(
     config: Any = locate(model).config
     graph = graph_of(config.model_type)
     table, record = _one_table(model, graph), locate(model).record
+    scaling_keys(table, graph)  # which raises
     _warn_of_window(config, graph, table)
     base = table
     if record is not None:
@@ -106,16 +107,11 @@ def _one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
     if set(tables) == {None}:
         return tables[None]
     full, others = tables.get("full_attention"), [s for kind, s in tables.items() if kind != "full_attention"]
-    if full is None or graph.architecture != "gemma4":
+    if full is None or graph.architecture not in LAYERED:
         raise ValueError(f"{type(model).__name__} has a table per layer type, and a GGUF of it holds one")
     for other in others:
         if not other.is_geometric:
-            raise ValueError(f"llama.cpp takes factors for full_attention alone, and {other.layer_type} is patched too")
-    if full.attention_scaling != 1.0:
-        raise ValueError(
-            f"the full_attention table multiplies cos and sin by {full.attention_scaling:g}: llama.cpp has one such "
-            "factor for all layers, and would scale the sliding ones too"
-        )
+            raise ValueError(f"llama.cpp scales full_attention alone, and {other.layer_type} is patched too")
     return full
 
 

@@ -45,6 +45,7 @@ class Dialect:
         proportional_share: whether it obeys the share of ``proportional``.
         zero_share: whether it takes a share of 0.
         truncates: whether it obeys ``truncate`` of YaRN; otherwise the ends of the ramp are always rounded.
+        obeys_betas: whether it obeys ``beta_fast`` and ``beta_slow`` of YaRN; otherwise they are 32 and 1.
         extrapolates: whether it obeys ``extrapolation_factor`` of YaRN, which transformers does not know.
         whole_factors: whether it takes a factor of ``linear`` that is an integer.
         counts_positions: whether it holds tables of as many positions as it computes from the type, and no more.
@@ -58,6 +59,7 @@ class Dialect:
     proportional_share: bool = True
     zero_share: bool = True
     truncates: bool = True
+    obeys_betas: bool = True
     extrapolates: bool = False
     whole_factors: bool = True
     counts_positions: bool = True
@@ -104,6 +106,7 @@ DIALECTS: dict[str, Dialect] = {
         frozenset({"default", "linear", "yarn"}),
         ignored=frozenset({"llama3", "longrope", "proportional", "dynamic"}),
         truncates=False,
+        obeys_betas=False,
         counts_positions=False,
     ),
 }
@@ -238,13 +241,17 @@ def _yarn(
         reasons.append("it rounds the ends of YaRN's ramp, whatever truncate says")
         truncate = True
     # A beta of null or 0 counts as missing, as in transformers.
+    betas = (parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1)
+    if betas != (32, 1) and not dialect.obeys_betas:
+        reasons.append("it ignores beta_fast and beta_slow of YaRN, and takes 32 and 1")
+        betas = (32, 1)
     inv_freq = frequencies.yarn(
         theta,
         rotary_dim,
         factor=parameters["factor"],
         context=_original(parameters, context),
-        beta_fast=parameters.get("beta_fast") or 32,
-        beta_slow=parameters.get("beta_slow") or 1,
+        beta_fast=betas[0],
+        beta_slow=betas[1],
         truncate=truncate,
     )
     extrapolated = float(parameters.get("extrapolation_factor", 1.0))

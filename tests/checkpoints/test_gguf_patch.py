@@ -80,25 +80,77 @@ def test_every_key_but_those_of_the_table_is_kept_in_its_place(base, tmp_path):
     assert [name for name in after if name in before] == list(before)
 
 
-def test_graphs_without_factors_take_another_base_alone(tmp_path):
-    own = stated(tmp_path / "qwen3.gguf", "qwen3")
-    with pytest.raises(ValueError, match="qwen3"):
-        patch_gguf(own, "yarn:factor=4", tmp_path / "out.gguf")
-    patch_gguf(own, "abf:rope_theta=50000", tmp_path / "out.gguf")
-    assert keys(tmp_path / "out.gguf")["qwen3.rope.freq_base"] == 50000.0
+SCALED = ("rope.freq_base", "rope.scaling.", "context_length")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3moe", "gemma3"])
+@pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4", "abf:rope_theta=50000"])
+def test_graphs_without_factors_get_the_keys_of_llama_cpps_converter(tmp_path, architecture, method):
+    """Those that its conversion/base.py writes of a config with the same table, through the same writer."""
+    own = stated(tmp_path / "own.gguf", architecture, **{"attention.sliding_window": 16})
+    patch_gguf(own, method, tmp_path / "out.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "theirs.gguf", architecture)
+    writer.add_rope_freq_base(50000.0 if method.startswith("abf") else 10000.0)
+    writer.add_context_length(64 if method.startswith("abf") else 256)
+    if not method.startswith("abf"):
+        kinds = gguf.RopeScalingType
+        writer.add_rope_scaling_type(kinds.LINEAR if method.startswith("pi") else kinds.YARN)
+        writer.add_rope_scaling_factor(4.0)
+    if method.startswith("yarn"):
+        writer.add_rope_scaling_orig_ctx_len(64)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+    def scaled(path):
+        found = {name.removeprefix(f"{architecture}."): value for name, value in keys(path).items()}
+        return {name: value for name, value in found.items() if name.startswith(SCALED)}
+
+    plain = {"rope.scaling.type": "none"} if method.startswith("abf") else {}  # it keeps --rope-freq-scale out
+    assert scaled(tmp_path / "out.gguf") == scaled(tmp_path / "theirs.gguf") | plain
+    assert rope_patch.verify(tmp_path / "out.gguf").method.startswith(method)
+    assert not tensors(tmp_path / "out.gguf")
+
+
+def test_an_attention_factor_of_ones_own_is_what_is_left_of_the_engines(tmp_path):
+    """llama.cpp multiplies rope.scaling.attn_factor by its own 0.1 ln(4) + 1 = 1.13863."""
+    patch_gguf(stated(tmp_path / "m.gguf", "qwen3"), "yarn:factor=4:attention_factor=1.5", tmp_path / "out.gguf")
+    assert keys(tmp_path / "out.gguf")["qwen3.rope.scaling.attn_factor"] == pytest.approx(1.5 / 1.138629, rel=1e-6)
+    assert rope_patch.inspect(tmp_path / "out.gguf").tables[0].attention_scaling == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "message"),
+    ("architecture", "method", "message"),
     [
-        ("gemma3", "a table for each layer type: llama.cpp's graph for it reads no rotary factors"),
-        ("gemma4", "a table for each layer type: patch the checkpoint and write a file of it"),
-        ("stablelm", "a GGUF of 'stablelm': whether llama.cpp reads another table there was never checked"),
+        ("qwen3", "p_rope:p=0.5", "qwen3 reads no rotary factors"),
+        ("qwen3", "yarn:factor=4:beta_slow=0.1", "beta_slow"),
+        ("gemma3", "yarn:factor=4:attention_factor=1.5", "would scale the sliding ones too"),
+        ("gemma4", "abf", "patch the checkpoint and write a file of it"),
+        ("deepseek2", "abf", "a GGUF of 'deepseek2': whether llama.cpp reads another table there was never checked"),
     ],
 )
-def test_families_it_cannot_patch_as_files(tmp_path, architecture, message):
+def test_tables_that_no_file_holds(tmp_path, architecture, method, message):
+    own = stated(tmp_path / "m.gguf", architecture, **{"attention.sliding_window": 16})
     with pytest.raises(ValueError, match=message):
-        patch_gguf(stated(tmp_path / "m.gguf", architecture), "abf", tmp_path / "out.gguf")
+        patch_gguf(own, method, tmp_path / "out.gguf")
+
+
+@pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4", "abf"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+def test_a_file_patched_by_its_keys_is_loaded_as_the_patched_model(tmp_path, family, method):
+    changes = {
+        "gemma3": {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 256},
+        "qwen3": {"head_dim": 128},  # transformers takes 128, whatever the file says
+    }
+    model = tiny_model(family, vocab_size=96, **changes.get(family, {}))
+    full = model.config.rope_parameters.get("full_attention")
+    theta = {"rope__freq_base": full["rope_theta"]} if full else {}
+    patch_gguf(write_toy(model, tmp_path / "m.gguf", **theta), method, tmp_path / "out.gguf", target_length=256)
+    rope_patch.apply(model, method, target_length=256)
+    loaded = rope_patch.load(tmp_path / "out.gguf").eval()
+    assert torch.allclose(logits(loaded, TOKENS), logits(model, TOKENS), atol=1e-5)
+    assert rope_patch.verify(loaded).record.tables == rope_patch.verify(model).record.tables
+    assert rope_patch.doctor(tmp_path / "out.gguf").ok
 
 
 def test_phi3_has_its_factors_in_two_tensors(tmp_path):

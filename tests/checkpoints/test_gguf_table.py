@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf
 from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.checkpoints.gguf_table import FREQS, LONG, SHORT, read_gguf
+from rope_patch.checkpoints.gguf_table import FREQS, LONG, SHORT, layers_in, read_gguf
 from rope_patch.methods import METHODS
 
 F32 = gguf.GGMLQuantizationType.F32
@@ -86,6 +86,37 @@ def test_yarn_that_is_left_to_the_engine_is_read_as_transformers_builds_it(base,
     expected = AutoModelForCausalLM.from_config(config).model.rotary_emb
     torch.testing.assert_close(table_of(own).inv_freq, expected.inv_freq, rtol=3e-7, atol=0)
     assert table_of(own).attention_scaling == pytest.approx(expected.attention_scaling)
+
+
+def test_both_tables_of_gemma_3_and_its_window_are_read(tmp_path):
+    """Every sixth layer attends to all, with the base 1e6; others to a window, with 1e4, as llama.cpp takes it."""
+    keys = {"block_count": 18, "attention.sliding_window": 512, "rope.freq_base": 1e6, "attention.key_length": 256}
+    found = read_gguf(path := stated(tmp_path / "m.gguf", "gemma3", **keys))
+    assert [(table.layer_type, table.rope_theta, table.pairs) for table in found.tables] == [
+        ("full_attention", 1e6, 128),
+        ("sliding_attention", 1e4, 128),
+    ]
+    assert "sliding window 512" in str(found)
+    assert layers_in(path) == {"full_attention": 3, "sliding_attention": 15}
+
+
+def test_yarn_of_gemma_3_leaves_its_sliding_layers_alone(tmp_path):
+    """llama.cpp scales them by 1, for which YaRN's attention factor is 1: as a folder of Gemma 3 means it."""
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "attention.sliding_window": 16}
+    full, sliding = read_gguf(stated(tmp_path / "m.gguf", "gemma3", **yarn)).tables
+    assert full.attention_scaling == pytest.approx(1.138629)
+    assert sliding.is_geometric
+
+
+def test_ends_of_the_ramp_that_no_loader_reads_are_none_of_the_table(tmp_path):
+    """llama.cpp's converter writes yarn_beta_slow; of the families here no loader reads it, and Grok's does."""
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    ramps = yarn | {"rope.scaling.yarn_beta_slow": 0.1}
+    plain = table_of(stated(tmp_path / "plain.gguf", "qwen2", **yarn))
+    ramped = table_of(stated(tmp_path / "ramped.gguf", "qwen2", **ramps))
+    assert torch.equal(plain.inv_freq, ramped.inv_freq)
+    with pytest.raises(ValueError, match="settings of its own"):
+        read_gguf(stated(tmp_path / "grok.gguf", "grok", **ramps))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
             "llama.cpp": says("differs", attention_scaling=YARN_SCALING),
         },
     ),
+    # src/models/llama.cpp reads no yarn_beta_fast, which the converter writes: 32 and 1 are in llama-hparams.h
+    "llama.cpp's loader takes YaRN's usual ends of the ramp": (
+        "llama",
+        {"rope_parameters": YARN | {"beta_slow": 0.1}, **WHOLE},
+        {"vllm": says("agrees"), "llama.cpp": says("differs", "ignores beta_fast")},
+    ),
     "a longrope factor is ignored by every vLLM": (
         "llama",
         {"rope_parameters": LISTS | {"attention_factor": 1.25, "factor": 1.0, "original_max_position_embeddings": 64}},

@@ -217,6 +217,31 @@ def test_phi3(tmp_path, method):
     far(engine(base, ids), want)
 
 
+@pytest.mark.parametrize(
+    "method", ["pi:factor=4", "yarn:factor=4", "yarn:factor=4:attention_factor=1.5", "abf:rope_theta=50000"]
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+def test_graphs_without_factors(tmp_path, family, method):
+    """Keys alone; of Gemma 3 sliding layers keep their table, and a factor for all layers is refused."""
+    changes = {"gemma3": {"num_hidden_layers": 6, "layer_types": None}}
+    model, ids = lively(tiny_model(family, vocab_size=1024, **changes.get(family, {}))), tokens()[:300]
+    full = model.config.rope_parameters.get("full_attention")
+    base = write_toy(
+        model, tmp_path / "base.gguf", tokenizer(), **({"rope__freq_base": full["rope_theta"]} if full else {})
+    )
+    bar = 0.05 if full else 1e-2  # ggml reads GELU from a table of float16, and here are six layers
+    close(engine(base, ids), expected_logits(model, ids), bar)
+    if full and "attention_factor" in method:
+        with pytest.raises(ValueError, match="sliding"):
+            patch_gguf(base, method, tmp_path / "out.gguf")
+        return
+    patch_gguf(base, method, tmp_path / "out.gguf")
+    rope_patch.apply(model, method)
+    want = expected_logits(model, ids)
+    close(engine(tmp_path / "out.gguf", ids), want, bar)
+    far(engine(base, ids), want)
+
+
 @pytest.mark.parametrize("method", ["pi:factor=4", "abf:factor=50:replace_scaling=true", "truncated", "irregular"])
 def test_gemma4(tmp_path, method):
     """The table of its full layers, and no change to the sliding ones."""

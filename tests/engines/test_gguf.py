@@ -126,7 +126,7 @@ def test_phi3_and_gemma4_take_a_table(tmp_path, converter):
     [
         ("gemma4", "table:attention_scaling=1.2", None, "sliding"),
         ("gemma4", "pi:factor=4", ["full_attention", "sliding_attention"], "sliding_attention"),
-        ("qwen2", "pi:factor=4", None, "qwen2"),
+        ("qwen2", "p_rope:p=0.5", None, "qwen2"),
     ],
 )
 def test_what_llama_cpp_cannot_express_is_refused_before_anything_is_converted(

@@ -25,7 +25,11 @@ def saved(folder: Path, method: str | None = None, family: str = "llama", **chan
     return folder
 
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "phi3": "phi3"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    **{name: name for name in ("phi3", "qwen2", "qwen3")},
+}
 
 
 def write_toy(model: Any, path: Path, tokenizer: Any = None, *, factors: Any = None, **keys: Any) -> Path:
@@ -55,7 +59,8 @@ def write_toy(model: Any, path: Path, tokenizer: Any = None, *, factors: Any = N
     else:
         writer.add_sliding_window(config.sliding_window)
     for name, value in keys.items():
-        add = {float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}[type(value)]
+        adders = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        add = adders[type(value)]
         add(f"{architecture}.{name.replace('__', '.')}", value)
     if tokenizer is not None:
         _add_vocabulary(writer, tokenizer, config.vocab_size)
