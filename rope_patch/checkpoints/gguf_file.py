@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,10 +101,10 @@ class GGUFFile:
     @property
     def weights(self) -> str:
         """The type of the weights: what the file calls itself (``Q4_K_M``), and what most of them are if not that."""
-        counts: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for piece in self.pieces:
-            counts[piece.kind.name] = counts.get(piece.kind.name, 0) + int(np.prod(piece.shape, dtype=object))
-        most = max(counts, key=lambda name: counts[name], default="no")
+            sizes[piece.kind.name] += piece.size
+        most = max(sizes, key=sizes.__getitem__, default="no")
         stated = {kind.value: kind.name.partition("_")[2] for kind in gguf().LlamaFileType}
         name = stated.get(self.value("general.file_type"), "")
         if not name or name.startswith(most):
@@ -131,7 +132,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     try:
         with cached_headers(path):
             reader = gguf().GGUFReader(path)
-    except (ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
+    except (ValueError, KeyError, IndexError, MemoryError, OverflowError, struct.error) as error:
         raise ValueError(
             f"{path} is a truncated or damaged GGUF file, or newer than the package gguf ({error}): copy or download "
             "it again, or pip install -U gguf"

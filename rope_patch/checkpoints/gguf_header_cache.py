@@ -2,16 +2,17 @@
 
 Transformers makes a ``gguf.GGUFReader`` for the config, another for the weights and others for the tokenizer. Each of
 them slices a memory map of numpy for every token, score and type of the vocabulary: ten seconds for the 262,144 tokens
-of Gemma 3. Here the header is read once, and of an array only where its elements begin, which takes 0.1 seconds.
+of Gemma 3. Here the header is read once, and its arrays are read in one loop each, which takes 0.3 seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,26 +63,12 @@ def cached_headers(source: str | Path) -> Iterator[None]:
             package.GGUFReader = original
 
 
-class _Elements(Sequence[Any]):
-    """The elements of an array in a file, each of which becomes an array of numpy when it is asked for."""
-
-    def __init__(self, count: int, element: Callable[[int], Any]) -> None:
-        self.count, self.element = count, element
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.element(index)
-
-
 def _keeping(original: Any) -> Any:
     """Return a class derived from the reader of the package, with headers of its own to keep.
 
     It takes numbers out of the buffer of the mapped file: slices of a ``numpy.memmap`` cost several times as much. And
     reading beyond the end of the file is an error; the package would read nothing there, as often as a damaged count
-    says. The other byte order, which :func:`~rope_patch.checkpoints.gguf_file.open_gguf` refuses, is not read. An array
-    of arrays, which llama.cpp refuses, has no elements here.
+    says. The other byte order, which :func:`~rope_patch.checkpoints.gguf_file.open_gguf` refuses, is not read.
     """
 
     class KeepingReader(original):  # type: ignore[misc]
@@ -108,38 +95,15 @@ def _keeping(original: Any) -> Any:
             if raw_type != types.ARRAY or self._get(orig_offs, np.uint32)[0] == types.ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
             kind, count = types(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-            first = orig_offs + 12
+            start = orig_offs + 12
             if kind == types.STRING:
-                starts = _starts(self._data.data, first, count)
-                end = starts[-1]
-                elements = _Elements(count, lambda i: self._data[starts[i] + 8 : starts[i + 1]])
+                starts, data, length = [start], self._data.data, struct.Struct("<Q").unpack_from
+                for _ in range(count):
+                    starts.append(starts[-1] + 8 + length(data, starts[-1])[0])
+                elements, end = [self._data[i + 8 : j] for i, j in itertools.pairwise(starts)], starts[-1]
             else:
-                numbers = self._get(first, self.gguf_scalar_to_np[kind], count)
-                end = first + numbers.nbytes
-                elements = _Elements(count, lambda i: numbers[i : i + 1])
-            return end - orig_offs, [elements], [], [types.ARRAY, *[kind] * bool(count)]
-
-        def _push_field(self, field: Any, skip_sum: bool = False) -> int:
-            if len(field.parts) == 4 and isinstance(field.parts[3], _Elements):  # after its name and type
-                field = field._replace(parts=field.parts[3], data=range(len(field.parts[3])))
-            return int(super()._push_field(field, skip_sum))
+                numbers = self._get(start, self.gguf_scalar_to_np[kind], count)
+                elements, end = list(numbers.reshape(-1, 1)), start + numbers.nbytes
+            return end - orig_offs, elements, list(range(count)), [types.ARRAY, *[kind] * bool(count)]
 
     return KeepingReader
-
-
-def _starts(data: memoryview, offset: int, count: int) -> list[int]:
-    """Return where each string of an array begins in a file, and where the last one ends [bytes].
-
-    Raises:
-        ValueError: an array that is longer than the file.
-    """
-    starts, length = [offset], struct.Struct("<Q").unpack_from
-    try:
-        for _ in range(count):
-            offset += 8 + length(data, offset)[0]
-            starts.append(offset)
-    except struct.error as error:
-        raise ValueError("an array ends beyond the end of the file") from error
-    if offset > len(data):
-        raise ValueError("an array ends beyond the end of the file")
-    return starts

@@ -97,7 +97,8 @@ def patch_gguf(
         base_config=_settings(bases, opened),
         target_length=target_length,
     )
-    changed = with_table(opened, with_context(after, target_length), graph, record)
+    stated = replace(after, max_position_embeddings=record.stated_length)
+    changed = with_table(opened, stated, graph, record)
     write(changed, out, overwrite=overwrite, on_bytes=on_bytes)
     return TableChange(chosen, {kind: before}, {kind: after}, record)
 
@@ -221,8 +222,3 @@ def _settings(bases: Tables, opened: GGUFFile) -> dict[str, Any]:
     if opened.value("general.architecture") == "phi3":  # its config has a key of its own for the original context
         settings["original_max_position_embeddings"] = base.context
     return settings
-
-
-def with_context(table: RotaryTable, length: int | None) -> RotaryTable:
-    """Return a table whose stated context is ``length`` tokens; None leaves the table as it is."""
-    return table if length is None else replace(table, max_position_embeddings=length)

@@ -204,22 +204,15 @@ def _quoted(settings: Mapping[str, Any]) -> str:
     return shlex.quote(json.dumps(settings, sort_keys=True))
 
 
-_GRAPHS = {name: name for name in ("llama", "qwen2", "qwen3", "gemma")} | {"mistral": "llama", "gemma3_text": "gemma3"}
-"""llama.cpp's names of families whose graph takes the base, the factor and YaRN from the context, not from tensors.
-That of Gemma 2 does so in every other layer: the sliding ones keep what the file says
-(``llama_model::get_rope_freq_base``)."""
-
-
 def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
-    if checkpoint.stated.model_type == "gemma2":
+    if checkpoint.stated.model_type == "gemma2":  # llama_model::get_rope_freq_base
         raise ValueError(
             "llama.cpp's options do not reach the sliding layers of gemma2, every other one: these keep the base and "
-            "the scale of the file. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes another base for all of them"
+            "the scale of the file. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes another table for all of them"
         )
-    if checkpoint.stated.model_type not in _GRAPHS:
-        raise ValueError(
-            f"whether llama.cpp's graph for {checkpoint.stated.model_type} obeys its options was never checked"
-        )
+    graph = graph_of(checkpoint.stated.model_type)
+    if graph.always or len(graph.tensors) > 1:
+        raise ValueError(f"whether llama.cpp's graph for {graph.architecture} obeys its options was never checked")
     # The options state one table, that of full attention: sliding layers keep the plain one of the file.
     table = next(table for table in checkpoint.tables if table.layer_type in (None, "full_attention"))
     for other in checkpoint.tables:
@@ -254,8 +247,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     options |= {"--ctx-size": checkpoint.context}
     # The server gives a prompt no more than the context that the file states.
     if checkpoint.context > checkpoint.stated.complete["max_position_embeddings"]:
-        name = _GRAPHS[checkpoint.stated.model_type]
-        options |= {"--override-kv": f"{name}.context_length=int:{checkpoint.context}"}
+        options |= {"--override-kv": f"{graph.architecture}.context_length=int:{checkpoint.context}"}
     lines = tuple(
         f"{name} {value:.9g}" if isinstance(value, float) else f"{name} {value}" for name, value in options.items()
     )
