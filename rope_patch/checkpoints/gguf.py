@@ -79,7 +79,7 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
     Raises:
         PatchError: the model's table is not the one in the file.
     """
-    in_file, *others = inspection.tables
+    in_file = inspection.tables[0]
     # A record that does not fit the file's table is not followed: llama.cpp reads the table, not the record.
     record = inspection.record if not inspection.warnings else None
     if record is not None:
@@ -92,11 +92,11 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
         settings = settings_of(locate(model).config)
         patch.restore()
         rebase(model, settings)
-    for table in (in_file, *others):
-        if not _holds(model, table):
+    for stated in inspection.tables:
+        if not _holds(model, stated):
             raise PatchError(
-                f"{path} cannot be loaded with its tables: it holds {table}, and transformers computes "
-                f"{_table_like(model, table)}"
+                f"{path} cannot be loaded with its tables: it holds {stated}, and transformers computes "
+                f"{_table_like(model, stated)}"
             )
 
 
