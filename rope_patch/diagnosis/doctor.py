@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,8 @@ def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
         length = stated_length(folder) if tokenizer is None else tokenizer.model_max_length
     else:
         more, length = [on_disk.weights_elsewhere(source)], None if tokenizer is None else tokenizer.model_max_length
-    more += _made(programs_agree, source)
-    return _of_model(source, model, length, in_memory=False, more=more)
+    found = _of_model(source, model, length, in_memory=False, more=more)
+    return replace(found, checks=(*found.checks, *(_made(programs_agree, source) if found.tables else ())))
 
 
 def _on_disk(folder: Path, model: nn.Module) -> list[Check]:

@@ -212,9 +212,12 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
     """Compare the table that the model's class computes with that of transformers' own function for the rope type."""
     config, where = subject.location.config, "" if kind is None else f" [{kind}]"
     stated = str(dict(table.rope_parameters or {}).get("rope_type", "default"))
+    # HunYuan calls a type of its own dynamic.
+    if table.rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+        stated = table.rope_type
     build, computed = ROPE_INIT_FUNCTIONS.get(stated), plain(table.inv_freq, table)
     if build is None or "proportional" in stated:
-        if table.is_geometric or computed is None:
+        if stated != "default" or table.is_geometric or computed is None:
             computes = "plain RoPE of the base that is stated" if table.is_geometric else "a table of its own"
             yield Check(f"config{where}", HOLDS, f"the model's class computes {computes} (rope_type {stated!r})")
             return

@@ -63,7 +63,7 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
 def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     """Check that a head which the config ties to the embedding is not stored with other values."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or head is None:
+    if head is None or head.weight is not embedding.weight:
         return
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     rows = {}

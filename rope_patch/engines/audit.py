@@ -139,7 +139,7 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
         model_type=str(text.model_type),
         outer_type=str(config.model_type),
         raw=text_part(config_json(source)),
-        complete=text.to_dict(),
+        complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
         tables={table.layer_type: table for table in inspection.tables},
     )
     layers = _layers(text, stated.tables)
