@@ -35,15 +35,16 @@ PATCHES = ("yarn", "p_rope")
 Report = dict[str, Any]
 
 
-def diagnose(model: Any) -> Report:
-    """Return the verdict on a model or folder, and what each check that does not hold says."""
+def diagnose(model: Any) -> str | Report:
+    """Return ``"ok"``, or another verdict on a model or folder with what each check says that does not hold."""
     try:
         found = rope_patch.doctor(model)
     except Exception as error:
-        return {"verdict": "error", "checks": {"error": describe(error)}}
-    verdict = {0: "ok", 1: "differs", 3: "unknown"}[found.status]
+        return {"verdict": "error", "checks": {"error": describe(error).replace(str(model), "the folder")}}
+    if found.ok:
+        return "ok"
     checks = [*found.found("differs"), *found.found("unknown")]
-    return {"verdict": verdict, "checks": {check.name: check.found for check in checks}}
+    return {"verdict": checks[0].state, "checks": {check.name: check.found for check in checks}}
 
 
 def examine(model_type: str, folder: Path) -> Report:
@@ -91,7 +92,11 @@ def main() -> None:
     for model_type in tqdm(options.types or TYPES, desc="types"):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
             results.append(examine(model_type, Path(folder)))
-    verdicts = [(form, found["verdict"]) for each in results for form, found in each["forms"].items()]
+    verdicts = [
+        (form, found if isinstance(found, str) else found["verdict"])
+        for each in results
+        for form, found in each["forms"].items()
+    ]
     report = {
         "benchmark": "doctor_families",
         "command": command(),

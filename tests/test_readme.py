@@ -23,7 +23,8 @@ from rope_patch.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md"]
 PAGES += [
-    f"docs/{name}.md" for name in ("measure", "analysis", "kv-caches", "fit", "adapt", "serving", "commands", "methods")
+    f"docs/{name}.md"
+    for name in ("doctor", "measure", "analysis", "kv-caches", "fit", "adapt", "serving", "commands", "methods")
 ]
 """Pages whose code is run, one after the other: what one leaves is there for the next."""
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)

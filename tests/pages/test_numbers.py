@@ -81,6 +81,7 @@ def processes() -> list[float]:
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
     ("README.md", "perplexity 32 in the last quarter, 382 without", lambda: [smollm2("yarn"), smollm2("default")]),
+    ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
     ("README.md", "3 to 4 % lost up to", lambda: lost("yarn")),
     ("README.md", "and 6 to 12 % lost", lambda: lost("abf")),
     (
