@@ -1,7 +1,7 @@
 """The callback that keeps a patch together with the checkpoints of a Trainer.
 
-It stands alone, since transformers' Trainer imports PEFT and what PEFT finds installed: seconds that no other command
-needs to wait for.
+It has a module of its own, since the import of transformers' Trainer imports PEFT and the packages that PEFT finds.
+That takes seconds, for which no other command should wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from rope_patch.patching.verify import verify_model
 
 
 def saved_folder(args: Any, state: Any) -> Path | None:
-    """Return the folder that a Trainer has just saved, also in a run of a hyperparameter search; None where none is."""
+    """Return the folder that a Trainer has just saved; None if there is none.
+
+    In a hyperparameter search it lies in the folder of a run.
+    """
     name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
     folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))
     return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
@@ -29,27 +32,31 @@ def saved_folder(args: Any, state: Any) -> Path | None:
 class RopePatchCallback(TrainerCallback, ExportableState):
     """Write ``rope_patch.json`` into every checkpoint a Trainer saves, after checking that the patch is still there.
 
-    The record also goes into the Trainer's own state, so that a run is only resumed under the patch it was begun with.
-    ``trainer.save_model()`` fires no callback: save the final adapter with :func:`rope_patch.save`.
+    The record also goes into the Trainer's own state, so that a run is resumed only under the patch that it was begun
+    with. ``trainer.save_model()`` calls no callback: save the final adapter with :func:`rope_patch.save`.
+
+    Attributes:
+        record: the record of the patch that the run was begun under, as a dict; None before training begins.
     """
 
     def __init__(self) -> None:
         self.record: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what the Trainer keeps of this callback in its checkpoints."""
+        """Return the state that the Trainer stores of this callback in its checkpoints."""
         return {"args": {}, "attributes": {"record": self.record}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
         """Refuse to train a model whose patch is missing or altered, or not the one that the run was begun under.
 
         Raises:
-            PatchError: such a model.
+            PatchError: the model is of this kind.
         """
         record = verify_model(model)
-        check_adapters_in_model(model, record)  # now, and not when the work of hours is to be saved
-        if state.global_step:  # resumed
-            entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # Trainer looks for it
+        check_adapters_in_model(model, record)  # now, and not after hours of training, when a checkpoint is saved
+        if state.global_step:  # the run is resumed
+            # A run that was begun without this callback has no entry, and Trainer looks for one when it saves.
+            entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
             entry = entry[-1] if isinstance(entry, list) else entry
             saved = entry["attributes"]["record"]
             begun = PatchRecord.from_dict(saved) if saved else None
@@ -63,7 +70,7 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         self.record = record.to_dict()
 
     def on_save(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
-        """Put the record beside the checkpoint's weights."""
+        """Write the record beside the weights of the checkpoint that was just saved."""
         if not state.is_world_process_zero:
             return
         if (folder := saved_folder(args, state)) is None:
@@ -72,7 +79,7 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         self.put_beside(model, folder)
 
     def put_beside(self, model: Any, folder: Path) -> None:
-        """Write the record of a model into a checkpoint's folder, after checking it."""
+        """Write the record of a model into a checkpoint's folder, after checking the model and its adapters."""
         record = verify_model(model)
         check_adapters_in_model(model, record)
         write_patch_files(record, folder)

@@ -1,7 +1,7 @@
-"""Read and write GGUF files: errors name the problem, and writing takes one tensor at a time and ends in one rename.
+"""Read and write GGUF files, with errors that name the problem; writing takes one tensor at a time, and then a rename.
 
-The package ``gguf`` reads. It does not write here: what is copied from file to file are the very bytes of a key, of a
-kind that its writer knows or not.
+Files are read by the package ``gguf``. They are not written by it, so that keys are copied from file to file byte for
+byte, whether its writer knows their types or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rope_patch.runtime.folders import file_in_one_move
 
 _VERSION = 3
 _STEP = 1 << 24
-"""Bytes that are written at once, so that progress shows and Ctrl-C is heard within a large tensor."""
+"""Number of bytes that are written at one time, so that progress shows and Ctrl-C works within a large tensor."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Key:
     """One key of a GGUF file.
 
     Attributes:
-        name: ``llama.context_length``.
-        packed: its bytes in a file: name, type and value.
-        read: returns the value.
+        name: name of the key, such as ``llama.context_length``.
+        packed: the bytes of name, type and value in a file.
+        read: function that returns the value.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Key:
 
     @classmethod
     def of(cls, name: str, value: str | float) -> Key:
-        """Make a key of a text, a whole number >= 0 or a float, as STRING, UINT32 or FLOAT32."""
+        """Return a key for a text, a whole number >= 0 or a float, of type STRING, UINT32 or FLOAT32."""
         types = gguf().GGUFValueType
         if isinstance(value, str):
             kind, packed = types.STRING, _packed(value)
@@ -54,13 +54,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor to write: its numbers are read only when its turn comes.
+    """One tensor of a file, whose numbers are read only when they are needed.
 
     Attributes:
-        name: in llama.cpp's words, ``blk.0.attn_q.weight``.
-        shape: of the numbers, rows first; ggml counts the other way round.
-        kind: ``gguf.GGMLQuantizationType``.
-        read: returns the array, of bytes where the type is quantized.
+        name: name of the tensor in llama.cpp, such as ``blk.0.attn_q.weight``.
+        shape: shape of the numbers, rows first, the reverse of ggml's order.
+        kind: type of the numbers, a ``gguf.GGMLQuantizationType``.
+        read: function that returns the array; of a quantized type it is an array of bytes.
     """
 
     name: str
@@ -70,19 +70,20 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Length in the file [bytes]."""
+        """Size of the tensor in the file [bytes]."""
+        # Python's integers, since a damaged shape may be too large for those of numpy.
         block, width = gguf().GGML_QUANT_SIZES[self.kind]
         return int(np.prod(self.shape, dtype=object)) * int(width) // int(block)
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF file that was opened: its keys, and its tensors, which are not loaded.
+    """An open GGUF file, whose tensors are not loaded.
 
     Attributes:
-        keys: by name, in the order of the file.
+        keys: the keys by name, in the order of the file.
         pieces: the tensors, in the order of the file.
-        alignment: of every tensor [bytes].
+        alignment: number of which the place of every tensor is a multiple [bytes].
     """
 
     keys: Mapping[str, Key]
@@ -90,12 +91,12 @@ class GGUFFile:
     alignment: int = 32
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a key, or ``default`` where the file has none."""
+        """Return the value of a key, or ``default`` if the file does not have the key."""
         return self.keys[name].read() if name in self.keys else default
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any tensor holds blocks of numbers, and not one number after the other."""
+        """Whether any tensor is of a quantized type, which stores numbers in blocks."""
         return any(gguf().GGML_QUANT_SIZES[piece.kind][0] > 1 for piece in self.pieces)
 
     @property
@@ -113,11 +114,11 @@ class GGUFFile:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file, mapped into memory: no tensor is loaded.
+    """Open a GGUF file, mapped into memory, so that no tensor is loaded.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: no GGUF file, one that is cut off, a part of a split one, or one of the other byte order.
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a GGUF file, is cut off, is a part of a split model, or has the other byte order.
         ImportError: the package gguf is missing.
     """
     path = Path(path)
@@ -127,6 +128,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
         beginning = file.read(8)
     if beginning[:4] != b"GGUF":
         raise ValueError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+    # The version, a small number in four bytes, has its zeros first in the other byte order.
     if len(beginning) == 8 and beginning[4:6] == b"\0\0":
         raise ValueError(f"{path} is written in the other byte order: convert it with gguf-convert-endian")
     try:
@@ -171,16 +173,17 @@ def write_gguf(
     """Write a GGUF file under a temporary name beside ``out``, tensor after tensor, and rename it.
 
     Args:
-        out: the file, ``*.gguf``.
-        keys: all of them, in the order of the file; those that were read from a file are written byte for byte.
-        pieces: the tensors, in the order of the file.
-        alignment: of every tensor in the file [bytes].
-        overwrite: replace a file that exists.
-        on_bytes: called with the bytes of tensors that are written so far, and those of all.
+        out: the file that is written, ``*.gguf``.
+        keys: all keys, in the order of the file; keys that were read from a file are written byte for byte.
+        pieces: all tensors, in the order of the file.
+        alignment: number of which the place of every tensor is a multiple [bytes].
+        overwrite: whether to replace a file that exists.
+        on_bytes: function that is called with the number of bytes of tensors written so far, and of all tensors.
 
     Raises:
         FileExistsError: ``out`` exists, and ``overwrite`` is not set.
-        OSError: it cannot be written, or the disk is full; ``out`` is then as it was, and nothing is left beside it.
+        OSError: the file cannot be written, or the disk is full; ``out`` is then as it was, and nothing is left beside
+            it.
     """
     out = check_output_file(out, overwrite=overwrite)
     needed, free = sum(piece.size for piece in pieces), shutil.disk_usage(out.parent).free
@@ -190,6 +193,7 @@ def write_gguf(
         file.write(b"GGUF" + struct.pack("<IQQ", _VERSION, len(pieces), len(keys)))
         for key in keys:
             file.write(key.packed)
+        # Offsets of tensors are counted from the end of the header. Each is padded to the alignment.
         offset = 0
         for piece in pieces:
             shape = struct.pack(f"<I{len(piece.shape)}Q", len(piece.shape), *reversed(piece.shape))
@@ -205,17 +209,18 @@ def write_gguf(
                 written += file.write(data[start : start + _STEP])
                 on_bytes(written, needed)
             file.write(b"\0" * (-piece.size % alignment))
+        # On the disk before the rename, which must not put an empty file in place after a power cut.
         file.flush()
         os.fsync(file.fileno())
     return out
 
 
 def check_output_file(out: str | Path, *, overwrite: bool) -> Path:
-    """Raise unless a GGUF file can be written there.
+    """Return the real path of an output file, after checking that a GGUF file can be written there.
 
     Raises:
-        ValueError: a name that does not end in ``.gguf``.
-        OSError: a file, a folder or a missing folder is in the way.
+        ValueError: its name does not end in ``.gguf``.
+        OSError: a file or folder is in the way, or the folder for it is missing.
     """
     out = Path(out)
     if out.suffix.lower() != ".gguf":

@@ -1,4 +1,4 @@
-"""Have the package ``gguf`` read a file's header once, and fast, however often transformers asks for it.
+"""Let the package ``gguf`` read the header of a file only once, and fast, however often transformers asks for it.
 
 Transformers makes a ``gguf.GGUFReader`` for the config, another for the weights and others for the tokenizer. Each of
 them slices a memory map of numpy for every token, score and type of the vocabulary: ten seconds for the 262,144 tokens
@@ -21,14 +21,14 @@ import numpy as np
 from rope_patch.runtime.folders import is_gguf
 
 _ALONE = threading.RLock()
-"""Held while the reader is replaced: the package has one for all threads."""
+"""A lock that is held while the reader is replaced, since the package has one reader for all threads."""
 
 
 def gguf() -> Any:
     """Return the ``gguf`` package.
 
     Raises:
-        ImportError: it is not installed; the message says how to.
+        ImportError: the package is not installed; the message says how to install it.
     """
     try:
         import gguf as package
@@ -39,16 +39,16 @@ def gguf() -> Any:
 
 @contextlib.contextmanager
 def cached_headers(source: str | Path) -> Iterator[None]:
-    """Replace the reader of the package ``gguf`` in this block by one that keeps the headers it has read.
+    """Replace the reader of the package ``gguf``, within a ``with`` block, by one that keeps the headers it has read.
 
-    It gives the same fields and tensors, so it may serve another thread, too. A block within another one uses what that
-    one has read; in another thread it waits until the first one ends.
+    It gives the same fields and tensors, so another thread may use it, too. A block inside another one uses the headers
+    that the outer one has read; a block in another thread waits until the first one ends.
 
     Args:
-        source: of what is loaded in the block; nothing is replaced where it is no GGUF file.
+        source: the model that is loaded in the block. If it is not a GGUF file, nothing is replaced.
 
     Raises:
-        ImportError: it is one, and the package gguf is missing.
+        ImportError: it is a GGUF file, and the package gguf is missing.
     """
     if not is_gguf(source):
         yield
@@ -64,11 +64,15 @@ def cached_headers(source: str | Path) -> Iterator[None]:
 
 
 def _keeping(original: Any) -> Any:
-    """Return a class derived from the reader of the package, with headers of its own to keep.
+    """Return a class that is derived from the reader of the package and keeps the headers it has read.
 
-    It takes numbers out of the buffer of the mapped file: slices of a ``numpy.memmap`` cost several times as much. And
-    reading beyond the end of the file is an error; the package would read nothing there, as often as a damaged count
-    says. The other byte order, which :func:`~rope_patch.checkpoints.gguf_file.open_gguf` refuses, is not read.
+    It takes numbers from the buffer of the mapped file, because slices of a ``numpy.memmap`` cost several times as
+    much. Reading beyond the end of the file is an error in it, while the package would read nothing there, as often as
+    a damaged count says. It does not know the other byte order, which
+    :func:`~rope_patch.checkpoints.gguf_file.open_gguf` refuses.
+
+    Args:
+        original: the reader of the package ``gguf``.
     """
 
     class KeepingReader(original):  # type: ignore[misc]
@@ -77,6 +81,7 @@ def _keeping(original: Any) -> Any:
 
         def __init__(self, path: Any, mode: str = "r") -> None:
             state = os.stat(path)
+            # A file that was written again since is another file.
             file = (os.path.realpath(path), mode, state.st_ino, state.st_size, state.st_mtime_ns)
             if file not in self.headers:
                 super().__init__(path, mode)

@@ -88,7 +88,8 @@ def patch_gguf(
     if target_length is None and reach > before.max_position_embeddings:
         target_length = reach
     after = chosen(before)
-    scaling_keys(after, graph)  # which raises
+    # A table that the graph cannot compute raises here, before anything is written.
+    scaling_keys(after, graph)
     record = PatchRecord(
         method=chosen.to_dict(),
         layer_types=(kind,),

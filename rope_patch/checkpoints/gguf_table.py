@@ -173,7 +173,15 @@ def scaling_keys(table: RotaryTable, graph: Graph) -> dict[str, Any]:
 
 
 def _scaled(type: str, factor: float, theta: float, rotary_dim: int, original: int) -> tuple[Tensor, float]:
-    """Return the frequencies and the attention factor that llama.cpp computes from keys alone."""
+    """Return the frequencies and the attention factor that llama.cpp computes from keys alone.
+
+    Args:
+        type: the scaling type, ``"linear"`` or ``"yarn"``.
+        factor: the factor of the scaling.
+        theta: the base of the table.
+        rotary_dim: number of features that rotate.
+        original: the original context, of YaRN [tokens].
+    """
     if type == "yarn":
         return frequencies.yarn(theta, rotary_dim, factor=factor, context=original), frequencies.yarn_scaling(factor)
     return frequencies.geometric(theta, rotary_dim) / factor, 1.0
@@ -294,6 +302,7 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
             f"{path} has no table that can be read: {architecture}.rope.scaling.type is {kind!r}, and llama.cpp knows "
             f"{', '.join(SCALING_TYPES)}"
         )
+    # As llama.cpp's loader does: scale_linear is the older name of the key, and a factor of 0 means none.
     stretch = float(number("rope.scaling.factor", number("rope.scale_linear", 0.0))) or 1.0
     if kind == "yarn" and stretch != 1.0:
         if theta <= 1:
@@ -306,7 +315,7 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
         inv_freq, own_factor = _scaled(kind, stretch, theta, 2 * pairs, original or context)
         scaling *= own_factor
     elif factors is None and (kind == "none" or stretch == 1.0):
-        inv_freq = frequencies.geometric(theta, 2 * pairs)  # to the last bit as transformers computes it
+        inv_freq = frequencies.geometric(theta, 2 * pairs)  # the very bits that transformers computes
     else:
         divisor = torch.ones(pairs, dtype=torch.float64) if factors is None else factors.double()
         inv_freq = (_plain(theta, pairs) / divisor / (1.0 if kind == "none" else stretch)).float()

@@ -69,7 +69,8 @@ def export_gguf(
     config: Any = locate(model).config
     graph = graph_of(config.model_type)
     table, record = _one_table(model, graph), locate(model).record
-    scaling_keys(table, graph)  # which raises
+    # A table that the graph cannot compute raises here, before the converter runs.
+    scaling_keys(table, graph)
     _warn_of_window(config, graph, table)
     base = table
     if record is not None:
