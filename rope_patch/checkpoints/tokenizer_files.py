@@ -47,6 +47,7 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
         return
     hub = {"local_files_only": True, "revision": getattr(model.config, "_commit_hash", None)}
     config = find_file(source, CONFIG_FILE, **hub)
+    # Settings alone, without a vocabulary, make no tokenizer.
     if config is None or not any(find_file(source, name, **hub) for name in _VOCABULARIES):
         return
     try:
