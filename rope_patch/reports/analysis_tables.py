@@ -10,7 +10,8 @@ from rope_patch.analysis.attention_sums import SINK_WEIGHT
 from rope_patch.analysis.heads import SINK_DISTANCE, TYPE_SHARE, LayerHeads
 from rope_patch.analysis.outliers import OUTLIER_RATIO
 from rope_patch.analysis.result import Analysis
-from rope_patch.evaluation.numbers import four_digits, number_text, perplexity_text, relative
+from rope_patch.evaluation.metrics import METRICS, change_sentence
+from rope_patch.evaluation.numbers import four_digits, number_text, perplexity_text
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Note
 
 PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
@@ -124,7 +125,7 @@ def p_sweep(analysis: Analysis) -> DataTable:
         shares = [_percent(x) for x in (point.query_share, point.key_share, point.logit_share, point.turned)]
         cells: Cells = [f"{point.p:g}", Cell(stopped or "none", style="left"), *shares]
         for i, value in enumerate(point.perplexity):
-            change = "unchanged" if point.change is None else _rise(point.change[i])
+            change = "unchanged" if point.change is None else change_sentence(METRICS["perplexity"], point.change[i])
             cells += [perplexity_text(value), Cell(change, style="left")]
         rows.append(cells)
     columns = ["p", "Pairs zeroed", "Share of queries", "Share of keys", "Share of logits", "By distance"]
@@ -139,13 +140,6 @@ def p_sweep(analysis: Analysis) -> DataTable:
 def spans_of(analysis: Analysis) -> list[str]:
     """Return the positions that perplexity was measured at, as text."""
     return [f"positions {low}–{high}" for low, high in itertools.pairwise(analysis.p_sweep_positions)]
-
-
-def _rise(change: tuple[float, float, float]) -> str:
-    ends = [f"{number_text(100 * relative(end), 1, sign=True)} %" for end in change]
-    if not all(math.isfinite(end) for end in change[1:]):
-        return f"{ends[0]} (no interval from one window)"
-    return f"{ends[0]} ({ends[1]} to {ends[2]})"
 
 
 # --- tokens, numbers -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from rope_patch.analysis.analyze import Chosen, analyze_rows
 from rope_patch.analysis.p_sweep import SweepPoint, advise, half_chord, sweep_p, sweep_text
 from rope_patch.analysis.result import findings
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
+from rope_patch.evaluation.metrics import PairedDifference
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
@@ -132,7 +133,7 @@ def test_the_half_chord_by_hand(tokenizer):
 
 def tried(p, perplexity, low, high):
     """A point of the sweep whose perplexity within the context rises by low to high [nats]."""
-    change = None if p == 1 else (((low + high) / 2, low, high), (0.3, 0.2, 0.4))
+    change = None if p == 1 else (PairedDifference((low + high) / 2, low, high), PairedDifference(0.3, 0.2, 0.4))
     return SweepPoint(p, {"all": (7,)}, 0.1, 0.2, 0.3, 0.1, (perplexity, 20.0), 8, change)
 
 
@@ -141,8 +142,8 @@ def test_advice_takes_the_smallest_p_that_is_significantly_below_the_tolerance()
     points += [tried(0.5, 10.05, -0.01, 0.02), tried(0.25, 12.0, 0.1, 0.3)]
     best = advise(points, 0.01)
     assert best.p == 0.75
-    assert "+0.4% (-0.1% to +0.9%)" in best.reason and "+35.0% (+22.1% to +49.2%)" in best.reason
-    assert "+0.5% (-1.0% to +2.0%)" in best.reason and "+22.1% (+10.5% to +35.0%)" in best.reason
+    assert "+0.40 % (−0.10 % to +0.90 %)" in best.reason and "+35.0 % (+22.1 % to +49.2 %)" in best.reason
+    assert "+0.50 % (−1.00 % to +2.02 %)" in best.reason and "+22.1 % (+10.5 % to +35.0 %)" in best.reason
     assert advise(points[:4], 0.03).p == 0.5
     for few, tolerance, options, word in (
         ([points[0], points[4]], 0.01, {}, "YaRN"),

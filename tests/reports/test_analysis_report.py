@@ -20,6 +20,7 @@ from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
+from rope_patch.evaluation.metrics import PairedDifference
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures, analysis_tables
@@ -121,12 +122,12 @@ def random_analysis(
         window=None,
         interleaved=False,
     )
-    cost = ((0.1, -0.001, 0.2), (0.02, 0.01, 0.03))
+    cost = (PairedDifference(0.1, -0.001, 0.2), PairedDifference(0.02, 0.01, 0.03))
     points = (
         SweepPoint(1.0, {}, 0.0, 0.0, 0.0, 0.0, (8.0, 30.0), 8, None),
         SweepPoint(0.75, {tables[0][0] or "all": (6, 7)}, 0.21, 0.22, 0.18, 0.011, (8.04, 30.6), 8, cost),
         SweepPoint(0.25, {tables[0][0] or "all": (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 0.3, (16.0, math.inf), 8,
-              ((0.7, 0.6, 0.8), (math.inf, -math.inf, math.inf))),
+              (PairedDifference(0.7, 0.6, 0.8), PairedDifference(math.inf, -math.inf, math.inf))),
     )  # fmt: skip
     analysis = Analysis(
         name=name,
@@ -206,8 +207,8 @@ def test_numbers_of_outliers_and_p_are_those_of_the_analysis(page):
     base, middle, most = page.table("The p sweep")[1:]
     assert base == ["1", "none", "0.0 %", "0.0 %", "0.0 %", "0.0 %", "8.00", "unchanged", "30.00", "unchanged"]
     assert middle[:6] == ["0.75", "2 of 8", "21 %", "22 %", "18 %", "1.1 %"]
-    assert middle[7] == "+10.5 % (−0.1 % to +22.1 %)"  # exp(0.1) - 1
-    assert most[8:] == ["∞", "+∞ % (no interval from one window)"]
+    assert middle[7] == "+10.5 % (−0.10 % to +22.1 %)"  # exp(0.1) - 1
+    assert most[8:] == ["∞", "over +1000 % (no interval from one window)"]
 
 
 def test_nothing_found_is_said(figures):
