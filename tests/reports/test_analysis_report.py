@@ -251,7 +251,7 @@ def test_the_bound_is_drawn_between_its_pairs():
 
 
 def test_pairs_are_named_by_their_wavelengths():
-    assert list(pair_ticks(frequencies.geometric(1e4, 128)).items())[2] == (32, "628\n(32)")
+    assert list(pair_ticks(frequencies.geometric(1e4, 128)).items())[2] == (32, "628.3\n(32)")
     assert pair_ticks(torch.tensor([1.0, 0.0])) == {0: "6.3\n(0)", 1: "∞\n(1)"}
 
 
