@@ -91,14 +91,13 @@ def norms(analysis: Analysis) -> Figure:
     """Return the figure of the mean norm of each pair by layer, with a row of panels for each kind of layers."""
     grid = []
     for kind in kinds(analysis.capture):
-        titles = zip(PLURAL_OF_ROLE, kind.titled(list(PLURAL_OF_ROLE.values())), strict=True)
-        by_layer = {role: [getattr(layer, role).mean_norm.mean(0) for layer in kind.layers] for role in PLURAL_OF_ROLE}
-        grid.append(
-            [
-                pair_map(name, torch.stack(by_layer[role]), kind.rows, kind.inv_freq, kind.context)
-                for role, name in titles
-            ]
-        )
+        row = []
+        for role, plural in PLURAL_OF_ROLE.items():
+            means = torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
+            # The first panel says of which layers the row is, where there are several kinds.
+            name = f"{kind.name}\n{plural}" if kind.name and not row else plural
+            row.append(pair_map(name, means, kind.rows, kind.inv_freq, kind.context))
+        grid.append(row)
     title = "Mean norm of each pair, by layer"
     figure = heat_maps(grid, title=title, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")
     return figure_image(
