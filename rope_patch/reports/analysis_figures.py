@@ -91,7 +91,7 @@ def norms(analysis: Analysis) -> Figure:
     """Return the figure of the mean norm of each pair by layer, with a row of panels for each kind of layers."""
     grid = []
     for kind in kinds(analysis.capture):
-        row = []
+        row: list[Map] = []
         for role, plural in PLURAL_OF_ROLE.items():
             means = torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
             # The first panel says of which layers the row is, where there are several kinds.
