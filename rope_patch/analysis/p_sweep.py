@@ -28,6 +28,7 @@ from rope_patch.options.analyze import P_TOLERANCE
 from rope_patch.patching.install import patched
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
+from rope_patch.runtime.captions import count_text
 
 LONGEST_CONTEXT = 8192
 """Perplexity is measured within and beyond the context that the config states, or this where it is longer [tokens]."""
@@ -233,10 +234,11 @@ def advise(points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, voca
     base, *others = points
     if vocabulary is not None and base.perplexity[0] > vocabulary:
         return Advice(
-            None, "No p is advised: this checkpoint does not know the text of the p sweep. Its perplexity is "
+            None,
+            "No p is advised: this checkpoint does not know the text of the p sweep. Its perplexity is "
             f"{base.perplexity[0]:.0f}, and a uniform guess over the vocabulary has {vocabulary}. Pass a "
             "text like those it was trained on (--text).",
-        )  # fmt: skip
+        )
     others = [point for point in others if point.stopped]
     if not others:
         return Advice(None, "No measured p zeroes a pair that rotates now, so none is advised.")
@@ -246,7 +248,7 @@ def advise(points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, voca
         rises[point.p] = [change_sentence(metric, change) for change in changes]
         verdicts[point.p] = metric.verdict(changes[0], tolerance)
     costs = {p: f"p = {p:g} {'may cost' if verdicts[p] == 'undecided' else 'costs'} {rises[p][0]}" for p in rises}
-    sample = f"over {base.windows} window{'s' * (base.windows > 1)} of text"
+    sample = f"over {count_text(base.windows, 'window')} of text"
     cheap = [point for point in others if verdicts[point.p] == "safe"]
     if cheap:
         chosen = min(cheap, key=lambda point: point.p)

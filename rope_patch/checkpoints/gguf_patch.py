@@ -125,9 +125,8 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     # The settings in the record do not describe a base that was frozen or edited by hand, so no method starts there.
     if record.freeze_at is None and not record.edited and recorded is not None:
         again = TableRecord.of(record.to_method()(base))
-        problems += [f"method: it gives table {again.hash}, the record says {recorded.hash}"] * (
-            not recorded.matches(again)
-        )
+        if not recorded.matches(again):
+            problems.append(f"method: it gives table {again.hash}, the record says {recorded.hash}")
     length = record.target_length or base.max_position_embeddings
     if table.max_position_embeddings != length:
         problems.append(f"context_length is {table.max_position_embeddings}, the record says {length}")

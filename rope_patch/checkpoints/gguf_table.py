@@ -92,8 +92,21 @@ LAYERED = {"gemma3": 6, "gemma3n": 5, "gemma4": 6}
 attention, if a file does not say."""
 
 _NO_ROTARY = (
-    *("gpt2", "starcoder", "bert", "bloom", "mpt", "refact", "jais", "jina-bert-v2", "t5", "t5encoder", "clip"),
-    *("mamba", "mamba2", "rwkv6", "rwkv7"),
+    "gpt2",
+    "starcoder",
+    "bert",
+    "bloom",
+    "mpt",
+    "refact",
+    "jais",
+    "jina-bert-v2",
+    "t5",
+    "t5encoder",
+    "clip",
+    "mamba",
+    "mamba2",
+    "rwkv6",
+    "rwkv7",
 )
 """Architectures without rotary embeddings, although they state heads and widths as others do."""
 

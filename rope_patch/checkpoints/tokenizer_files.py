@@ -16,11 +16,20 @@ from rope_patch.patching.older_keys import text_part
 from rope_patch.runtime.folders import is_gguf
 
 _VOCABULARIES = (
-    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json"),
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.json",
     "vocab.txt",
 )
 _SETTINGS = (
-    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
     "chat_template.json",
 )
 _TOKENIZER_FILES = (*_VOCABULARIES, *_SETTINGS)

@@ -347,7 +347,13 @@ class _Fit:
             ends.append(len(maker.encode(context + answer)) - len(maker.encode(context)))
         ends.append(len(ids) - len(asked))
         return Prompt(
-            *(shown, answer_start, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths),
+            text=shown,
+            target=answer_start,
+            ids=tuple(ids),
+            answer=ends[-1],
+            parts=question.parts,
+            ends=tuple(ends),
+            depths=question.depths,
             hidden=question.hidden,
             question=question.text,
         )

@@ -249,7 +249,9 @@ class Run:
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
-        names = [*map(shortened_name, self.methods), *["a fitted table"] * self.options.fit]
+        names = list(map(shortened_name, self.methods))
+        if self.options.fit:
+            names.append("a fitted table")
         lines, windows, samples, total = [f"methods: {', '.join(names)}"], 0, 0, 0.0
         if self.options.fit:
             from rope_patch.extending.fit_candidate import tokens_to_fit_candidate

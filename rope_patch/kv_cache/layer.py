@@ -171,8 +171,12 @@ class QuantizedLayer(DynamicLayer):
             origin = rows(torch.arange(count)).tolist()
             old = dict(self.frozen)
             self.padding = rows(self.padding)
-            self.frozen = {(name, new): old[name, row] for new, row in enumerate(origin) for name in ("keys", "values")
-                           if (name, row) in old}  # fmt: skip
+            self.frozen = {
+                (name, new): old[name, row]
+                for new, row in enumerate(origin)
+                for name in ("keys", "values")
+                if (name, row) in old
+            }
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
         """Return a copy that shares the run and the tensors, none of which is ever written to in place."""

@@ -31,8 +31,12 @@ def head_types(analysis: Analysis) -> DataTable | Note:
         types = layer.head_types(head)
         if types:
             masses = (
-                *(layer.offset_mass[head, 0], layer.offset_mass[head, 1], layer.first_mass[head]),
-                *(layer.sink_mass[head], layer.induction_mass[head], layer.repeated_mass[head]),
+                layer.offset_mass[head, 0],
+                layer.offset_mass[head, 1],
+                layer.first_mass[head],
+                layer.sink_mass[head],
+                layer.induction_mass[head],
+                layer.repeated_mass[head],
             )
             cells = [
                 Cell(number_text(float(mass)), style="strong" if float(mass) >= TYPE_SHARE else "") for mass in masses
@@ -41,8 +45,18 @@ def head_types(analysis: Analysis) -> DataTable | Note:
             rows.append([f"{layer.index}.{head}", Cell(", ".join(types), style="left"), *cells, distance, entropy])
     if not rows:
         return Note("No head is of a known type.")
-    columns = ("Head", "Types", "Own", "Previous", "First", "Sinks", "Induction, text", "Induction, repeated",
-               "Distance [tokens]", "Entropy [nats]")  # fmt: skip
+    columns = (
+        "Head",
+        "Types",
+        "Own",
+        "Previous",
+        "First",
+        "Sinks",
+        "Induction, text",
+        "Induction, repeated",
+        "Distance [tokens]",
+        "Entropy [nats]",
+    )
     caption = (
         f"Mean attention weight by what a head attends to; bold from {TYPE_SHARE:g} on, the share that makes a type."
         f"{_more(len(rows), MOST_HEADS)}"
@@ -105,8 +119,18 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
         "An offset feature makes no full turn, lies at an angle φ beyond its bound, and adds less at every distance "
         f"than at 0; a partial turn adds most at some distance.{_more(len(pairs), MOST_OUTLIERS)}"
     )
-    columns = ("Head", "Pair", "Wavelength [tokens]", "Turns", "Length", "Times median", "Deviation [rad]",
-               "Angle φ [rad]", "Bound [rad]", "Kind")  # fmt: skip
+    columns = (
+        "Head",
+        "Pair",
+        "Wavelength [tokens]",
+        "Turns",
+        "Length",
+        "Times median",
+        "Deviation [rad]",
+        "Angle φ [rad]",
+        "Bound [rad]",
+        "Kind",
+    )
     return DataTable(f"Outlier pairs of the {PLURAL_OF_ROLE[states]}", columns, rows, caption)
 
 

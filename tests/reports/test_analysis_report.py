@@ -226,8 +226,10 @@ def test_nothing_found_is_said(figures):
     heads, capture = replace(analysis.heads, layers=tuple(idle)), replace(analysis.capture, layers=tuple(even))
     words = "".join(Page(render(analysis_report.page(replace(analysis, heads=heads, capture=capture)))).text)
     for sentence in (
-        *("No head is of a known type.",),
-        *("No head has a sink", "No pair of a mean key is longer than 5 times", "No pair of a mean query"),
+        "No head is of a known type.",
+        "No head has a sink",
+        "No pair of a mean key is longer than 5 times",
+        "No pair of a mean query",
         "so no p is advised",
     ):
         assert sentence in words

@@ -208,8 +208,17 @@ def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
 
 
 def _name_bound(axes: Axes, edge: float) -> None:
-    axes.annotate(BOUND_LABEL, (edge, 1), (0, 1), xycoords=("data", "axes fraction"), textcoords="offset points",
-                  ha="center", va="bottom", fontsize=7, color="0.25")  # fmt: skip
+    axes.annotate(
+        BOUND_LABEL,
+        (edge, 1),
+        (0, 1),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=7,
+        color="0.25",
+    )
 
 
 def _outlined(line: Any) -> None:
