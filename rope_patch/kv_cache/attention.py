@@ -128,8 +128,8 @@ def attend(
         logits = logits * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        apart = visible_tokens - 1 - places[at]
-        hidden = (apart < 0) | (apart >= window)
+        distance = visible_tokens - 1 - places[at]
+        hidden = (distance < 0) | (distance >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
         if attention_mask is not None:
             mask = attention_mask[:, :, low:high, at]

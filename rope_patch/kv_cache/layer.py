@@ -180,9 +180,9 @@ class QuantizedLayer(DynamicLayer):
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
         """Return a copy that shares the run and the tensors, none of which is ever written to in place."""
-        twin = copy.copy(self)
-        twin.frozen = dict(self.frozen)
-        return twin
+        copied = copy.copy(self)
+        copied.frozen = dict(self.frozen)
+        return copied
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:

@@ -287,8 +287,8 @@ def model_hash(model: nn.Module) -> str:
     for name, module in model.named_modules():
         state = [(key, value) for key, value in vars(module).items() if key.endswith("attention_scaling")]
         if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):  # a layer of PEFT
-            asked = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-            state += [(key, getattr(module, key, None)) for key in asked]
+            attributes = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+            state += [(key, getattr(module, key, None)) for key in attributes]
         state += [("hook", hook) for hook in _hooks(module)]
         digest.update(f"{name}{state}".encode() if state else b"")
         tensors = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))

@@ -73,8 +73,8 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         window=shown.window,
         title=title,
     )
-    bare = shown.query.shape[1] - 2 * len(shown.inv_freq)
-    also = f", with what {bare} features without rotation add" if bare else ""
+    unrotated_features = shown.query.shape[1] - 2 * len(shown.inv_freq)
+    also = f", with what {unrotated_features} features without rotation add" if unrotated_features else ""
     caption = (
         f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
         f"key, {logits[1]}{also}. {BOUND_CAPTION}"
