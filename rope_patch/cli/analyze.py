@@ -30,7 +30,7 @@ def analyze(words: Sequence[str]) -> None:
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
     prepare(machine)
-    engine.Chosen(**what).check(read_config(options.model))  # a wrong layer or head raises before any weight is read
+    engine.check_choices(read_config(options.model), **what)  # a wrong layer or head raises before any weight is read
     tokenizer = load_tokenizer(options.model)
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
     with folder_to_write(options.output, names):

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.analysis import analyze as engine
-from rope_patch.analysis.analyze import Chosen, analyze_rows
 from rope_patch.analysis.p_sweep import SweepPoint, advise, half_chord, sweep_p, sweep_text
 from rope_patch.analysis.result import findings
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
@@ -162,16 +161,15 @@ def test_advice_takes_the_smallest_p_that_is_significantly_below_the_tolerance()
 
 def test_the_public_function_reads_a_text_or_several_by_name(tokenizer):
     model = small()
-    named = rope_patch.analyze(model, tokenizer, TEXTS, window=64, tokens=256, p_values=[0.5])
-    assert named.to_json() == run(model, tokenizer, p_values=[0.5]).to_json()
+    named = run(model, tokenizer, p_values=[])
+    assert named.rows.name == "one, two" and set(named.rows.groups) == set(TEXTS)
     single = rope_patch.analyze(model, tokenizer, TEXTS["one"], window=64, tokens=128, p_values=[])
     assert single.capture.rows == 2 and single.p_sweep == ()
     assert rope_patch.inspect(model).record is None
 
 
 def run(model, tokenizer, *, resume=None, **chosen):
-    rows = read_rows(tokenizer, TEXTS, window=64, tokens=256)
-    return analyze_rows(model, tokenizer, rows, Chosen(**chosen), text=TEXTS, resume=resume)
+    return rope_patch.analyze(model, tokenizer, TEXTS, window=64, tokens=256, resume=resume, **chosen)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4"])
@@ -232,8 +230,7 @@ def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     """Copying takes previous-token heads and induction heads above them; slow pairs are hardly turned in 256 tokens."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS / shape).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / shape)
-    rows = read_rows(tokenizer, {"english": TEXT}, window=256, tokens=2048)
-    result = analyze_rows(model, tokenizer, rows, Chosen(p_values=[0.75, 0.25]))
+    result = rope_patch.analyze(model, tokenizer, window=256, tokens=2048, p_values=[0.75, 0.25])
     heads = [(layer, head) for layer in result.heads.layers for head in range(layer.heads)]
     previous, induction = (
         [(layer.index, head) for layer, head in heads if name in layer.head_types(head)]

@@ -14,7 +14,7 @@ from support import tiny
 from support.report_pages import Page, accessible, loads_nothing
 
 from rope_patch import frequencies
-from rope_patch.analysis.analyze import Chosen, analyze_rows
+from rope_patch.analysis.analyze import analyze
 from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.result import Analysis, findings
@@ -321,7 +321,12 @@ def test_layers_of_two_tables_are_apart(figures):
 
 
 class Words:
-    """A tokenizer that can only decode."""
+    """A tokenizer of one token for each letter."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(sign) % 96 for sign in text]}
 
     def decode(self, ids):
         return WORDS.get(ids[0] % 8, f"w{ids[0]}")
@@ -330,8 +335,8 @@ class Words:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
 def test_a_real_model_has_a_page(figures, tmp_path, family):
     model = tiny.tiny_model(family)
-    rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32)
-    analysis = analyze_rows(model, Words(), rows, Chosen(p_values=(), heads=[(0, 1), (1, 3)]))
+    texts = {"a": "One of the texts. " * 5, "b": "And another one. " * 5}
+    analysis = analyze(model, Words(), texts, window=40, tokens=160, p_values=(), heads=[(0, 1), (1, 3)])
     write(tmp_path / "page.html", analysis_report.page(analysis))
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     page_text = "".join(page.text)
