@@ -183,20 +183,10 @@ def tokens(analysis: Analysis) -> DataTable:
     return DataTable(f"The text of these figures, {len(ids)} tokens", columns, rows, "Token by token.", folded=True)
 
 
-def show_invisible(token: str) -> str:
-    r"""Return text with invisible characters shown: a space as ␣, a new line as \n.
-
-    >>> show_invisible(" the\n"), show_invisible("\u200b"), show_invisible("")
-    ('␣the\\n', '\\u200b', '(empty)')
-    """
-    plain = {" ": "␣", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
-    shown = (plain.get(sign) or (sign if sign.isprintable() else f"\\u{ord(sign):04x}") for sign in token)
-    return "".join(shown) or "(empty)"
-
-
 def token_text(analysis: Analysis, token: int) -> str:
-    """Return the text of a token with invisible characters shown; with its id where it is part of a character."""
-    shown = show_invisible(analysis.token_text(token))
+    """Return the text of a token with its id where it is part of a character; a space is shown as ␣."""
+    # repr escapes what is not printable, and adds quotes.
+    shown = repr(analysis.token_text(token))[1:-1].replace(" ", "␣") or "(empty)"
     return f"{shown} (id {token})" if "\N{REPLACEMENT CHARACTER}" in shown else shown
 
 

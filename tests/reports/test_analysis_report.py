@@ -24,7 +24,7 @@ from rope_patch.evaluation.metrics import PairedDifference
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures, analysis_tables
-from rope_patch.reports.analysis_tables import show_invisible, token_text
+from rope_patch.reports.analysis_tables import token_text
 from rope_patch.reports.layer_kinds import kinds
 from rope_patch.reports.page import render, write
 from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
@@ -179,7 +179,8 @@ def test_tokens_are_seen_and_do_no_harm(page):
     assert rows[0] == ["0", *(token_names * 3)[:16]]
     assert rows[1][0] == "16"
     assert token_text(replace(random_analysis(), token_texts={7: "\ufffd"}), 7) == "� (id 7)"
-    assert show_invisible("a\tb\x00\u202e") == r"a\tb\u0000\u202e"
+    assert token_text(replace(random_analysis(), token_texts={7: "a\tb\x00\u202e"}), 7) == r"a\tb\x00\u202e"
+    assert token_text(replace(random_analysis(), token_texts={7: ""}), 7) == "(empty)"
 
 
 def test_numbers_of_heads_are_those_of_the_analysis(page):
