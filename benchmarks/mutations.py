@@ -201,7 +201,8 @@ def table(report: dict[str, Any]) -> str:
     caught = Counter(Path(row["file"]).parts[1] for row in rows if row["outcome"] == "caught")
     equal = Counter(Path(row["file"]).parts[1] for row in rows if row["outcome"] == "equivalent")
     lines = [
-        f"{folder:12} {caught[folder]:3} of {count:3} caught" + f", {equal[folder]} do nothing" * bool(equal[folder])
+        f"{folder:12} {caught[folder]:3} of {count:3} caught"
+        + (f", {equal[folder]} do nothing" if equal[folder] else "")
         for folder, count in sorted(planted_in.items())
     ]
     lines += [f"{row['outcome']}: {row['name']} {row['why']}" for row in rows if row["outcome"] != "caught"]

@@ -3,15 +3,16 @@
     PYTHONPATH=VLLM_AND_ITS_PACKAGES python benchmarks/reading_rules.py vllm
     PYTHONPATH=SGLANG_AND_ITS_PACKAGES_AND_TRANSFORMERS_5.19 python benchmarks/reading_rules.py sglang
     python benchmarks/reading_rules.py transformers-4 --python ENVIRONMENT_WITH_4.57.1/bin/python
+    python benchmarks/reading_rules.py mlx --python ENVIRONMENT_WITH_MLX_LM/bin/python
     python benchmarks/reading_rules.py llama.cpp --python THE_SAME --sources FOLDER_OF_LLAMA_CPP
 
 For small random checkpoints of every family, folders are prepared: patched by every method as ``rope-patch apply``
 writes them, exported, and configs as others write them (keys of transformers 5 alone, of version 4 alone, YaRN with
 every key that states its factor, scaled sliding layers). A rule is right where the program builds the table that it
 says, to 1e-5, or refuses what it says the program refuses. vLLM's and SGLang's code is run as ``engine_code.py`` says,
-transformers 4 in an environment of its own. Of llama.cpp the converter is run, beside the transformers 4 that it asks
-for, and the keys that it writes are read as ``llama-context.cpp`` reads them, by hand. Each run replaces its program's
-part of the report.
+transformers 4 and MLX in environments of their own; MLX's models are built, and turn a vector. Of llama.cpp the
+converter is run, beside the transformers 4 that it asks for, and the keys that it writes are read as
+``llama-context.cpp`` reads them, by hand. Each run replaces its program's part of the report.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,42 @@ def older_tables(root: Path) -> dict[str, Any]:
     return tables_by_folder
 
 
-def folders(root: Path) -> Iterator[Path]:
-    """Write the folders that are read, and yield each."""
+def mlx_tables(root: Path) -> dict[str, Any]:
+    """Return the frequencies and the factor of every layer of mlx-lm's models; imports nothing of ours."""
+    import mlx.core as mx
+    from mlx_lm.utils import _get_classes, load_config
+
+    layers_by_folder: dict[str, Any] = {}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        try:
+            config = load_config(folder)
+            model_class, arguments = _get_classes(config)
+            model = model_class(arguments.from_dict(config))
+            layers_by_folder[folder.name] = [
+                _turned(mx, next(module for name, module in layer.named_modules() if name.endswith("rope")))
+                for layer in model.layers
+            ]
+        except Exception as error:
+            layers_by_folder[folder.name] = f"{type(error).__name__}: {error}"
+    return layers_by_folder
+
+
+def _turned(mx: Any, rope: Any) -> tuple[list[float], float]:
+    """Return the frequencies and the factor by which a rotary module of MLX turns a vector at position 1."""
+    pairs = getattr(rope, "dims", None) or rope.dim
+    pairs //= 2
+    vector = mx.concatenate([mx.ones(pairs), mx.zeros(pairs)])[None, None, None]
+    cos, sin = rope(vector, offset=1).squeeze().split(2)
+    return mx.arctan2(sin, cos).tolist(), float(mx.sqrt(cos * cos + sin * sin).max())
+
+
+def folders(root: Path, families: Iterable[str] = ()) -> Iterator[Path]:
+    """Write the folders that are read, of all families or of some, and yield each."""
     import engine_tables
     from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.engines import export
 
-    families = {name: settings for name, settings in engine_tables.FAMILIES.items() if name != "gemma4_text"}
-    for family in families:
+    for family in families or [name for name in engine_tables.FAMILIES if name != "gemma4_text"]:
         base = engine_tables.checkpoint(family, root / f"{family}-base")
         yield base
         methods = engine_tables.METHODS[:-1] if family in ("llama", "gemma3_text") else engine_tables.METHODS[:-1:3]
@@ -213,7 +242,7 @@ def in_engine(keys: dict[str, Any], pairs: int) -> tuple[Any, float]:
     return table if keys["factors"] is None else table / torch.tensor(keys["factors"]), attention
 
 
-def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: dict[str, Any]) -> dict[str, Any]:
+def verdict(program: str, folder: Path, read_there: dict[str, Any]) -> dict[str, Any]:
     """Compare a rule of `rope-patch doctor` with the program on one folder."""
     import torch
 
@@ -228,7 +257,7 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
     said = rows[0].verdict
     try:
         worst, compared = 0.0, False
-        if program in ("transformers-4", "llama.cpp"):
+        if program in ("transformers-4", "llama.cpp", "mlx"):
             theirs = read_there[folder.name]
             if isinstance(theirs, str):
                 raise RuntimeError(theirs)
@@ -239,6 +268,13 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
             ours, scaling = row.built.inv_freq, row.built.attention_scaling
             if program == "transformers-4":
                 numbers, factor = theirs[row.layer_type or "full_attention"]
+                other = torch.tensor(numbers)
+            elif program == "mlx":
+                # Every layer agrees; or one of a type has the table that a rule gives, where layers of a type differ.
+                chosen = max if said == "agrees" else min
+                numbers, factor = chosen(
+                    (theirs[layer] for layer in row.layers), key=lambda table: _apart(table[0], ours.tolist())
+                )
                 other = torch.tensor(numbers)
             elif program == "llama.cpp":
                 keys = theirs
@@ -272,6 +308,11 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
     return {"verdict": "equal" if worst <= 1e-5 else "WRONG", "difference": worst, "said": said}
 
 
+def _apart(one: list[float], other: list[float]) -> float:
+    """Return the largest difference of two frequencies; inf where there are more of one."""
+    return max(map(abs, map(float.__sub__, one, other))) if len(one) == len(other) else float("inf")
+
+
 def check_lengths(program: str, folder: Path, context: int, built: Any) -> None:
     """Raise unless an engine derives the context that the rule states, and holds no more positions."""
     if context != built.context:
@@ -299,13 +340,16 @@ def main() -> None:
     """Compare one program's rules, and put the result into the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", nargs="?")
-    parser.add_argument("--python", type=Path, help="of an environment with transformers 4.57.1")
+    parser.add_argument("--python", type=Path, help="of an environment with transformers 4.57.1, or mlx-lm")
     parser.add_argument("--sources", type=Path, help="a checkout of llama.cpp")
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "reading_rules.json")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.read is not None:
-        read = older_tables(given.read) if given.sources is None else converted_keys(given.read, given.sources)
+        if given.program == "mlx":
+            read = mlx_tables(given.read)
+        else:
+            read = older_tables(given.read) if given.sources is None else converted_keys(given.read, given.sources)
         print(json.dumps(read))
         return
     from transformers.utils import logging
@@ -319,11 +363,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         written = list(folders(Path(scratch)))
         if given.python is not None:
-            asked = [given.python, __file__, "--read", scratch]
+            asked = [given.python, __file__, program, "--read", scratch]
             asked += [] if given.sources is None else ["--sources", given.sources]
             done = subprocess.run(asked, capture_output=True, text=True, check=True)
             older = json.loads(done.stdout.splitlines()[-1])
-        rows = {folder.name: verdict(program, folder, given, older) for folder in written}
+        rows = {folder.name: verdict(program, folder, older) for folder in written}
     counts = Counter(row["verdict"] for row in rows.values())
     print(program, dict(counts))
     for name, row in rows.items():

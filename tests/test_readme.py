@@ -214,6 +214,13 @@ def test_import_does_no_work():
     assert done.stdout.strip() == "[]"
 
 
+def test_what_does_not_train_imports_no_peft():
+    """It brings bitsandbytes and others where they are installed, which takes seconds."""
+    code = "import sys, rope_patch; rope_patch.doctor, rope_patch.load; print('peft' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_pages_name_no_machine():
     for path in [
         *ROOT.glob("*.md"),

@@ -193,10 +193,12 @@ def cells(setting: Setting) -> list[Cell]:
             / (989e12 * GUESS)
         )
         for quantization, liger in (("none", False), ("nf4", False), ("none", True)):
-            name = f"{'qlora' if quantization == 'nf4' else 'lora'}{'-liger' * liger}-{length}"
-            needs = ("bitsandbytes",) * (quantization == "nf4") + ("liger-kernel", "GPU") * liger
+            name = f"{'qlora' if quantization == 'nf4' else 'lora'}{'-liger' if liger else ''}-{length}"
+            needs = ["bitsandbytes"] if quantization == "nf4" else []
+            if liger:
+                needs += ["liger-kernel", "GPU"]
             measure = partial(step, setting, length, quantization, liger)
-            steps[name] = Cell(name, math.ceil(seconds), measure, needs)
+            steps[name] = Cell(name, math.ceil(seconds), measure, tuple(needs))
     plain = [steps.pop(f"lora-{length}") for length in LENGTHS]
     return [*plain, *steps.values()]
 

@@ -185,7 +185,7 @@ KV_CACHE = (
     Mutation(
         "copy_of_a_cache_shares_its_blocks",
         "rope_patch/kv_cache/layer.py",
-        "        twin.frozen = dict(self.frozen)\n",
+        "        copied.frozen = dict(self.frozen)\n",
         "",
     ),
     Mutation(
@@ -211,7 +211,7 @@ KV_CACHE = (
     Mutation(
         "sliding_window_is_a_token_too_long",
         "rope_patch/kv_cache/attention.py",
-        "hidden = (apart < 0) | (apart >= window)",
-        "hidden = (apart < 0) | (apart > window)",
+        "hidden = (distance < 0) | (distance >= window)",
+        "hidden = (distance < 0) | (distance > window)",
     ),
 )

@@ -116,8 +116,8 @@ TRAINING = (
     Mutation(
         "perplexity_outweighs_a_prompt",
         "rope_patch/training/evaluate_run.py",
-        "- nll / (100 * asked)",
-        "- nll / asked",
+        "- nll / (100 * prompts)",
+        "- nll / prompts",
     ),
     Mutation(
         "seed_of_the_adapters_is_ignored",

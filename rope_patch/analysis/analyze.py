@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from rope_patch.analysis.single_heads import SingleHead, read_single_heads
 from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source, TokenDocument
-from rope_patch.evaluation.domains import TextRows, read_rows
+from rope_patch.evaluation.domains import read_rows
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.options.analyze import P_TOLERANCE, P_VALUES
@@ -92,88 +91,25 @@ def analyze(
         >>> len(result.heads.layers), result.advice.p
         (4, None)
     """
+    inspection = inspect_model(model)
+    config: Any = model.config
+    check_choices(config, layers=layers, heads=heads, p_values=p_values, tolerance=tolerance, chunk=chunk)
     domains = text if isinstance(text, Mapping) or text is None else {"text": text}
-    context = max(table.max_position_embeddings for table in inspect_model(model).tables)
+    context = max(table.max_position_embeddings for table in inspection.tables)
     total = default_tokens(model)
     if tokens is None:
-        tokens = max(
-            2, min(DEFAULT_TOKENS, total // 4)
-        )  # a quarter: it is read twice, and half is left for the p sweep
+        # A quarter: it is read twice, and half is left for the p sweep.
+        tokens = max(2, min(DEFAULT_TOKENS, total // 4))
     rows = read_rows(tokenizer, domains, window=window, tokens=tokens, context=context)
-    return analyze_rows(
-        model,
-        tokenizer,
-        rows,
-        Chosen(layers, heads, p_values, tolerance, chunk),
-        text=domains,
-        sweep_tokens=max(0, total - 2 * rows.ids.numel()) // (1 + len(p_values)),
-        resume=resume,
-    )
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What an analysis measures beside its text; the attributes are arguments of :func:`analyze`."""
-
-    layers: Sequence[int] | None = None
-    heads: Sequence[tuple[int, int]] = ()
-    p_values: Sequence[float] = P_VALUES
-    tolerance: float = P_TOLERANCE
-    chunk: int | None = None
-
-    def check(self, config: PreTrainedConfig) -> None:
-        """Raise ValueError for what does not fit a model of this config."""
-        text = config.get_text_config()
-        for p in self.p_values:
-            if not 0 < p < 1:
-                raise ValueError(f"p must be in (0, 1), got {p}")
-        if not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"tolerance must be >= 0, got {self.tolerance}")
-        if self.chunk is not None and self.chunk < 1:
-            raise ValueError(f"chunk must be >= 1 token, got {self.chunk}")
-        for layer in (*(self.layers or ()), *(layer for layer, _ in self.heads)):
-            if not 0 <= layer < text.num_hidden_layers:
-                raise ValueError(f"the model has attention layers 0 to {text.num_hidden_layers - 1}, got {layer}")
-        for layer, head in self.heads:
-            if not 0 <= head < text.num_attention_heads:
-                raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
-            if self.layers is not None and layer not in self.layers:
-                raise ValueError(f"head {layer}.{head} is not in the layers to be analyzed, {list(self.layers)}")
-
-
-def analyze_rows(
-    model: nn.Module,
-    tokenizer: Any,
-    rows: TextRows,
-    chosen: Chosen,
-    *,
-    text: Mapping[str, Source] | None = None,
-    sweep_tokens: int | None = None,
-    resume: str | Path | None = None,
-) -> Analysis:
-    """Analyze a checkpoint on rows of text that were read before; otherwise as :func:`analyze`.
-
-    Args:
-        model: the checkpoint.
-        tokenizer: the tokenizer of the model.
-        rows: the text, from :func:`~rope_patch.evaluation.domains.read_rows`.
-        chosen: the parts, layers and heads that are measured.
-        text: the texts by name for the p sweep; by default the held-out part of the built-in text.
-        sweep_tokens: the number of tokens that each p of the sweep may read; without limit by default [tokens].
-        resume: the folder of finished parts; None to keep nothing.
-    """
-    inspection = inspect_model(model)
-    chosen.check(model.config)  # type: ignore[arg-type]
-    context = max(table.max_position_embeddings for table in inspection.tables)
     windows: Sequence[TokenDocument] = ()
     edges: tuple[int, ...] = ()
     text_name = ""
-    if chosen.p_values:
-        windows, edges, text_name = sweep_text(tokenizer, text, context, sweep_tokens)
-        progress.more((1 + len(chosen.p_values)) * len(windows) * edges[-1])
+    if p_values:
+        sweep_tokens = max(0, total - 2 * rows.ids.numel()) // (1 + len(p_values))
+        windows, edges, text_name = sweep_text(tokenizer, domains, context, sweep_tokens)
+        progress.more((1 + len(p_values)) * len(windows) * edges[-1])
     # The rows are read twice: for the statistics of queries and keys, and for the attention masses.
     progress.more(2 * rows.ids.numel())
-    layers, chunk = chosen.layers, chosen.chunk
     identity = {"model": model_hash(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
     parts = _Parts(None if resume is None else Path(resume), identity, rows.ids.numel())
     statistics = parts.load_or_measure(
@@ -185,14 +121,12 @@ def analyze_rows(
     measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
     # Few tokens, which were not announced.
     with progress.unreported():
-        single_heads = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], chosen.heads or _clearest(measured))
+        single_heads = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], heads or _clearest(measured))
     points: tuple[SweepPoint, ...] = ()
-    if chosen.p_values:
-        points = sweep_p(
-            model, statistics, windows, edges, sorted(chosen.p_values, reverse=True), resume=parts.cache_file
-        )
+    if p_values:
+        points = sweep_p(model, statistics, windows, edges, sorted(p_values, reverse=True), resume=parts.cache_file)
     return Analysis(
-        name=name_of(str(getattr(model.config, "name_or_path", ""))) or type(model).__name__,
+        name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
         table=str(inspection),
         method=str(inspection.record.to_method()) if inspection.record else None,
         context=context,
@@ -203,10 +137,38 @@ def analyze_rows(
         p_sweep=points,
         p_sweep_positions=edges,
         p_sweep_text=text_name,
-        advice=advise(points, chosen.tolerance, vocabulary=_vocabulary(model)),
+        advice=advise(points, tolerance, vocabulary=config.get_text_config().vocab_size),
         token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
     )
+
+
+def check_choices(
+    config: PreTrainedConfig,
+    *,
+    layers: Sequence[int] | None,
+    heads: Sequence[tuple[int, int]],
+    p_values: Sequence[float],
+    tolerance: float,
+    chunk: int | None,
+) -> None:
+    """Raise ValueError for an argument of :func:`analyze` that does not fit a model of this config."""
+    text = config.get_text_config()
+    for p in p_values:
+        if not 0 < p < 1:
+            raise ValueError(f"p must be in (0, 1), got {p}")
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be >= 0, got {tolerance}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 token, got {chunk}")
+    for layer in (*(layers or ()), *(layer for layer, _ in heads)):
+        if not 0 <= layer < text.num_hidden_layers:
+            raise ValueError(f"the model has attention layers 0 to {text.num_hidden_layers - 1}, got {layer}")
+    for layer, head in heads:
+        if not 0 <= head < text.num_attention_heads:
+            raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
+        if layers is not None and layer not in layers:
+            raise ValueError(f"head {layer}.{head} is not in the layers to be analyzed, {list(layers)}")
 
 
 class _Parts:
@@ -241,11 +203,6 @@ class _Parts:
             part.to_npz(path)
             self.cache[step] = [identity, _digest(path)]
             return part
-
-
-def _vocabulary(model: nn.Module) -> int:
-    config: Any = model.config
-    return int(config.get_text_config().vocab_size)
 
 
 def _clearest(heads: Heads) -> list[tuple[int, int]]:

@@ -205,12 +205,12 @@ def _attend(
         # The queries that share a key head stand one after the other, for one product of matrices.
         grouped = queries[:, start:stop].reshape(key_heads, -1, head_dim)
         logits = (grouped @ keys[:, low:stop].mT).view(heads, stop - start, stop - low) * scaling
-        apart = places[start:stop, None] - places[low:stop]
-        hidden = (apart < 0) | (apart >= window)
+        distance = places[start:stop, None] - places[low:stop]
+        hidden = (distance < 0) | (distance >= window)
         capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
         if sums is not None:
-            sums.add(Block(start, low, logits, weights, apart, hidden))
+            sums.add(Block(start, low, logits, weights, distance, hidden))
         attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
         out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
     if sums is not None:

@@ -26,7 +26,7 @@ class Block:
         low: the position of the first key [tokens].
         logits: (heads, queries, keys) the scaled logits, before soft-capping.
         weights: (heads, queries, keys) the attention weights.
-        apart: (queries, keys) the distance from each key to the query behind it; negative for keys that come later
+        distance: (queries, keys) the distance from each key to the query behind it; negative for keys that come later
             [tokens].
         hidden: (queries, keys) whether a query does not see a key.
     """
@@ -35,7 +35,7 @@ class Block:
     low: int
     logits: Tensor
     weights: Tensor
-    apart: Tensor
+    distance: Tensor
     hidden: Tensor
 
 
@@ -85,7 +85,7 @@ class AttentionSums:
         skip = max(self.first_query - start, 0)
         if skip >= len(hidden):
             return
-        weights, apart, hidden = block.weights[:, skip:], block.apart[skip:], hidden[skip:]
+        weights, distance, hidden = block.weights[:, skip:], block.distance[skip:], hidden[skip:]
         start += skip
         stop = start + weights.shape[1]
         queries = stop - start
@@ -100,20 +100,20 @@ class AttentionSums:
             visible_first = ~hidden[:, 0]
             self.first += _sum(weights[:, visible_first, 0])
             self.first_count += int(visible_first.sum())
-        self.distance += _sum(torch.einsum("hqk,qk->hq", weights, apart.to(weights.dtype)))
+        self.distance += _sum(torch.einsum("hqk,qk->hq", weights, distance.to(weights.dtype)))
         # entr(0) is 0, where the weight of a hidden key times its logarithm would be NaN.
         self.entropy += _sum(torch.special.entr(weights).sum(-1))
         # Keys whose previous token is the query's own token. The first key of a text has none before it, and the key
         # of the query itself does not count.
         match = torch.zeros_like(hidden)
         match[:, max(0, 1 - low) :] = ids[start:stop, None] == ids[max(low, 1) - 1 : stop - 1]
-        match &= ~hidden & (apart > 0)
+        match &= ~hidden & (distance > 0)
         any_match = match.any(-1)
         self.induction += _sum(torch.einsum("hqk,qk->hq", weights, match.to(weights.dtype))[:, any_match])
         visible = (~hidden).sum(-1)
         self.even += float((match.sum(-1) / visible)[any_match].sum())
         self.matched += int(any_match.sum())
-        far = (apart >= SINK_DISTANCE) & ~hidden
+        far = (distance >= SINK_DISTANCE) & ~hidden
         self.far[:, low:stop] += torch.einsum("hqk,qk->hk", weights, far.to(weights.dtype)).cpu().double()
         self.far_count[low:stop] += far.sum(0).cpu().double()
         self.all[:, low:stop] += weights.sum(1).cpu().double()

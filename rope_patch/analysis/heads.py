@@ -75,9 +75,8 @@ class LayerHeads:
             head: the index of the query head.
         """
         types = [
-            name for name, mass in zip(_OFFSET_NAMES, self.offset_mass[head], strict=True)
-            if float(mass) >= TYPE_SHARE
-        ]  # fmt: skip
+            name for name, mass in zip(_OFFSET_NAMES, self.offset_mass[head], strict=True) if float(mass) >= TYPE_SHARE
+        ]
         if float(self.first_mass[head]) >= TYPE_SHARE:
             types.append("first token")
         elif float(self.sink_mass[head]) >= TYPE_SHARE:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, encode, spread_windows
 from rope_patch.evaluation.intervals import paired_means
+from rope_patch.evaluation.metrics import METRICS, PairedDifference, change_sentence
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.evaluation.window_losses import PerplexityResult
@@ -27,6 +28,7 @@ from rope_patch.options.analyze import P_TOLERANCE
 from rope_patch.patching.install import patched
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
+from rope_patch.runtime.captions import count_text
 
 LONGEST_CONTEXT = 8192
 """Perplexity is measured within and beyond the context that the config states, or this where it is longer [tokens]."""
@@ -71,7 +73,7 @@ class SweepPoint:
     turned: float
     perplexity: tuple[float, ...]
     windows: int
-    change: tuple[tuple[float, float, float], ...] | None
+    change: tuple[PairedDifference, ...] | None
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def sweep_p(
                 for scored in (result, unchanged)
             )
             estimate = math.fsum(a - b for a, b in zip(ours, theirs, strict=True)) / len(ours)
-            changes.append((estimate, *paired_means(ours, theirs)))
+            changes.append(PairedDifference(estimate, *paired_means(ours, theirs)))
         points.append(
             SweepPoint(
                 p,
@@ -232,64 +234,46 @@ def advise(points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, voca
     base, *others = points
     if vocabulary is not None and base.perplexity[0] > vocabulary:
         return Advice(
-            None, "No p is advised: this checkpoint does not know the text of the p sweep. Its perplexity is "
+            None,
+            "No p is advised: this checkpoint does not know the text of the p sweep. Its perplexity is "
             f"{base.perplexity[0]:.0f}, and a uniform guess over the vocabulary has {vocabulary}. Pass a "
             "text like those it was trained on (--text).",
-        )  # fmt: skip
+        )
     others = [point for point in others if point.stopped]
     if not others:
         return Advice(None, "No measured p zeroes a pair that rotates now, so none is advised.")
-    # Changes are differences of losses; a relative rise of perplexity is the exponential of one.
-    limit = math.log1p(tolerance)
-    kinds = {point.p: _kind(point, limit) for point in others}
-    cheap = [point for point in others if kinds[point.p] == "cheap"]
-    sample = f"over {base.windows} window{'s' * (base.windows > 1)} of text"
+    metric, rises, verdicts = METRICS["perplexity"], dict[float, list[str]](), dict[float, str]()
+    for point in others:
+        changes = point.change or ()
+        rises[point.p] = [change_sentence(metric, change) for change in changes]
+        verdicts[point.p] = metric.verdict(changes[0], tolerance)
+    costs = {p: f"p = {p:g} {'may cost' if verdicts[p] == 'undecided' else 'costs'} {rises[p][0]}" for p in rises}
+    sample = f"over {count_text(base.windows, 'window')} of text"
+    cheap = [point for point in others if verdicts[point.p] == "safe"]
     if cheap:
         chosen = min(cheap, key=lambda point: point.p)
-        beyond = f", and beyond it by {_rise(chosen, 1)}" if len(chosen.perplexity) > 1 else ""
-        lower = [f"p = {point.p:g} {_cost(point, kinds[point.p])}" for point in others if point.p < chosen.p]
+        lower = [cost for p, cost in costs.items() if p < chosen.p]
         larger_sentence = f" {'; '.join(lower)}." if lower else " It is the smallest p measured."
         return Advice(
             chosen.p,
             f"p = {chosen.p:g} suits this checkpoint without training: {_carried(chosen)}, and {sample} perplexity "
-            f"within the context changes by {_rise(chosen, 0)}{beyond}.{larger_sentence}",
+            f"within the context changes by {', and beyond it by '.join(rises[chosen.p])}.{larger_sentence}",
         )
-    undecided = [point for point in others if kinds[point.p] == "undecided"]
-    if undecided:
-        costs = "; ".join(f"p = {point.p:g} {_cost(point, kinds[point.p])}" for point in others)
+    if "undecided" in verdicts.values():
         return Advice(
             None,
-            f"Whether a p suits this checkpoint without training cannot be decided {sample}: {costs}. Pass more text "
-            "(--text).",
+            f"Whether a p suits this checkpoint without training cannot be decided {sample}: "
+            f"{'; '.join(costs.values())}. Pass more text (--text).",
         )
     least = min(others, key=lambda point: point.perplexity[0])
     measured = ", ".join(f"{point.p:g}" for point in others)
     return Advice(
         None,
         f"No measured p ({measured}) suits this checkpoint without training if perplexity may rise by at most "
-        f"{100 * tolerance:g} %: with "
-        f"p = {least.p:g}, {_carried(least)}, and {sample} perplexity within the context changes by {_rise(least, 0)}. "
+        f"{100 * tolerance:g} %: with p = {least.p:g}, {_carried(least)}, and {sample} perplexity within the context "
+        f"changes by {rises[least.p][0]}. "
         "Fine-tune after patching, or choose a method that keeps every pair rotating (YaRN, ABF).",
     )
-
-
-def _kind(point: SweepPoint, limit: float) -> str:
-    """Tell whether a rise of perplexity is significantly below the limit, significantly above it, or undecided."""
-    assert point.change is not None
-    _, low, high = point.change[0]
-    return "cheap" if high <= limit else "expensive" if low > limit else "undecided"
-
-
-def _cost(point: SweepPoint, kind: str) -> str:
-    return f"{'may cost' if kind == 'undecided' else 'costs'} {_rise(point, 0)}"
-
-
-def _rise(point: SweepPoint, place: int) -> str:
-    """Return a rise of perplexity in per cent, with its 95 % interval."""
-    assert point.change is not None
-    # A loss that is 20 nats higher is a perplexity 485 million times as large, and no number for a sentence.
-    value, low, high = (f"{math.expm1(part):+.1%}" if part < 20 else "far more" for part in point.change[place])
-    return f"{value} ({low} to {high})"
 
 
 def _carried(point: SweepPoint) -> str:

@@ -99,20 +99,20 @@ def findings(analysis: Analysis) -> list[str]:
         (layer.index, head, layer.head_types(head)) for layer in analysis.heads.layers for head in range(layer.heads)
     ]
     total = len(heads)
-    most = "with most of the attention"
-    for head_type, one, many in (
-        ("previous token", f"attends to the previous token {most}", f"attend to the previous token {most}"),
-        ("diagonal", f"attends to its own token {most}", f"attend to their own token {most}"),
-        ("2 back", f"attends two tokens back {most}", f"attend two tokens back {most}"),
-        ("induction", "does induction, on the text or on repeated random tokens",
-         "do induction, on the text or on repeated random tokens"),
-        ("first token", f"attends to the first token {most}", f"attend to the first token {most}"),
-        ("sink", f"attends to several sinks {most}", f"attend to several sinks {most}"),
-    ):  # fmt: skip
+    for head_type, what in (
+        ("previous token", "attend to the previous token"),
+        ("diagonal", "attend to their own token"),
+        ("2 back", "attend two tokens back"),
+        ("induction", "do induction, on the text or on repeated random tokens,"),
+        ("first token", "attend to the first token"),
+        ("sink", "attend to several sinks"),
+    ):
         names = [f"{layer}.{head}" for layer, head, types in heads if head_type in types]
         if names:
             listed = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-            sentences.append(f"{len(names)} of {total} heads {one if len(names) == 1 else many} (layer.head {listed}).")
+            sentences.append(
+                f"Heads that {what} with most of their attention: {len(names)} of {total} (layer.head {listed})."
+            )
     if not any(types for _, _, types in heads):
         sentences.append(f"None of {total} heads is of a known type.")
     for states in ("key", "query"):

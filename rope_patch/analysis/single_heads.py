@@ -74,8 +74,8 @@ class SingleHead:
         """Attention weights: (queries, keys), each query's summing to 1 over what it sees."""
         capped = self.logits if self.softcap is None else self.softcap * torch.tanh(self.logits / self.softcap)
         places = torch.arange(len(capped))
-        apart = places[:, None] - places
-        hidden = (apart < 0) if self.window is None else (apart < 0) | (apart >= self.window)
+        distance = places[:, None] - places
+        hidden = (distance < 0) if self.window is None else (distance < 0) | (distance >= self.window)
         return capped.masked_fill(hidden, -torch.inf).softmax(-1)
 
     def mean_terms(self, distance: int) -> Tensor:

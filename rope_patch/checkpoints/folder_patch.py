@@ -107,6 +107,7 @@ def patch_folder(
         model.config.save_pretrained(folder)
         add_older_keys(folder)
         raise_length(folder, patch.record)
+        # Verified while it has a temporary name, so that `out` is never a folder that fails.
         verify_folder(folder)
         finish(folder)
     return patch

@@ -124,10 +124,9 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     recorded, base = table_of(record.tables), base_in(record, table)
     # The settings in the record do not describe a base that was frozen or edited by hand, so no method starts there.
     if record.freeze_at is None and not record.edited and recorded is not None:
-        again = TableRecord.of(record.to_method()(base))
-        problems += [f"method: it gives table {again.hash}, the record says {recorded.hash}"] * (
-            not recorded.matches(again)
-        )
+        recomputed = TableRecord.of(record.to_method()(base))
+        if not recorded.matches(recomputed):
+            problems.append(f"method: it gives table {recomputed.hash}, the record says {recorded.hash}")
     length = record.target_length or base.max_position_embeddings
     if table.max_position_embeddings != length:
         problems.append(f"context_length is {table.max_position_embeddings}, the record says {length}")

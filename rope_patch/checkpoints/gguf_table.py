@@ -92,8 +92,21 @@ LAYERED = {"gemma3": 6, "gemma3n": 5, "gemma4": 6}
 attention, if a file does not say."""
 
 _NO_ROTARY = (
-    *("gpt2", "starcoder", "bert", "bloom", "mpt", "refact", "jais", "jina-bert-v2", "t5", "t5encoder", "clip"),
-    *("mamba", "mamba2", "rwkv6", "rwkv7"),
+    "gpt2",
+    "starcoder",
+    "bert",
+    "bloom",
+    "mpt",
+    "refact",
+    "jais",
+    "jina-bert-v2",
+    "t5",
+    "t5encoder",
+    "clip",
+    "mamba",
+    "mamba2",
+    "rwkv6",
+    "rwkv7",
 )
 """Architectures without rotary embeddings, although they state heads and widths as others do."""
 
@@ -147,19 +160,17 @@ def scaling_keys(table: RotaryTable, graph: Graph) -> dict[str, Any]:
     attention = table.attention_scaling
     if not graph.tensors and not frequencies.is_geometric(table.inv_freq, table.rope_theta):
         encoded = table.rope_parameters or {}
-        keys = {"type": encoded.get("rope_type"), "factor": encoded.get("factor")}
-        original = encoded.get("original_max_position_embeddings") or table.context
-        built, own = torch.zeros(table.pairs), 1.0
-        if keys["type"] in ("linear", "yarn"):
-            keys["factor"] = float(keys["factor"])
-            built, own = _scaled(**keys, theta=table.rope_theta, rotary_dim=table.rotary_dim, original=original)
+        kind = "yarn" if encoded.get("rope_type") == "yarn" else "linear"
+        keys = {"type": kind, "factor": float(encoded.get("factor") or 1.0)}
+        original = int(encoded.get("original_max_position_embeddings") or table.context)
+        built, own = _scaled(**keys, theta=table.rope_theta, rotary_dim=table.rotary_dim, original=original)
         if not torch.allclose(built, table.inv_freq, rtol=ROUNDED_TWICE, atol=0):
             raise ValueError(
                 f"llama.cpp's graph for {graph.architecture} reads no rotary factors (seen at {CHECKED}), so a GGUF "
                 "file cannot hold this table. It can hold another base (abf, ntk), pi, and yarn with beta_fast=32 and "
                 "beta_slow=1"
             )
-        if keys["type"] == "yarn":
+        if kind == "yarn":
             keys["original_context_length"] = original
         attention /= own
     if abs(attention - 1) > 1e-6:

@@ -16,11 +16,20 @@ from rope_patch.patching.older_keys import text_part
 from rope_patch.runtime.folders import is_gguf
 
 _VOCABULARIES = (
-    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json"),
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.json",
     "vocab.txt",
 )
 _SETTINGS = (
-    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
     "chat_template.json",
 )
 _TOKENIZER_FILES = (*_VOCABULARIES, *_SETTINGS)
@@ -47,6 +56,7 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
         return
     hub = {"local_files_only": True, "revision": getattr(model.config, "_commit_hash", None)}
     config = find_file(source, CONFIG_FILE, **hub)
+    # Settings alone, without a vocabulary, make no tokenizer.
     if config is None or not any(find_file(source, name, **hub) for name in _VOCABULARIES):
         return
     try:

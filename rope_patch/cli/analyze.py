@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rope_patch.cli.loading import check_patch, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
-from rope_patch.cli.printing import command_line, resumable
+from rope_patch.cli.printing import command_line, new_table, resumable, show
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
 from rope_patch.runtime import progress
@@ -31,7 +30,7 @@ def analyze(words: Sequence[str]) -> None:
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
     prepare(machine)
-    engine.Chosen(**what).check(read_config(options.model))  # a wrong layer or head raises before any weight is read
+    engine.check_choices(read_config(options.model), **what)  # a wrong layer or head raises before any weight is read
     tokenizer = load_tokenizer(options.model)
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
     with folder_to_write(options.output, names):
@@ -92,24 +91,16 @@ def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:
 
 def _print(analysis: Any, findings: list[str]) -> None:
     """Print the main findings, and the perplexity and shares of logits at each p."""
-    from rich import box
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
     for sentence in findings:
-        console.print(f"- {escape(sentence)}")
+        show(f"- {escape(sentence)}")
     if not analysis.p_sweep:
         return
     spans = [f"{low}-{high}" for low, high in itertools.pairwise(analysis.p_sweep_positions)]
-    table = Table(
-        title=f"p-RoPE without training on {escape(analysis.p_sweep_text)}; shares of the layers whose table changes",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-    )
-    for head in ("p", "pairs zeroed", "share of logits", "by distance", *(f"ppl {span}" for span in spans)):
-        table.add_column(head, justify="right")
+    heads = ("p", "pairs zeroed", "share of logits", "by distance", *(f"ppl {span}" for span in spans))
+    title = f"p-RoPE without training on {analysis.p_sweep_text}; shares of the layers whose table changes"
+    table = new_table(*heads, title=title, right=heads)
     for point in analysis.p_sweep:
         stopped = sum(len(pairs) for pairs in point.stopped.values())
         table.add_row(
@@ -119,4 +110,4 @@ def _print(analysis: Any, findings: list[str]) -> None:
             f"{point.turned:.1%}",
             *(f"{value:.2f}" for value in point.perplexity),
         )
-    console.print(table)
+    show(table)

@@ -58,7 +58,7 @@ class Check:
                 line,
                 WIDTH,
                 initial_indent=indent if number else "",
-                subsequent_indent=indent + "  " * bool(number),
+                subsequent_indent=f"{indent}  " if number else indent,
                 break_long_words=False,
                 break_on_hyphens=False,
             )

@@ -155,12 +155,12 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
                 )
             return
         location.check_base()
-        again = plan_from_record(location, record).record
+        recomputed = plan_from_record(location, record).record
         wrong = [
             f"{name} [{key}]"
             for name in ("base_tables", "tables")
             for key, table in getattr(record, name).items()
-            if not table.matches(getattr(again, name)[key])
+            if not table.matches(getattr(recomputed, name)[key])
         ]
     except ValueError as error:
         yield Check("patch record", DIFFERS, str(error), fix="load the patched folder again")

@@ -43,8 +43,6 @@ def _check(row: AuditRow) -> Check:
         return replace(refused, counts=row.program == OURS)
     built = row.built
     # A difference that would be printed as 0.00 % is left out.
-    apart = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"
-    problem = (
-        f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{apart}"
-    )
+    off = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"
+    problem = f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{off}"
     return replace(check, state=DIFFERS, found=problem, meaning=reasons, fix=fix)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import shlex
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, scaling_keys
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
+from rope_patch.engines.folders import exported_config, read_tables
 from rope_patch.engines.program_contexts import kind_of
 from rope_patch.engines.program_readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.engines.program_rules import SHARE, Built, relative_difference
 from rope_patch.engines.verified_versions import check_version
 from rope_patch.patching.locate import locate
-from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
+from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime.folders import is_gguf
@@ -148,7 +152,7 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
         rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
     for name in programs:
         reading = reading_of(name, stated)
-        rows += _rows(name, reading, stated.tables, layers, _fix(source, name, stated))
+        rows += _rows(name, reading, stated.tables, layers, partial(_fix, source, name, model, stated))
     notes = (*about_two_tables(inspection.record), *_about_truncate(stated), *inspection.warnings)
     return Audit(str(source), inspection.model_class, inspection.method, tuple(rows), notes)
 
@@ -204,13 +208,15 @@ def _rows(
     reading: Reading,
     tables: Mapping[str | None, RotaryTable],
     layers: Mapping[str | None, tuple[int, ...]],
-    fix: str,
+    fix: Callable[[], str],
 ) -> list[AuditRow]:
     if (reason := reading.refused or reading.unverified) is not None:
         verdict = REFUSES if reading.refused else UNVERIFIED
-        needed = fix if reading.refused else None
+        needed = fix() if reading.refused else None
         return [AuditRow(program, kind, layers[kind], verdict, reasons=(reason,), fix=needed) for kind in tables]
-    return [_row(program, built, tables[kind], layers[kind], fix) for kind, built in reading.tables.items()]
+    agree = all(built.is_table(tables[kind]) for kind, built in reading.tables.items())
+    needed = "" if agree else fix()
+    return [_row(program, built, tables[kind], layers[kind], needed) for kind, built in reading.tables.items()]
 
 
 def _row(program: str, built: Built, table: RotaryTable, layers: tuple[int, ...], fix: str) -> AuditRow:
@@ -232,23 +238,34 @@ def _about_truncate(stated: StatedConfig) -> list[str]:
     ]
 
 
-def _fix(source: str | Path, program: str, stated: StatedConfig) -> str:
-    """Return the command that makes a program compute these tables, or why there is none."""
-    tables = list(stated.tables.values())
+_EXPORTS = {"transformers-4": ("hf", "sglang"), "mlx": ("hf", "sglang")}
+"""The engines whose exports a program reads, where that is not its own name; those for SGLang state one base."""
+
+
+def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> str:
+    """Return the command that makes a program compute these tables, or why there is none.
+
+    What the command would write is read as the program reads it.
+    """
+    source = shlex.quote(str(source))
     if program == "llama.cpp":
         return _llama_cpp_fix(source, stated)
-    if program == "transformers-4":
-        if stated.model_type == "olmo3" and one_base_keys(stated.complete["rope_parameters"]) is not None:
-            return f"rope-patch export {source} --to sglang -o FOLDER (the keys that SGLang reads are transformers 4's)"
-        if OLDER_FAIL in older_keys(stated.model_type, stated.complete["rope_parameters"]).values():
-            return "none: it has no keys for such tables, so that transformers 5 is needed"
-        return f"rope-patch export {source} --to hf -o FOLDER"
-    engine = program.partition("-")[0]
-    try:
-        check_version(engine, stated.model_type, tables)
-    except ValueError as error:
-        return f"none: {error}"
-    return f"rope-patch export {source} --to {engine} -o FOLDER"
+    reasons = []
+    for to in _EXPORTS.get(program, (program,)):
+        try:
+            tables = read_tables(model)
+            check_version(to, str(model.config.model_type), tables)
+            config, *_ = exported_config(model, tables, to)
+            written = type(model.config).from_dict(copy.deepcopy(config))
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        text = written.get_text_config(decoder=True).to_dict()
+        reading = reading_of(program, replace(stated, raw=text_part(config), complete=text))
+        if reading.tables and all(built.is_table(stated.tables[kind]) for kind, built in reading.tables.items()):
+            return f"rope-patch export {source} --to {to} -o FOLDER"
+        reasons.append(reading.refused or "it computes another table of what rope-patch export writes, too")
+    return f"none: {reasons[0]}"
 
 
 def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
@@ -290,7 +307,7 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
     for name in programs:
         if name == "llama.cpp":
             continue
-        rows += _rows(name, Reading(unverified="what it reads of a GGUF file was not compared"), tables, layers, "")
+        rows += _rows(name, Reading(unverified="what it reads of a GGUF file was not compared"), tables, layers, str)
     return Audit(str(source), found.model_class, found.method, tuple(rows), found.warnings)
 
 

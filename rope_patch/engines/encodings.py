@@ -33,6 +33,8 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
     which version 4 does not know either.
     """
     encoded = dict(table.rope_parameters or {})
+    if "rope_type" in encoded:
+        encoded.pop("type", None)  # its older name, which some obey where the two disagree
     kind = encoded.get("rope_type", "default") if table.rope_parameters else None
     if not everywhere and kind in DIALECTS["transformers-4"].types:
         return encoded
@@ -80,7 +82,11 @@ def config_keys(location: Location, tables: Sequence[RotaryTable], *, everywhere
         if getattr(location.config, "is_heterogeneous", False) and any(s["rope_type"] == "longrope" for s in variant):
             settings[READ_GLOBAL] = True
         config = config_with(location.config, settings)
-        rebuilt = build_rotary(location.rotary_class, config)
+        try:
+            rebuilt = build_rotary(location.rotary_class, config)
+        except RuntimeError as error:  # one of the further keys is a share that the lists of longrope do not fit
+            reason = str(error)
+            continue
         if all(builds(rebuilt, table) for table in tables):
             if (changed := change_for_readers(location, config)) is None:
                 return settings

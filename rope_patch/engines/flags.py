@@ -298,4 +298,4 @@ WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,
 }
-"""Functions that write the options of a program, by the name that ``audit --method`` takes as ``--engine``."""
+"""Functions that write the options of a program, by the name that ``doctor --method`` takes as ``--for``."""

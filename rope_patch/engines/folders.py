@@ -81,7 +81,7 @@ def export_folder(
     """
     tables = read_tables(model)
     version = check_version(to, str(model.config.model_type), tables)
-    config, parameters, config_notes = _config(model, tables, to)
+    config, parameters, config_notes = exported_config(model, tables, to)
     if is_gguf(source):
         config["dtype"] = str(dtype).removeprefix("torch.")
     summary: dict[str, Any] = {
@@ -114,9 +114,10 @@ def export_folder(
     return summary
 
 
-def _config(
+def exported_config(
     model: PreTrainedModel, tables: Sequence[RotaryTable], to: str
 ) -> tuple[dict[str, Any], Mapping[str, Any], list[str]]:
+    """Return the config.json that encodes tables for an engine, its ``rope_parameters``, and remarks for the user."""
     location = locate(model)
     settings = config_keys(location, tables, everywhere=to != "hf")
     parameters: dict[str, Any] = settings["rope_parameters"]

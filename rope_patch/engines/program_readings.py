@@ -17,11 +17,12 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.engines.program_contexts import StatedContext, kind_of, other_contexts
-from rope_patch.engines.program_rules import DIALECTS, SHARE, Built, RefusesError, build
+from rope_patch.engines.program_rules import DIALECTS, MSCALE, SHARE, Built, RefusesError, build
 from rope_patch.engines.verified_versions import ENGINES
 from rope_patch.tables import RotaryTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_UNSCALED: dict[str, Any] = {"rope_type": "default"}
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ PROGRAMS: dict[str, Program] = {
         "SGLang", ENGINES["sglang"].version, ENGINES["sglang"].reads, "with transformers 5.19, which it asks for"
     ),
     "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "through its own converter, convert_hf_to_gguf.py"),
+    "mlx": Program("MLX", "0.32.2", frozenset({*_OLDER, "gemma4_text"}), "the package mlx-lm"),
 }
 """The programs whose reading is known, by the name that ``rope-patch doctor --for`` takes."""
 
@@ -157,12 +159,12 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
             unverified="the table changes with the length of the text: there is no one table to compare. Fix it "
             "with rope-patch apply MODEL default --freeze-at LENGTH -o FOLDER"
         )
-    read = {"transformers-4": _older, "sglang": _sglang, "llama.cpp": _llama_cpp}.get(program, _vllm)
+    read = {"transformers-4": _older, "sglang": _sglang, "llama.cpp": _llama_cpp, "mlx": _mlx}.get(program, _vllm)
     try:
         return Reading({kind: read(program, stated, kind) for kind in stated.tables})
     except RefusesError as error:
         return Reading(refused=str(error))
-    except (KeyError, TypeError) as error:  # a missing factor, or one that is a string
+    except (KeyError, TypeError, ValueError) as error:  # a missing factor, or one that is a string
         return Reading(unverified=f"its code was not compared on such a config ({type(error).__name__}: {error})")
 
 
@@ -173,9 +175,9 @@ def _switches(parameters: Mapping[str, Any]) -> bool:
     return bool(kind == "dynamic")
 
 
-def _plain(theta: float, rotary_dim: int, context: int, *reasons: str, attention: float = 1.0) -> Built:
+def _plain(theta: float, rotary_dim: int, context: int, *reasons: str) -> Built:
     inv_freq: Tensor = frequencies.geometric(float(theta), rotary_dim)
-    return Built(inv_freq, attention, context, None, reasons)
+    return Built(inv_freq, 1.0, context, None, reasons)
 
 
 # --- vLLM and SGLang, which load the config through transformers 5 ---------------------------------------------------
@@ -245,7 +247,7 @@ def _sglang_one_base(stated: StatedConfig, kind: str | None) -> Built:
             "it reads rope_theta (10000 where there is none) and rope_scaling at the top of config.json, and not "
             "rope_parameters"
         )
-    scaling = scaling or {"rope_type": "default"}
+    scaling = scaling or _UNSCALED
     theta = scaling.get("rope_theta", raw.get("rope_theta", 1e4))
     context = StatedContext(
         int(raw.get("max_position_embeddings", 2048)), (scaling,), others=stated.whole_context.others
@@ -253,7 +255,7 @@ def _sglang_one_base(stated: StatedConfig, kind: str | None) -> Built:
     if kind == SLIDING:
         if written:
             reasons.append("its sliding layers are plain, with the base of full attention")
-        scaling = {"rope_type": "default"}
+        scaling = _UNSCALED
     parameters = {**scaling, "rope_theta": theta}
     built = build(parameters, stated.head_dim(kind), context.length, DIALECTS["sglang"], stated=context)
     return replace(built, reasons=(*reasons, *built.reasons))
@@ -264,29 +266,10 @@ def _sglang_one_base(stated: StatedConfig, kind: str | None) -> Built:
 
 def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
     raw, family = stated.raw, stated.model_type
-    base, share = _OLDER[family]
-    # GPT-NeoX has names of its own for the base and the share.
-    names = ("rotary_emb_base", "rotary_pct") if family == "gpt_neox" else ("rope_theta", SHARE)
-    theta, share = raw.get(names[0], base), raw.get(names[1], share)
-    missing = "rope_theta" not in raw and names[0] not in raw
     scaling = _older_scaling(raw, family)
-    if kind == SLIDING:
-        scaling = {"rope_type": "default"}
-        if family == "gemma3_text":
-            theta = raw.get("rope_local_base_freq", 1e4)
-            missing = "rope_local_base_freq" not in raw
-    reasons = []
-    if missing and "rope_parameters" in raw:
-        reasons.append(
-            f"it reads rope_theta and rope_scaling at the top of config.json, and not rope_parameters: its base is "
-            f"{base:g}, and it scales nothing"
-        )
-    elif kind == SLIDING:
-        reasons.append("it has one scaling, for full attention: its sliding layers are plain")
-    elif "rope_scaling" not in raw:
-        reasons.append("it reads rope_scaling at the top of config.json, which is not there, and scales nothing")
+    theta, share, reasons = _at_the_top(raw, family, kind, *_OLDER[family])
     dims = int(stated.head_dim(kind) * share)
-    parameters = {**scaling, "rope_theta": theta}
+    parameters = {**(_UNSCALED if kind == SLIDING else scaling), "rope_theta": theta}
     if kind_of(scaling) == "longrope":
         # For longrope, transformers 4 looks for the original context at the top of config.json alone.
         parameters.pop("original_max_position_embeddings", None)
@@ -300,6 +283,29 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
     context = int(raw.get("max_position_embeddings", stated.context))
     built = build(parameters, dims, context, DIALECTS[program])
     return Built(built.inv_freq, built.attention_scaling, context, None, (*reasons, *built.reasons))
+
+
+def _at_the_top(
+    raw: Mapping[str, Any], family: str, kind: str | None, base: float, share: float
+) -> tuple[Any, float, list[str]]:
+    """Return the base and the share that stand at the top of config.json or are the default, and what goes unread."""
+    # GPT-NeoX has names of its own for the base and the share.
+    names = ("rotary_emb_base", "rotary_pct") if family == "gpt_neox" else ("rope_theta", SHARE)
+    if family == "gemma3_text" and kind == SLIDING:
+        names, base = ("rope_local_base_freq", SHARE), 1e4
+    theta, share = raw.get(names[0], base), raw.get(names[1], share)
+    if names[0] not in raw and "rope_parameters" in raw:
+        reason = (
+            f"it reads rope_theta and rope_scaling at the top of config.json, and not rope_parameters: its base is "
+            f"{base:g}, and it scales nothing"
+        )
+    elif kind == SLIDING:
+        reason = "it has one scaling, for full attention: its sliding layers are plain"
+    elif "rope_scaling" not in raw:
+        reason = "it reads rope_scaling at the top of config.json, which is not there, and scales nothing"
+    else:
+        return theta, share, []
+    return theta, share, [reason]
 
 
 _TYPE_WINS = ("llama", "qwen2", "qwen3", "phi", "stablelm", "gpt_neox")
@@ -322,7 +328,7 @@ def _older_scaling(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
     """
     scaling = raw.get("rope_scaling")
     if not scaling:
-        return {"rope_type": "default"}
+        return _UNSCALED
     if family == "phi3":  # Phi-3 takes its table by the older names alone
         if set(scaling) != {"type", "short_factor", "long_factor"} or scaling["type"] not in ("longrope", "su", "yarn"):
             raise RefusesError(
@@ -337,6 +343,84 @@ def _older_scaling(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
     if missing := _OLDER_KEYS.get(kind_of(scaling), set()) - set(scaling):
         raise RefusesError(f"it fails on a {kind_of(scaling)} without {' and '.join(sorted(missing))}")
     return dict(scaling)
+
+
+# --- MLX, which reads the keys of transformers 4, in its own way for each model --------------------------------------
+
+_MLX_NEEDS = {
+    "olmo3": {"rope_theta"},
+    "stablelm": {"rope_theta", SHARE},
+    "gpt_neox": {"rotary_emb_base", "rotary_pct"},
+}
+"""The keys at the top of config.json without which its models cannot be made."""
+
+_MLX_UNSCALED = ("gemma", "gemma2", "phi", "stablelm", "gpt_neox")
+"""Families whose models there read a base, some a share of a head, and no scaling."""
+
+
+def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
+    raw, family, head_dim = dict(stated.raw), stated.model_type, stated.head_dim(kind)
+    written = raw.get("rope_parameters")
+    if family == "gemma4_text":  # its own defaults are those of transformers
+        parameters = written.get(kind, {}) if written else stated.parameters(kind)
+        return _mlx_rope(stated, {"rope_theta": 1e4, **parameters}, head_dim, [])
+    if missing := _MLX_NEEDS.get(family, set()) - set(raw):
+        raise RefusesError(f"it fails on a config.json without {' and '.join(sorted(missing))} at its top")
+    if family == "qwen3" and written:
+        raw["rope_theta"] = raw.get("rope_theta") or written.get("rope_theta")
+        raw["rope_scaling"] = raw.get("rope_scaling") or written
+    reasons = []
+    if family == "gemma3_text" and kind != (kind := _mlx_kind(stated, kind)):
+        reasons.append("it takes every sixth layer, or sliding_window_pattern, for full attention, not layer_types")
+    base, share = {**_OLDER, "qwen2": (1e6, 1.0), "phi": (1e4, 0.4)}[family]
+    theta, share, unread = _at_the_top(raw, family, kind, base, share)
+    reasons += unread
+    scaling = raw.get("rope_scaling") or _UNSCALED
+    if family == "phi3" and raw.get("rope_scaling"):
+        if not {"type", "long_factor"} <= set(scaling):
+            raise RefusesError("it fails on a rope_scaling of Phi-3 without type and long_factor")
+        original = raw.get("original_max_position_embeddings", _PHI3_CONTEXT)
+        longrope = {**scaling, "type": "longrope", "original_max_position_embeddings": original}
+        scaling = {"longrope": longrope, "su": longrope, "linear": scaling}.get(scaling["type"], _UNSCALED)
+    elif family in _MLX_UNSCALED and kind_of(scaling) != "default":
+        reasons.append(f"it scales nothing on {family} models, and computes plain RoPE")
+    if family in _MLX_UNSCALED or kind == SLIDING:
+        scaling = _UNSCALED
+    turned = int(head_dim * share) if family in (*_MLX_UNSCALED, "phi3") else head_dim  # Llama and its like turn all
+    if turned % 2:
+        raise RefusesError(f"it fails on an odd number of features that rotate: {turned}, a share of {share:g}")
+    return _mlx_rope(stated, {**scaling, "rope_theta": theta}, turned, reasons)
+
+
+def _mlx_kind(stated: StatedConfig, kind: str | None) -> str | None:
+    """Return the layer type whose table its Gemma 3 gives to the layers of a type: the other where it gives both."""
+    every = int(stated.raw.get("sliding_window_pattern", 6))
+    layers = [i for i, each in enumerate(stated.complete["layer_types"], 1) if each == kind]
+    if all((i % every == 0) == (kind == FULL) for i in layers):
+        return kind
+    return SLIDING if kind == FULL else FULL
+
+
+def _mlx_rope(stated: StatedConfig, parameters: Mapping[str, Any], dims: int, reasons: list[str]) -> Built:
+    """Return what its ``initialize_rope`` makes of a dictionary."""
+    kind = parameters.get("type") or kind_of(parameters)
+    parameters = {**parameters, "rope_type": kind}
+    if kind == "llama3":
+        parameters = {**_LLAMA3, **parameters}
+    elif kind == "yarn":
+        parameters.setdefault("original_max_position_embeddings", 4096)
+    elif kind == "longrope" and "original_max_position_embeddings" not in parameters:
+        raise RefusesError("it fails on a longrope without original_max_position_embeddings in rope_scaling")
+    elif kind == "proportional":
+        rotated = int(dims * parameters.get(SHARE, 1.0))
+        parameters[SHARE] = (rotated + rotated % 2 + 0.5) / dims  # an odd number of features is rounded up
+    built = build(parameters, dims, stated.context, DIALECTS["mlx"])
+    if kind == "yarn" and ("mscale" in parameters) != ("mscale_all_dim" in parameters):
+        reasons.append("it obeys one of mscale and mscale_all_dim without the other")
+        grown = frequencies.yarn_scaling(parameters["factor"]) - 1
+        part, whole = (1 + parameters.get(key, usual) * grown for key, usual in zip(MSCALE, (1, 0), strict=True))
+        built = replace(built, attention_scaling=part / whole)
+    return replace(built, reasons=(*reasons, *built.reasons))
 
 
 # --- llama.cpp, by way of the keys that its converter writes ---------------------------------------------------------

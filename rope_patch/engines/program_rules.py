@@ -7,8 +7,8 @@ encoding all engines read alike, and ``readings`` what each makes of a whole con
 *Sources*: transformers 4.57.1 ``modeling_rope_utils.py``; vLLM 0.33.0
 ``model_executor/layers/rotary_embedding/__init__.py`` (``get_rope``) and ``yarn_scaling_rope.py``; SGLang 0.5.23
 ``srt/layers/rotary_embedding/factory.py`` and ``yarn.py``; llama.cpp 0c1e57098 ``conversion/base.py``, which writes the
-keys of a GGUF file, and ``src/llama-context.cpp``, which reads them. ``benchmarks/reading_rules.py`` compares what is
-computed here with what their own code computes.
+keys of a GGUF file, and ``src/llama-context.cpp``, which reads them; mlx-lm 0.32.2 ``models/rope_utils.py``
+(``initialize_rope``). ``benchmarks/reading_rules.py`` compares what is computed here with what their own code computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rope_patch.engines.program_contexts import Derived, StatedContext, as_state
 from rope_patch.tables import RotaryTable
 
 SHARE = "partial_rotary_factor"
-_MSCALE = ("mscale", "mscale_all_dim")
+MSCALE = ("mscale", "mscale_all_dim")
 
 
 class RefusesError(ValueError):
@@ -43,6 +43,7 @@ class Dialect:
         yarn_keys: the keys by which it lets a config state YaRN's attention factor.
         longrope_keys: the keys by which it lets a config state longrope's attention factor.
         proportional_share: whether it obeys the share of ``proportional``.
+        proportional_factor: whether it obeys the factor of ``proportional``.
         zero_share: whether it takes a share of 0.
         truncates: whether it obeys ``truncate`` of YaRN; otherwise the ends of the ramp are always rounded.
         obeys_betas: whether it obeys ``beta_fast`` and ``beta_slow`` of YaRN; otherwise they are 32 and 1.
@@ -57,6 +58,7 @@ class Dialect:
     yarn_keys: frozenset[str] = frozenset()
     longrope_keys: frozenset[str] = frozenset()
     proportional_share: bool = True
+    proportional_factor: bool = False
     zero_share: bool = True
     truncates: bool = True
     obeys_betas: bool = True
@@ -75,19 +77,19 @@ _SHORT_LONG = frozenset({"short_mscale", "long_mscale"})
 DIALECTS: dict[str, Dialect] = {
     "transformers-5": Dialect(
         _ALL,
-        yarn_keys=frozenset({"attention_factor", *_MSCALE}),
+        yarn_keys=frozenset({"attention_factor", *MSCALE}),
         longrope_keys=frozenset({"attention_factor"}),
         counts_positions=False,
     ),
     "transformers-4": Dialect(
         _ALL - {"proportional"},
-        yarn_keys=frozenset({"attention_factor", *_MSCALE}),
+        yarn_keys=frozenset({"attention_factor", *MSCALE}),
         longrope_keys=frozenset({"attention_factor"}),
         counts_positions=False,
     ),
     "vllm": Dialect(
         _ALL,
-        yarn_keys=frozenset({"attention_factor", *_MSCALE}),
+        yarn_keys=frozenset({"attention_factor", *MSCALE}),
         longrope_keys=_SHORT_LONG,
         zero_share=False,
         whole_factors=False,
@@ -95,7 +97,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "sglang": Dialect(
         _ALL,
-        yarn_keys=frozenset({"attn_factor", *_MSCALE}),
+        yarn_keys=frozenset({"attn_factor", *MSCALE}),
         longrope_keys=_SHORT_LONG,
         proportional_share=False,
         extrapolates=True,
@@ -107,6 +109,13 @@ DIALECTS: dict[str, Dialect] = {
         ignored=frozenset({"llama3", "longrope", "proportional", "dynamic"}),
         truncates=False,
         obeys_betas=False,
+        counts_positions=False,
+    ),
+    "mlx": Dialect(
+        _ALL,
+        yarn_keys=frozenset(MSCALE),
+        proportional_factor=True,
+        truncates=False,
         counts_positions=False,
     ),
 }
@@ -266,7 +275,7 @@ def _yarn(
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
     """Return YaRN's attention factor, by which cos and sin are multiplied, from the keys that the program obeys."""
     obeyed = {key: parameters[key] for key in dialect.yarn_keys if parameters.get(key) is not None}
-    stated = [key for key in ("attention_factor", *_MSCALE) if parameters.get(key) is not None]
+    stated = [key for key in ("attention_factor", *MSCALE) if parameters.get(key) is not None]
     left_out = [key for key in stated if key not in obeyed]
     if left_out:
         reasons.append(f"it ignores {' and '.join(left_out)} of YaRN, and computes 0.1 ln(factor) + 1")
@@ -274,7 +283,7 @@ def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[
         reasons.append("it obeys attn_factor, which transformers does not know")
     if "attention_factor" in obeyed:
         return float(obeyed["attention_factor"])
-    both = _MSCALE if all(key in obeyed for key in _MSCALE) else ()
+    both = MSCALE if all(key in obeyed for key in MSCALE) else ()
     factor = frequencies.yarn_scaling(parameters["factor"], *(obeyed[key] for key in both))
     return float(factor * obeyed.get("attn_factor", 1.0))
 
@@ -283,14 +292,14 @@ def _longrope_factor(parameters: Mapping[str, Any], context: int, dialect: Diale
     """Return longrope's attention factor: the one that is stated, or the one that the contexts imply."""
     if "attention_factor" in dialect.longrope_keys and parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
-    if "long_mscale" in dialect.longrope_keys:
-        if parameters.get("long_mscale") is not None:
-            return float(parameters["long_mscale"])
-        if parameters.get("attention_factor") is not None:
-            reasons.append(
-                "it ignores attention_factor of longrope: without short_mscale and long_mscale it computes a factor "
-                "from max_position_embeddings over original_max_position_embeddings"
-            )
+    mscale = "long_mscale" in dialect.longrope_keys
+    if mscale and parameters.get("long_mscale") is not None:
+        return float(parameters["long_mscale"])
+    if parameters.get("attention_factor") is not None:
+        reasons.append(
+            f"it ignores attention_factor of longrope: {'without short_mscale and long_mscale ' * mscale}it computes a "
+            "factor from max_position_embeddings over original_max_position_embeddings"
+        )
     original = _original(parameters, context)
     grown = context / original
     if "attention_factor" in dialect.longrope_keys and "original_max_position_embeddings" not in parameters:
@@ -304,8 +313,10 @@ def _proportional(
 ) -> Tensor:
     inv_freq = frequencies.geometric(theta, head_dim)
     share = parameters.get(SHARE, 1.0)
-    if parameters.get("factor", 1.0) != 1.0:
+    factor = parameters.get("factor", 1.0)
+    if factor != 1.0 and not dialect.proportional_factor:
         reasons.append("it ignores the factor of proportional")
+        factor = 1.0
     if not dialect.proportional_share:
         if share != 1.0:
             reasons.append(f"it ignores the share {share:g} of p-RoPE (proportional), and rotates every pair")
@@ -313,4 +324,5 @@ def _proportional(
     if share <= 0 and not dialect.zero_share:
         raise RefusesError(f"it does not take a {SHARE} of {share:g}")
     inv_freq[int(head_dim * share) // 2 :] = 0.0
+    inv_freq /= factor
     return inv_freq

@@ -73,17 +73,17 @@ class BatchReader(Generic[T]):
             return
         rank, size = processes()
         every, count = list[_Batch[T]](), 0
-        mine: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for batch in self._named(batches):
             every.append(batch)
             # Only batches with something to read are counted, so that a resumed run is divided evenly too.
             if batch.todo and count % size == rank:
-                mine |= self._score(batch, alone=True)
+                values |= self._score(batch, alone=True)
             else:
                 # The progress bar of this process counts a batch of another process when its turn comes.
                 progress.advance(sum(map(self.tokens, batch.items)))
             count += bool(batch.todo)
-        gathered = _gathered(mine, [model_hash(model), *(name for batch in every for name in batch.todo)])
+        gathered = _gathered(values, [model_hash(model), *(name for batch in every for name in batch.todo)])
         # The first process writes the file of all results before any other deletes its own part of them.
         from_first_process(lambda: self._add(gathered))
         self._add(gathered)

@@ -113,7 +113,6 @@ class Comparison:
         confidence: confidence that all intervals of a column hold together (Bonferroni over all pairs of methods).
         model: class of the model, and name of its checkpoint.
         environment: versions of the packages, device and data type.
-        schema: version of the JSON layout.
     """
 
     rows: tuple[Row, ...]
@@ -125,7 +124,6 @@ class Comparison:
     confidence: float = 0.95
     model: str = ""
     environment: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -217,7 +215,7 @@ class Comparison:
             }
             for row in self.rows
         ]
-        head: dict[str, Any] = {name: getattr(self, name) for name in ("schema", "model", "lengths")}
+        head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.lengths}
         head |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "seed": self.spec.seed}
         names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
         head |= {name: getattr(self, name) for name in names}

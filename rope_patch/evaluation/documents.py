@@ -245,12 +245,12 @@ def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> Toke
             # UTF-8: one byte up to U+007F, two up to U+07FF, three up to U+FFFF, then four.
             points = numpy.frombuffer(piece.encode("utf-32-le", "surrogatepass"), dtype=numpy.uint32)
             sizes = 1 + (points > 0x7F).astype(numpy.int64) + (points > 0x7FF) + (points > 0xFFFF)
-            upto = torch.from_numpy(numpy.concatenate([[before], before + sizes.cumsum()]))
+            bytes_before = torch.from_numpy(numpy.concatenate([[before], before + sizes.cumsum()]))
             stops = torch.tensor([stop for _, stop in coded["offset_mapping"]])
             # The maximum so far keeps ends from falling, whatever offsets a tokenizer gives to tokens that share a
             # character.
-            ends.append(upto[stops].cummax(0).values)
-            before = int(upto[-1])
+            ends.append(bytes_before[stops].cummax(0).values)
+            before = int(bytes_before[-1])
     return TokenDocument(document.name, torch.cat(ids), torch.cat(ends) if fast else None, prefix)
 
 

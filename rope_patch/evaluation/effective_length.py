@@ -134,8 +134,8 @@ def effective_lengths(
     if not within:
         return None
     reference, retrieval = max(within), METRICS["retrieval"]
-    asked = [span for span in spans_of(retrieval, spec) if span.stop == reference]
-    unanswered = tuple(str(span.task) for span in asked if retrieval.value(unpatched, span) < ANSWERED_SHARE)
+    spans = [span for span in spans_of(retrieval, spec) if span.stop == reference]
+    unanswered = tuple(str(span.task) for span in spans if retrieval.value(unpatched, span) < ANSWERED_SHARE)
     # LongPPL has no effective length: few windows have key tokens at both lengths, so the two cannot be paired.
     metrics = [METRICS["perplexity"]] if spec.windows != 0 else []
     if not unanswered:

@@ -144,8 +144,8 @@ def _trunk(ids: Tensor) -> tuple[int, list[int]]:
     """Return the index of the trunk, and for each question how many tokens its prompts share with it [tokens]."""
     best: tuple[int, list[int]] = (0, [])
     for i in range(len(ids)):
-        same = (ids == ids[i]).all(1).long().cumprod(1).sum(1)  # tokens that are shared in all columns of the batch
-        parting = [int(n) for n in same]
+        shared = (ids == ids[i]).all(1).long().cumprod(1).sum(1)  # tokens that are shared in all columns of the batch
+        parting = [int(n) for n in shared]
         if not best[1] or sum(parting) > sum(best[1]):
             best = i, parting
     return best
@@ -163,15 +163,15 @@ def _finish(
 ) -> list[Answer]:
     """Return the answers to prompts with ids (batch, tokens), of which the first ``read`` are in the cache."""
     size = ids.shape[1]
-    asked = size - answer
-    expected = ids[:, asked:]
+    prompt_tokens = size - answer
+    expected = ids[:, prompt_tokens:]
     # Where greedy decoding differs from the right answer, it continues from this copy, without the right answer in the
     # cache. It may overwrite memory that past shares, because past is not read again by then.
     spare = copy_cache(past)
     if stepwise:
         # A cache that rounds gives other states if several tokens are added at once, so they are added as generation
         # adds them.
-        states = [_last(reader, ids[:, read:asked], past, size, progress)]
+        states = [_last(reader, ids[:, read:prompt_tokens], past, size, progress)]
         states += [_last(reader, expected[:, i, None], past, size, progress) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
@@ -181,7 +181,7 @@ def _finish(
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
         where = (~torch.isfinite(logprobs)).nonzero()[0]
-        raise NotFinite(int(where[0]), asked + int(where[1]))
+        raise NotFinite(int(where[0]), prompt_tokens + int(where[1]))
     outputs = expected.clone()
     missed = (predicted != expected).any(1)
     if bool(missed.any()):
@@ -189,7 +189,7 @@ def _finish(
         # ones. Only the tokens after it have to be generated.
         first = int((predicted != expected).long()[missed].argmax(1).min())
         outputs[:, first] = predicted[:, first]
-        start = torch.cat([ids[:, read : asked + first], predicted[:, first, None]], dim=1)
+        start = torch.cat([ids[:, read : prompt_tokens + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
             _, token = reader.score(_last(reader, start, spare, size)[:, 0], expected[:, i])
             outputs[:, i], start = token, token[:, None]

@@ -116,8 +116,9 @@ def tokens_of_spec(spec: EvalSpec, context: int, windows: int | None = None) -> 
     """
     if not spec.longppl:
         return 0
-    asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
-    return (asked if windows is None else windows) * tokens_to_choose(spec.longest, context, short_context_of(context))
+    if windows is None:
+        windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
+    return windows * tokens_to_choose(spec.longest, context, short_context_of(context))
 
 
 @contextlib.contextmanager
@@ -174,7 +175,7 @@ def choose_key_tokens(
         progress = Progress(size)
         return [_positions(reader, window, context, short_context, batch_tokens, progress) for window in one]
 
-    job = BatchReader(
+    batch_reader = BatchReader(
         score=score,
         name=name,
         tokens=lambda window: tokens_to_choose(len(window.ids), context, short_context),
@@ -182,7 +183,7 @@ def choose_key_tokens(
     )
     marked, chosen = [], []
     with in_eval_mode(model):
-        for window, positions in job.read(model, [[window] for window in windows]):
+        for window, positions in batch_reader.read(model, [[window] for window in windows]):
             mask = torch.zeros(len(window.ids), dtype=torch.bool)
             # The data type is stated, because an empty list would become a float tensor, which cannot index.
             mask[torch.tensor(positions, dtype=torch.long)] = True

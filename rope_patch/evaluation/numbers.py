@@ -39,12 +39,12 @@ def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def four_digits(value: float | None, missing: str = "none") -> str:
-    """Return a number with four significant digits, or as an integer from a thousand on; ``missing`` for None.
+def four_digits(value: float | None) -> str:
+    """Return a number with four significant digits, or as an integer from a thousand on; ``none`` for None.
 
     >>> four_digits(0.0721), four_digits(54410.3), four_digits(2.0), four_digits(-85.47)
     ('0.0721', '54,410', '2', '−85.47')
     """
     if value is None:
-        return missing
+        return "none"
     return (f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}").replace("-", "−")

@@ -91,14 +91,14 @@ def perplexity(
         # A window that is one chunk needs no cache.
         return _score(reader, items, edges, chunk if chunk < window else None, cache, progress)
 
-    job = BatchReader(
+    batch_reader = BatchReader(
         score=score,
         name=lambda item: _key(item, identity),
         tokens=lambda item: item.stop - item.start,
         result_cache=result_cache,
     )
     with in_eval_mode(model):
-        for item, part in job.read(model, _batched(_windows(documents, window, stride, tally, reader), batch)):
+        for item, part in batch_reader.read(model, _batched(_windows(documents, window, stride, tally, reader), batch)):
             tally.add(item, part)
     return tally.result(window=window, stride=stride, chunk=chunk)
 

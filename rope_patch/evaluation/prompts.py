@@ -87,7 +87,7 @@ class PromptMaker:
         coded = tokenizer(different, add_special_tokens=False, verbose=False)["input_ids"]
         size = dict(zip(different, map(len, coded), strict=True))
         # Number of tokens before each word. It is an estimate, because a tokenizer may merge neighbouring words.
-        self.upto: list[int] = [0, *itertools.accumulate(size[word] for word in self.words)]
+        self.tokens_before: list[int] = [0, *itertools.accumulate(size[word] for word in self.words)]
 
     def prompts(
         self, task: str, length: int, depths: Sequence[float], *, seed: int = 0, sample: int = 0
@@ -174,13 +174,13 @@ class _Fit:
         if questions[0].context is None:
             return
         # The longest question decides, so that all prompts of a haystack have the same pieces.
-        sizes = [self._bare(question, 0) for question in questions]
+        sizes = [self._tokens_without_haystack(question, 0) for question in questions]
         least, longest = max(sizes), questions[sizes.index(max(sizes))]
         low, below, high, above = 0, least, 0, 0  # a number of pieces that fits, one that does not, and their tokens
         size, ended = 1, None
         while least <= self.length and high - low != 1:
             try:
-                taken, error = self._bare(longest, size), None
+                taken, error = self._tokens_without_haystack(longest, size), None
             except ValueError as too_many:  # there are fewer pieces than this, which may suffice
                 taken, error = 2 * self.length, too_many
             if taken <= self.length:
@@ -196,14 +196,14 @@ class _Fit:
         self.size = low
 
     def __call__(self, question: Question) -> Prompt:
-        bare = self._bare(question, self.size)
-        while bare > self.length and self.size:  # the longest question had room for them
+        taken = self._tokens_without_haystack(question, self.size)
+        while taken > self.length and self.size:  # the longest question had room for them
             self.size -= 1
-            bare = self._bare(question, self.size)
-        room = self.length - bare
+            taken = self._tokens_without_haystack(question, self.size)
+        room = self.length - taken
         if room < 0:
             raise ValueError(
-                f"a prompt of {self.task} needs at least {bare} tokens with this tokenizer, got {self.length}: give "
+                f"a prompt of {self.task} needs at least {taken} tokens with this tokenizer, got {self.length}: give "
                 "longer lengths, or leave this task out"
             )
         if self.first is None:
@@ -215,7 +215,7 @@ class _Fit:
             self.first, self.count, self.trim = self.first + 1, 0, 0  # later depths begin at the same word
         raise ValueError(f"found no haystack of exactly {room} tokens with this tokenizer: try another length")
 
-    def _bare(self, question: Question, size: int) -> int:
+    def _tokens_without_haystack(self, question: Question, size: int) -> int:
         """Take ``size`` pieces of the question's own text, and return the tokens of the prompt without haystack."""
         self.pieces = () if question.context is None else question.context(size)
         maker = self.maker
@@ -223,14 +223,14 @@ class _Fit:
 
     def _place(self, room: int) -> int:
         """Return the index of the haystack's word where the prompt begins: random, with ``room`` tokens after it."""
-        upto = self.maker.upto
+        tokens_before = self.maker.tokens_before
         if self.maker.haystack.endless:
-            return int(self.start * (len(upto) - 1))
+            return int(self.start * (len(tokens_before) - 1))
         # Some words are kept in reserve, because a text that cannot be cut to the exact length begins a word later.
-        last = bisect.bisect_right(upto, upto[-1] - room) - 1 - 2 * self.tries
-        if upto[-1] < room or (room and last < 0 and upto[-1] < room + 2 * self.tries):
+        last = bisect.bisect_right(tokens_before, tokens_before[-1] - room) - 1 - 2 * self.tries
+        if tokens_before[-1] < room or (room and last < 0 and tokens_before[-1] < room + 2 * self.tries):
             raise ValueError(
-                f"the haystack has {upto[-1]} tokens, {room} and some to spare are needed: give a longer one"
+                f"the haystack has {tokens_before[-1]} tokens, {room} and some to spare are needed: give a longer one"
             )
         return int(self.start * (max(last, 0) + 1))
 
@@ -308,20 +308,20 @@ class _Fit:
 
     def _words_for(self, first: int, tokens: int) -> int:
         """Return about how many words from ``first`` on have this number of tokens; 0 at the end of the haystack."""
-        upto = self.maker.upto
-        size = len(upto) - 1
+        tokens_before = self.maker.tokens_before
+        size = len(tokens_before) - 1
         if self.maker.haystack.endless:
-            rounds, remaining = divmod(upto[first % size] + tokens, upto[-1])
-            return max(1, rounds * size + bisect.bisect_left(upto, remaining) - first % size)
-        return max(0, min(bisect.bisect_left(upto, upto[min(first, size)] + tokens), size) - first)
+            rounds, remaining = divmod(tokens_before[first % size] + tokens, tokens_before[-1])
+            return max(1, rounds * size + bisect.bisect_left(tokens_before, remaining) - first % size)
+        return max(0, min(bisect.bisect_left(tokens_before, tokens_before[min(first, size)] + tokens), size) - first)
 
     def _words_within(self, tokens: int) -> int:
         """Return about how many of the last words have at most this number of tokens together."""
-        upto, size = self.maker.upto, len(self.maker.words)
+        tokens_before, size = self.maker.tokens_before, len(self.maker.words)
         dropped = 0
         while dropped < self.count:
             at = (self._first + self.count - dropped - 1) % size
-            tokens -= upto[at + 1] - upto[at]
+            tokens -= tokens_before[at + 1] - tokens_before[at]
             if tokens < 0:
                 break
             dropped += 1
@@ -334,8 +334,8 @@ class _Fit:
         # tokens than those it is scored on.
         for spaces in range(len(target) - len(target.lstrip()), -1, -1):
             shown, answer_start = text + target[:spaces], target[spaces:]
-            asked = maker.encode(shown)
-            if ids[: len(asked)] == asked and len(asked) < len(ids):
+            prompt_ids = maker.encode(shown)
+            if ids[: len(prompt_ids)] == prompt_ids and len(prompt_ids) < len(ids):
                 break
         else:
             raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
@@ -345,9 +345,15 @@ class _Fit:
         for part in question.parts[:-1]:
             answer += f", {part}" if answer else answer_start[: answer_start.index(part)] + part
             ends.append(len(maker.encode(context + answer)) - len(maker.encode(context)))
-        ends.append(len(ids) - len(asked))
+        ends.append(len(ids) - len(prompt_ids))
         return Prompt(
-            *(shown, answer_start, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths),
+            text=shown,
+            target=answer_start,
+            ids=tuple(ids),
+            answer=ends[-1],
+            parts=question.parts,
+            ends=tuple(ends),
+            depths=question.depths,
             hidden=question.hidden,
             question=question.text,
         )

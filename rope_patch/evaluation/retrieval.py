@@ -118,8 +118,8 @@ class RetrievalResult:
         The answers are searched haystack by haystack, and within each by depth.
         """
         cells = [cell for cell in self.cells if cell.length == length]
-        asked = [(cell.depth, cell.samples[i]) for i in range(len(cells[0].samples)) for cell in cells]
-        firsts = ([one for one in asked if bool(one[1].correct) is correct][:1] for correct in (False, True))
+        samples = [(cell.depth, cell.samples[i]) for i in range(len(cells[0].samples)) for cell in cells]
+        firsts = ([one for one in samples if bool(one[1].correct) is correct][:1] for correct in (False, True))
         return list(itertools.chain(*firsts))
 
     def accuracy(self, length: int) -> float:
@@ -141,8 +141,8 @@ class RetrievalResult:
 
     def first_choice(self, length: int) -> float:
         """Return the share of samples at a length that are first choice."""
-        asked = self.samples(length)
-        return sum(sample.first_choice for sample in asked) / len(asked)
+        samples = self.samples(length)
+        return sum(sample.first_choice for sample in samples) / len(samples)
 
     def logprob(self, length: int) -> float:
         """Return the mean log-probability of the right answers at a length [nats]."""
@@ -225,7 +225,7 @@ def retrieval(
         _check(reader, prompt)
     ask = functools.partial(answer_prompts, reader, stops=stops, chunk=chunk, cache=cache)
     questioner = _Questioner(ask, tokenizer, TASKS[task], identity)
-    job = BatchReader(
+    batch_reader = BatchReader(
         score=questioner.ask,
         name=questioner.key,
         tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
@@ -241,7 +241,7 @@ def retrieval(
 
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
     with in_eval_mode(model):
-        for item, column in job.read(model, batches()):
+        for item, column in batch_reader.read(model, batches()):
             columns[item.length].append([Sample(**sample) for sample in column])
     depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
     return _result(spec, maker, depths_of, columns)
@@ -321,8 +321,8 @@ class _Questioner:
 
     def key(self, haystack: _Haystack) -> str:
         """Return the key of a haystack's samples in the result cache."""
-        asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in haystack.prompts]
-        return key(what="retrieval", schema=SCHEMA, prompts=asked, **self.identity)
+        prompts = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in haystack.prompts]
+        return key(what="retrieval", schema=SCHEMA, prompts=prompts, **self.identity)
 
     def ask(self, several: Sequence[_Haystack], size: int) -> list[list[dict[str, Any]]]:
         """Return the samples of each haystack, ordered by depth."""

@@ -118,16 +118,16 @@ def first_choice_note(scores: Sequence[tuple[str, EvalResult]]) -> str:
     Args:
         scores: results of one spec, each with the name that it is shown under.
     """
-    apart = []
+    differing = []
     for name, result in scores:
-        for task, found in result.retrieval.items():
+        for task, retrieval in result.retrieval.items():
             for length in result.spec.lengths:
                 # Compared as they are printed: a smaller difference would not show in the report.
-                first, exact = f"{found.first_choice(length):.2f}", f"{found.accuracy(length):.2f}"
+                first, exact = f"{retrieval.first_choice(length):.2f}", f"{retrieval.accuracy(length):.2f}"
                 if first != exact:
-                    apart.append(f"{first} instead of {exact} for {name} in {task} prompts of {length} tokens")
-    if not apart:
+                    differing.append(f"{first} instead of {exact} for {name} in {task} prompts of {length} tokens")
+    if not differing:
         return ""
-    if len(apart) > _NAMED_SHARES:
-        apart[_NAMED_SHARES:] = [f"{len(apart) - _NAMED_SHARES} more"]
-    return f"{FIRST_CHOICE} That share differs from exact match: {'; '.join(apart)}."
+    if len(differing) > _NAMED_SHARES:
+        differing[_NAMED_SHARES:] = [f"{len(differing) - _NAMED_SHARES} more"]
+    return f"{FIRST_CHOICE} That share differs from exact match: {'; '.join(differing)}."

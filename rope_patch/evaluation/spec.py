@@ -38,10 +38,11 @@ def tokens_to_read(spec: EvalSpec, windows: int | None = None) -> int:
         spec: the spec of what the run measures.
         windows: number of windows that the text has room for; by default the number that the spec asks for.
     """
-    asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
+    if windows is None:
+        windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
     # A joined task asks for all its needles in one prompt; any other task has a prompt for each depth.
     prompts = sum(1 if TASKS.find(task).joined else len(spec.depths) for task in spec.tasks)
-    return (asked if windows is None else windows) * spec.longest + prompts * spec.samples * sum(spec.lengths)
+    return windows * spec.longest + prompts * spec.samples * sum(spec.lengths)
 
 
 def tokens_computed(spec: EvalSpec) -> float:
@@ -49,12 +50,12 @@ def tokens_computed(spec: EvalSpec) -> float:
 
     Prompts of one haystack share the text before the needle, and the model computes that part once.
     """
-    asked = DEFAULT_WINDOWS if spec.windows is None else spec.windows
+    windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
     # The prompt with the deepest needle is computed whole. A prompt with its needle at depth d shares its first d with
     # that one, so only the remaining 1 - d of it is computed.
     whole = len(spec.depths) - math.fsum(spec.depths[:-1])  # prompts, counted in lengths
     prompts = spec.samples * math.fsum(1 if TASKS.find(task).joined else whole for task in spec.tasks)
-    return asked * spec.longest + prompts * sum(spec.lengths)
+    return windows * spec.longest + prompts * sum(spec.lengths)
 
 
 def spec_within(

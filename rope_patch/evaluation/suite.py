@@ -302,8 +302,12 @@ class EvalSuite:
                 score = with_beginnings(score, first)
                 short_window = beginning
 
-        asked: dict[str, Any] = {"spec": spec, "haystack": self.prompts, "cache": cache, "resume": result_cache}
-        answers = {task: retrieval(model, self.tokenizer, task, **asked) for task in spec.tasks}
+        answers = {
+            task: retrieval(
+                model, self.tokenizer, task, spec=spec, haystack=self.prompts, cache=cache, resume=result_cache
+            )
+            for task in spec.tasks
+        }
         return EvalResult(spec, score, answers, short_window, self.key_tokens)
 
     def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult:

@@ -191,30 +191,38 @@ class DocumentSums:
 
     def add(self, item: Window, part: dict[str, Any]) -> None:
         """Add a window and its sums of losses and tokens, by bucket and in all."""
-        size = item.bytes_between(item.scored, item.stop)
-        total = (part["total_tokens"], part["total_nll"])
         keys: dict[str, Any] = {name: tuple(part[name]) for name in ("key_tokens", "key_nll") if name in part}
+        own = DocumentScore(
+            name=f"{item.source.name}[{item.start}:{item.stop}]",
+            tokens=tuple(part["tokens"]),
+            nll=tuple(part["nll"]),
+            total_tokens=part["total_tokens"],
+            total_nll=part["total_nll"],
+            bytes=item.bytes_between(item.scored, item.stop),
+            **keys,
+        )
         self.count += 1
-        name = item.source.name
-        before = self.documents.get(item.document)
         # Standard errors are over documents, or over windows if there is a single document: with a second one the
         # windows are no longer needed.
         if len(self.documents) < 2:
-            at = f"{name}[{item.start}:{item.stop}]"
-            self.windows.append(DocumentScore(at, tuple(part["tokens"]), tuple(part["nll"]), *total, size, **keys))
+            self.windows.append(own)
+        before = self.documents.get(item.document)
         if before is None:
-            self.documents[item.document] = DocumentScore(
-                name, tuple(part["tokens"]), tuple(part["nll"]), *total, size, **keys
-            )
+            self.documents[item.document] = replace(own, name=item.source.name)
             return
+
+        def added(name: str) -> tuple[Any, ...]:
+            return tuple(map(operator.add, getattr(before, name), getattr(own, name)))
+
         self.documents[item.document] = DocumentScore(
-            name,
-            tuple(a + b for a, b in zip(before.tokens, part["tokens"], strict=True)),
-            tuple(a + b for a, b in zip(before.nll, part["nll"], strict=True)),
-            before.total_tokens + total[0],
-            before.total_nll + total[1],
-            None if size is None or before.bytes is None else before.bytes + size,
-            **{name: tuple(map(operator.add, getattr(before, name), values)) for name, values in keys.items()},
+            name=before.name,
+            tokens=added("tokens"),
+            nll=added("nll"),
+            total_tokens=before.total_tokens + own.total_tokens,
+            total_nll=before.total_nll + own.total_nll,
+            bytes=None if own.bytes is None or before.bytes is None else before.bytes + own.bytes,
+            key_tokens=added("key_tokens"),
+            key_nll=added("key_nll"),
         )
 
     def result(self, *, window: int, stride: int, chunk: int) -> PerplexityResult:

@@ -212,17 +212,17 @@ class MethodEvaluator:
         Args:
             evaluated: the methods to compare, the best first.
         """
-        left, by = list(evaluated), []
+        remaining, by = list(evaluated), []
         for metric, name in (("retrieval", "retrieval"), ("perplexity", "perplexity")):
             best = (
-                max(left, key=lambda one: one.answered)
+                max(remaining, key=lambda one: one.answered)
                 if metric == "retrieval"
-                else min(left, key=lambda one: one.perplexity)
+                else min(remaining, key=lambda one: one.perplexity)
             )
-            behind = [one for one in left if one is not best and self._sign(one.label, best.label, metric) < 0]
+            behind = [one for one in remaining if one is not best and self._sign(one.label, best.label, metric) < 0]
             by += [name] if behind else []
-            left = [one for one in left if one not in behind]
-        return left, " and ".join(by)
+            remaining = [one for one in remaining if one not in behind]
+        return remaining, " and ".join(by)
 
     def choose(self, methods: Sequence[str], *, conditions: bool = True) -> Choice:
         """Return the decision between methods.
@@ -235,14 +235,14 @@ class MethodEvaluator:
         fit = [one for one in evaluated if math.isfinite(one.perplexity) and not (conditions and one.failures)]
         if not fit:
             return Choice(None, self._why_none(evaluated), "", tuple(evaluated), tuple(self._advice(evaluated)))
-        left, by = self.level(fit)
-        chosen = min(left, key=lambda one: one.change.estimate)
+        remaining, by = self.level(fit)
+        chosen = min(remaining, key=lambda one: one.change.estimate)
         reason = f"{chosen.name}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
         reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
         if by:
-            reason += f"; ahead of {_names(one for one in fit if one not in left)} in {by}"
-        if len(left) > 1:
-            reason += f"; not significantly different from {_names(one for one in left if one is not chosen)}"
+            reason += f"; ahead of {_names(one for one in fit if one not in remaining)} in {by}"
+        if len(remaining) > 1:
+            reason += f"; not significantly different from {_names(one for one in remaining if one is not chosen)}"
             reason += ", and the least costly of them within the trained context"
         return Choice(chosen, reason, self._cost(chosen), tuple(evaluated))
 

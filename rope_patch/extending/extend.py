@@ -249,7 +249,9 @@ class Run:
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
-        names = [*map(shortened_name, self.methods), *["a fitted table"] * self.options.fit]
+        names = list(map(shortened_name, self.methods))
+        if self.options.fit:
+            names.append("a fitted table")
         lines, windows, samples, total = [f"methods: {', '.join(names)}"], 0, 0, 0.0
         if self.options.fit:
             from rope_patch.extending.fit_candidate import tokens_to_fit_candidate
@@ -280,28 +282,27 @@ class Run:
             rounds: the rounds to be measured, in order.
             conditions: whether a method must keep the conditions to stay among the candidates.
         """
-        left, comparisons = list(self.methods), list[Comparison]()
+        remaining, comparisons = list(self.methods), list[Comparison]()
         if self.options.fit:
             from rope_patch.extending.fit_candidate import fit_candidate
 
             progress.say("fitting a table to text, with the weights as they are")
-            asked = self.model, self.tokenizer, self.options.length
-            table, better = fit_candidate(*asked, self.work / RESULT_CACHE)
+            table, better = fit_candidate(self.model, self.tokenizer, self.options.length, self.work / RESULT_CACHE)
             if not better:
                 progress.say(f"the fit found nothing better than its start, {shortened_name(table)}")
             # A fit that found nothing better gives its start, which may be one of the candidates.
-            if table not in left:
-                left.append(table)
+            if table not in remaining:
+                remaining.append(table)
         for number, one in enumerate(rounds, 1):
             suite = self.suite.smaller(one.windows, one.samples)
             progress.say(
-                f"round {number} of {len(rounds)}: {', '.join(shortened_name(m) for m in left)}; "
+                f"round {number} of {len(rounds)}: {', '.join(shortened_name(m) for m in remaining)}; "
                 f"windows: {one.windows}, haystacks: {one.samples}"
             )
             comparison = compare(
                 self.model,
                 self.tokenizer,
-                [UNPATCHED, *left],
+                [UNPATCHED, *remaining],
                 suite,
                 resume=self.work / RESULT_CACHE,
             )
@@ -310,10 +311,10 @@ class Run:
             if number == 1 and effective is not None:
                 progress.say(f"the effective length as it is: {effective.of(UNPATCHED)}")
             evaluator = MethodEvaluator(comparison, self.options.tolerance)
-            if len(left) <= 2 and evaluator.settled(left, conditions=conditions):
+            if len(remaining) <= 2 and evaluator.settled(remaining, conditions=conditions):
                 break
             if number < len(rounds):
-                left = evaluator.leaders(left, rounds[number].candidates, conditions=conditions)
+                remaining = evaluator.leaders(remaining, rounds[number].candidates, conditions=conditions)
         return comparisons
 
     def finish(self, *, overwrite: bool, tokens: int | None = None) -> Extended:

@@ -161,7 +161,9 @@ def fit(
         first.reinstate()
         raise
     unanswered = max(candidate.means["retrieval"][trained] for candidate in candidates) < ANSWERED_SHARE
-    warnings = [TEXT_ALONE] * (not retrieval) + [NO_ANSWERS] * unanswered
+    warnings = [] if retrieval else [TEXT_ALONE]
+    if unanswered:
+        warnings.append(NO_ANSWERS)
     return FittedPatch.joined(
         first,
         last,

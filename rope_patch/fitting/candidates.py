@@ -111,9 +111,10 @@ class Candidate:
         answered is chance, and no other table would match a start that was lucky with them.
         """
         ours, theirs = self.answered, other.answered
-        apart = [[float(a) - float(b) for a, b in zip(*both, strict=True)] for both in zip(ours, theirs, strict=True)]
+        pairs = zip(ours, theirs, strict=True)
+        differences = [[float(a) - float(b) for a, b in zip(*pair, strict=True)] for pair in pairs]
         one, another = list(itertools.chain(*ours)), list(itertools.chain(*theirs))
-        _, high = paired_shares(one, another, count=effective_prompts(RETRIEVAL_TASK, apart, 0.95))
+        _, high = paired_shares(one, another, count=effective_prompts(RETRIEVAL_TASK, differences, 0.95))
         lost = sum(one) < sum(another) and (self.answers > other.answers or high < 0)
         return not lost and all(change.high >= 0 for change in self.changes(other)["retrieval"].values())
 

@@ -136,24 +136,24 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         """Score rows side by side; padding on the right is never seen by what stands before it."""
         reader = self.reader
         ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True)
-        asked = [row.targets() for row in batch]
-        for tokens in (ids, *(targets for _, targets, _ in asked)):
+        scored = [row.targets() for row in batch]
+        for tokens in (ids, *(targets for _, targets, _ in scored)):
             check_ids(tokens, reader.vocabulary)
-        nll = [torch.full((len(states),), math.nan, dtype=torch.float64) for states, _, _ in asked]
-        right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in asked]
+        nll = [torch.full((len(states),), math.nan, dtype=torch.float64) for states, _, _ in scored]
+        right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in scored]
         # A pass over whole rows needs no cache.
         past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
         with self._autocast():
             reach = [len(row.ids) + 1 for row in batch]  # the last token of a request is not read, but scored
             for start, hidden in reader.read(ids, past, self.chunk, done, reach=reach):
-                for i, (states, targets, _) in enumerate(asked):
+                for i, (states, targets, _) in enumerate(scored):
                     # The states are sorted, so those of a chunk are neighbours.
                     low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
                     for first in range(low, high, LOGITS_AT_ONCE):  # no copy of all states
                         at = slice(first, min(first + LOGITS_AT_ONCE, high))
                         nll[i][at], best = reader.score(hidden[i, states[at] - start], targets[at])
                         right[i][at] = best == targets[at]
-        for row, (states, _, parts), losses, hits in zip(batch, asked, nll, right, strict=True):
+        for row, (states, _, parts), losses, hits in zip(batch, scored, nll, right, strict=True):
             if bool(losses.isnan().any()):
                 at_token = 1 + int(states[losses.isnan()][0])
                 raise ValueError(f"the model gives NaN for token {at_token} of a request of {len(row.ids) + 1} tokens")

@@ -70,5 +70,5 @@ def group_requests(
 def answer_tokens(request: Instance) -> int | None:
     """Return the number of tokens of a right answer, for a request that scores one of a retrieval task; else None."""
     doc = request.doc if isinstance(request.doc, Mapping) else {}
-    asked = "answer_tokens" in doc and request.args[1:] == (doc.get("target"),)
-    return int(doc["answer_tokens"]) if asked else None
+    is_first_choice = "answer_tokens" in doc and request.args[1:] == (doc.get("target"),)
+    return int(doc["answer_tokens"]) if is_first_choice else None

@@ -80,8 +80,8 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
             if str(length) not in metrics:
                 known = ", ".join(metric for metric in metrics if metric.isdigit())
                 raise ValueError(f"{self.config.task} has no length {length!r}: max_seq_lengths can be {known}")
-            made = self.config.custom_dataset(length=length, **metadata, **self.config.dataset_kwargs, **options)
-            rows += [{**row, "length": length} for row in made]
+            documents = self.config.custom_dataset(length=length, **metadata, **self.config.dataset_kwargs, **options)
+            rows += [{**row, "length": length} for row in documents]
         self.dataset = {"test": Dataset.from_list(rows)}
 
     def fewshot_context(self, doc: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,14 +210,14 @@ def perplexity_documents(
             raise ValueError(f"{name} must be a whole number {span}, got {value!r}: give --metadata {name}=")
     arguments = tokenizer_arguments(rest)
     tokenizer, prefix = load_tokenizer(arguments)
-    words, upto = words_of(arguments, text)
+    words, tokens_before = words_of(arguments, text)
 
     needed = length + (windows - 1) * stride
     too_short = ValueError(
-        f"{windows} windows of {length} tokens every {stride} need about {needed} tokens, the text holds {upto[-1]}: "
-        "give --metadata windows= (fewer) or text= (a longer one)"
+        f"{windows} windows of {length} tokens every {stride} need about {needed} tokens, the text holds "
+        f"{tokens_before[-1]}: give --metadata windows= (fewer) or text= (a longer one)"
     )
-    if needed > upto[-1]:
+    if needed > tokens_before[-1]:
         raise too_short
 
     def tokens(low: int, high: int) -> list[int]:
@@ -225,13 +225,14 @@ def perplexity_documents(
         return [*prefix, *tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
 
     room = length - stride - len(prefix)  # for the context
-    apart = max(0, upto[-1] - length - SPARE_TOKENS) / max(1, windows - 1)  # least distance between two continuations
+    # The least distance between two continuations.
+    spacing = max(0, tokens_before[-1] - length - SPARE_TOKENS) / max(1, windows - 1)
     rows: list[dict[str, Any]] = []
-    middle = max(1, bisect.bisect_right(upto, room) - 1)
+    middle = max(1, bisect.bisect_right(tokens_before, room) - 1)
     while len(rows) < windows:
         # The tokens up to each word are an estimate, so the end found by them is corrected by counting real tokens.
-        begin = min(bisect.bisect_left(upto, upto[middle] - room), middle - 1)
-        end = bisect.bisect_right(upto, upto[begin] + length - len(prefix)) - 1
+        begin = min(bisect.bisect_left(tokens_before, tokens_before[middle] - room), middle - 1)
+        end = bisect.bisect_right(tokens_before, tokens_before[begin] + length - len(prefix)) - 1
         while end > middle and len(tokens(begin, end)) > length:
             end -= 1
         while end < len(words) and len(tokens(begin, end + 1)) <= length:
@@ -255,7 +256,7 @@ def perplexity_documents(
                 "bytes": len(continuation.encode("utf-8", "surrogatepass")),
             }
         )
-        middle = max(end, bisect.bisect_right(upto, room + len(rows) * apart) - 1)
+        middle = max(end, bisect.bisect_right(tokens_before, room + len(rows) * spacing) - 1)
     return rows
 
 

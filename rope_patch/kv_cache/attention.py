@@ -92,6 +92,7 @@ def attend(
     index = int(module.layer_idx)  # type: ignore[arg-type]
     run, store = _store(reading.runs, index, size, key, value)
     total = store.raw_keys.shape[-2]
+    # All blocks that the last query reads quantized; for earlier queries _frozen tells which of them already are.
     store.freeze(total)
     groups = store.raw_keys.shape[1]
     scaling = scaling or width**-0.5
@@ -109,6 +110,7 @@ def attend(
     out = torch.empty(rows, size, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     for low in range(0, size, step):
         high = min(low + step, size)
+        # Keys that a window hides from the whole block, and those after it, are not even multiplied.
         left, right = max(0, before + low - window + 1), before + high
         # The queries that share a key head follow each other, so that keys need not be repeated for them.
         queries = query[:, :, low:high].reshape(rows, groups, -1, width)
@@ -126,8 +128,8 @@ def attend(
         logits = logits * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        apart = visible_tokens - 1 - places[at]
-        hidden = (apart < 0) | (apart >= window)
+        distance = visible_tokens - 1 - places[at]
+        hidden = (distance < 0) | (distance >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
         if attention_mask is not None:
             mask = attention_mask[:, :, low:high, at]

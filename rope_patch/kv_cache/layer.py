@@ -46,6 +46,7 @@ class SchemeRun:
         """Return the keys and values of one pass as a cache layer that belongs to no cache."""
         layer = QuantizedLayer(self.plans[index], self)
         layer.update(key, value)
+        # `update` has entered it, but only layers of caches belong into `stored`.
         self.stored.pop(index, None)
         return layer
 
@@ -53,6 +54,7 @@ class SchemeRun:
 class QuantizedLayer(DynamicLayer):
     """The keys and values of one layer.
 
+    Every token is held twice, because the queries of one pass differ in which tokens they read in full precision.
     Sliding layers keep all of their tokens, too; the model's own mask hides those that they do not see.
 
     Args:
@@ -93,6 +95,7 @@ class QuantizedLayer(DynamicLayer):
             if turn is not None and self.turn is not None:
                 cos, sin = (_joined(*pair) for pair in zip(self.turn, turn, strict=True))
                 self.turn = cos, sin
+        # The first of the new queries sees the tokens before it and itself.
         self.freeze(start + 1)
         self.run.stored[self.plan.layer.index] = self
         # Attention finds this layer by the very tensor that it is given as keys.
@@ -168,14 +171,18 @@ class QuantizedLayer(DynamicLayer):
             origin = rows(torch.arange(count)).tolist()
             old = dict(self.frozen)
             self.padding = rows(self.padding)
-            self.frozen = {(name, new): old[name, row] for new, row in enumerate(origin) for name in ("keys", "values")
-                           if (name, row) in old}  # fmt: skip
+            self.frozen = {
+                (name, new): old[name, row]
+                for new, row in enumerate(origin)
+                for name in ("keys", "values")
+                if (name, row) in old
+            }
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
         """Return a copy that shares the run and the tensors, none of which is ever written to in place."""
-        twin = copy.copy(self)
-        twin.frozen = dict(self.frozen)
-        return twin
+        copied = copy.copy(self)
+        copied.frozen = dict(self.frozen)
+        return copied
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class LayerPlan:
         else:
             count = visible_tokens - base - scheme.residual
         block = self.sides[name].block
+        # A tensor has no `max(0, count)`: the comparison is 0 or 1 for a number and for a tensor.
         return base + (count > 0) * (count // block * block)
 
     def quantize(self, name: str, states: Tensor, turn: Turn | None) -> Tensor:

@@ -191,9 +191,8 @@ def _part(text: str) -> dict[str, Any]:
     if name in ("k", "v"):
         return {_PARTS[name]: _side(value, FORMATS)}
     if not re.fullmatch(r"[0-9]+" if name != "skip" else r"[0-9]+(\+[0-9]+)*", value):
-        raise ValueError(
-            f"{name} must be a whole number{', or several such as 0+27' * (name == 'skip')}, got {value!r}"
-        )
+        several = ", or several such as 0+27" if name == "skip" else ""
+        raise ValueError(f"{name} must be a whole number{several}, got {value!r}")
     numbers = tuple(map(int, value.split("+")))
     return {name: numbers if name == "skip" else numbers[0]}
 

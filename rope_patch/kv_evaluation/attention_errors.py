@@ -98,8 +98,8 @@ def _errors(store: QuantizedLayer, query: Tensor, scaling: float) -> LayerErrors
         states[0].double().repeat_interleave(heads // states.shape[1], 0) for states in (store.raw_keys, store.keys)
     )
     columns = torch.arange(total)
-    apart = places[:, None] - columns
-    read_rounded = (apart >= 0) & (apart < (source.window or total)) & (columns >= plan.scheme.sinks)
+    distance = places[:, None] - columns
+    read_rounded = (distance >= 0) & (distance < (source.window or total)) & (columns >= plan.scheme.sinks)
     read_rounded &= columns < plan.frozen("keys", places[:, None] + 1)
 
     def rms(query: Tensor, off: Tensor) -> Tensor:

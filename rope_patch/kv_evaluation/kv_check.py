@@ -110,7 +110,7 @@ def kv_check(
     limits = limits or Limits()
     if isinstance(schemes, str):
         raise ValueError(f"schemes must be a list of schemes, got {schemes!r}")
-    asked = parse_schemes(schemes)
+    parsed = parse_schemes(schemes)
     suite = as_suite(spec, tokenizer)
     if isinstance(methods, str) or not methods:
         raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
@@ -131,7 +131,7 @@ def kv_check(
 
     for label in resolved:  # a method or scheme that does not fit raises before anything is measured
         with in_place(label):
-            for name, scheme in asked.items():
+            for name, scheme in parsed.items():
                 with naming_method(name):
                     plan_layers(model, scheme)
     rows, captures = [], {}
@@ -139,7 +139,7 @@ def kv_check(
         with in_place(label) as tables:
             with progress.stage(f"{label}, statistics of keys"):
                 captures[label] = capture(model, setting.compared)
-            rows += _measure(setting, MethodInPlace(label, tables, captures[label]), asked)
+            rows += _measure(setting, MethodInPlace(label, tables, captures[label]), parsed)
     return KVCheck(
         model=name_of(model) or type(model).__name__,
         rows=tuple(rows),

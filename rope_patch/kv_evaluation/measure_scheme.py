@@ -38,6 +38,7 @@ def measure_schemes(setting: Setting, patched: MethodInPlace, schemes: Mapping[s
         patched: the method that is in place.
         schemes: the schemes that are measured, by name.
     """
+    # Read once: the distributions of all schemes are compared with those that these states give.
     with progress.stage(f"{patched.method}, none"):
         patched.states = _states(setting, None)
     rows = []
@@ -148,6 +149,7 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
     def only(layer: int) -> Callable[[LayerPlan], LayerPlan]:
         return lambda plan: plan if plan.layer.keys_of == layer else in_full(plan, "keys", "values")
 
+    # Full precision is read through the same attention function, so that nothing but rounding makes a difference.
     full = loss(lambda plan: in_full(plan, "keys", "values"))
     costs = {layer.index: loss(only(layer.keys_of)) - full for layer in layers}
     attribution = Attribution(
@@ -157,6 +159,7 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
         layers=costs,
         worst=worst_layers(costs, setting.limits.tolerance),
     )
+    # Pairs are looked for in keys alone, since values are not rotated.
     if attribution.values > attribution.keys:
         return attribution
     worst = attribution.worst

@@ -105,6 +105,7 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
         kinds.add(metric.verdict(moved, limits.tolerance))
         parts.append(f"{metric_name(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
+    # Where nothing is rounded, equal scores say nothing about the scheme.
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
         return Verdict("undecided", f"nothing is quantized at {length} tokens", idle=True)
     kind: VerdictKind = "unsafe" if "unsafe" in kinds else "safe" if kinds == {"safe"} else "undecided"

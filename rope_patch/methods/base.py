@@ -250,17 +250,17 @@ class Chain(Method):
     def for_target(self, table: RotaryTable, target_length: int | None) -> Chain:
         """Return the chain with its missing factor filled in; the product of all factors has to reach the target."""
         scaling = [step for step in self.steps if isinstance(step, Scaling)]
-        bare = [step for step in scaling if step.factor is None]
-        if len(bare) > 1:
+        without_factor = [step for step in scaling if step.factor is None]
+        if len(without_factor) > 1:
             raise ValueError(f"at most one method of a chain may leave its factor out: {self}")
         # The base or list of such a step may reach the target, so the factors alone need not.
-        if not bare and any(step.extends for step in self.steps):
+        if not without_factor and any(step.extends for step in self.steps):
             return self
         # The other steps have no factor for a target to fill in.
         steps = [step if isinstance(step, Scaling) else step.for_target(table, None) for step in self.steps]
         if scaling:
             # If no factor is missing, the last one is checked, given the others.
-            chosen = bare[0] if bare else scaling[-1]
+            chosen = without_factor[0] if without_factor else scaling[-1]
             others = math.prod(step.stretch for step in scaling if step is not chosen)
             filled = chosen.stretched(scaling[0].context_of(table) * others, target_length)
             steps = [filled if step is chosen else step for step in steps]

@@ -149,6 +149,7 @@ class Reader:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does it."""
         weight = self.head.weight
+        # The packed weight of a quantized head has an integer dtype, and its layer takes states as they are.
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
         logits: Tensor = self.call(self.head, hidden.to(device_of(self.head), dtype)).float()
         if self.scale != 1.0:
@@ -286,8 +287,8 @@ def model_hash(model: nn.Module) -> str:
     for name, module in model.named_modules():
         state = [(key, value) for key, value in vars(module).items() if key.endswith("attention_scaling")]
         if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):  # a layer of PEFT
-            asked = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-            state += [(key, getattr(module, key, None)) for key in asked]
+            attributes = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+            state += [(key, getattr(module, key, None)) for key in attributes]
         state += [("hook", hook) for hook in _hooks(module)]
         digest.update(f"{name}{state}".encode() if state else b"")
         tensors = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
@@ -352,10 +353,12 @@ def _sums(tensor: Tensor) -> Any:
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     raw = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)) if len(raw) % 8 else raw
+    # A view as int64 needs memory that begins at a multiple of 8 bytes.
     words = (raw.clone() if raw.storage_offset() % 8 else raw).view(torch.int64)
     plain, weighted = 0, 0
     for start in range(0, len(words), _WORDS_AT_ONCE):
         part = words[start : start + _WORDS_AT_ONCE]
+        # Places count from 1: at place 0 the first word would have no weight.
         place = torch.arange(start + 1, start + 1 + len(part), device=part.device)
         plain, weighted = plain + int(part.sum()), weighted + int((part * place).sum())
     return plain % 2**64, weighted % 2**64

@@ -62,11 +62,6 @@ class Statistics:
         radius: Tensor = torch.linalg.vector_norm(self.mean_pairs, dim=-1)
         return radius
 
-    @property
-    def unrotated(self) -> Tensor:
-        """Mean of the features that the table does not cover (partial rotary): (heads, head_dim - 2 pairs)."""
-        return self.mean[:, 2 * self.pairs :]
-
     def repeated(self, groups: int) -> Statistics:
         """Return the statistics with each head repeated ``groups`` times: those of key heads, by query head."""
         if groups == 1:
@@ -128,7 +123,6 @@ class Capture:
         text: 16 hex digits that identify the token ids.
         chunk: number of tokens in a forward pass; 0 if each text was read in one pass.
         layers: the captured layers, in order.
-        schema: version of this layout.
     """
 
     model: str
@@ -137,7 +131,6 @@ class Capture:
     text: str
     chunk: int
     layers: tuple[LayerCapture, ...]
-    schema: int = SCHEMA
 
     def layer(self, index: int) -> LayerCapture:
         """Return a layer by its index in the model.
@@ -183,12 +176,13 @@ class Capture:
                 loaded = {name: arrays[f"{at}.{role}.{name}"] for name in _ARRAYS}
                 item[role] = Statistics(**loaded, interleaved=interleaved)
             layers.append(LayerCapture(**item, inv_freq=arrays[f"{at}.inv_freq"]))
-        return cls(**outline, layers=tuple(layers), schema=SCHEMA)
+        return cls(**outline, layers=tuple(layers))
 
     def _outline(self) -> dict[str, Any]:
         names = ("index", "layer_type", "attention_scaling", "context", "scaling", "softcap", "keys_of")
         return {
-            **{name: getattr(self, name) for name in ("schema", "model", "tokens", "rows", "text", "chunk")},
+            "schema": SCHEMA,
+            **{name: getattr(self, name) for name in ("model", "tokens", "rows", "text", "chunk")},
             "layers": [
                 {**{name: getattr(layer, name) for name in names}, "interleaved": layer.query.interleaved}
                 for layer in self.layers

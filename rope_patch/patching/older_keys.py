@@ -45,6 +45,7 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
         # Gemma 3 has one scaling in version 4, that of full attention; ModernBERT has none.
         if names == _OLDER_BASES["gemma3_text"] and "full_attention" in parameters:
             keys |= older_keys("", parameters["full_attention"])
+            keys.pop(_SHARE, None)  # transformers 5 would give it to the sliding layers, too
         return keys
     neox = model_type in ("gpt_neox", "gpt_neox_japanese")
     base, share = ("rotary_emb_base", "rotary_pct") if neox else ("rope_theta", _SHARE)

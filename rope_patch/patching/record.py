@@ -48,10 +48,10 @@ class TableRecord:
         """Tell whether two tables are equal, up to the difference between float32 power functions of two machines."""
         if self.hash == other.hash:
             return True
-        mine, theirs = table_of(self.inv_freq), table_of(other.inv_freq)
+        ours, theirs = table_of(self.inv_freq), table_of(other.inv_freq)
         return (
-            mine.shape == theirs.shape
-            and torch.allclose(mine, theirs, rtol=rtol, atol=0.0)
+            ours.shape == theirs.shape
+            and torch.allclose(ours, theirs, rtol=rtol, atol=0.0)
             and abs(self.attention_scaling - other.attention_scaling) < 1e-6
         )
 

@@ -157,9 +157,9 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
         problems.append("the model carries no patch record")
     else:
         # Three comparisons: the record against its method, the config against the record, the module against it.
-        again = plan_from_record(location, own).record
-        problems += _differences(own.base_tables, again.base_tables, "base table")
-        problems += _differences(own.tables, again.tables, "method")
+        recomputed = plan_from_record(location, own).record
+        problems += _differences(own.base_tables, recomputed.base_tables, "base table")
+        problems += _differences(own.tables, recomputed.tables, "method")
         config = location.config
         rebuilt = build_rotary(location.rotary_class, config_with(config, settings_of(config)))
         problems += [f"config: {problem}" for problem in _problems(location, rebuilt, own.tables, torch.device("cpu"))]

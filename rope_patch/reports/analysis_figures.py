@@ -73,8 +73,8 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         window=shown.window,
         title=title,
     )
-    bare = shown.query.shape[1] - 2 * len(shown.inv_freq)
-    also = f", with what {bare} features without rotation add" if bare else ""
+    unrotated_features = shown.query.shape[1] - 2 * len(shown.inv_freq)
+    also = f", with what {unrotated_features} features without rotation add" if unrotated_features else ""
     caption = (
         f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
         f"key, {logits[1]}{also}. {BOUND_CAPTION}"
@@ -91,14 +91,13 @@ def norms(analysis: Analysis) -> Figure:
     """Return the figure of the mean norm of each pair by layer, with a row of panels for each kind of layers."""
     grid = []
     for kind in kinds(analysis.capture):
-        titles = zip(PLURAL_OF_ROLE, kind.titled(list(PLURAL_OF_ROLE.values())), strict=True)
-        by_layer = {role: [getattr(layer, role).mean_norm.mean(0) for layer in kind.layers] for role in PLURAL_OF_ROLE}
-        grid.append(
-            [
-                pair_map(name, torch.stack(by_layer[role]), kind.rows, kind.inv_freq, kind.context)
-                for role, name in titles
-            ]
-        )
+        row: list[Map] = []
+        for role, plural in PLURAL_OF_ROLE.items():
+            means = torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
+            # The first panel says of which layers the row is, where there are several kinds.
+            name = f"{kind.name}\n{plural}" if kind.name and not row else plural
+            row.append(pair_map(name, means, kind.rows, kind.inv_freq, kind.context))
+        grid.append(row)
     title = "Mean norm of each pair, by layer"
     figure = heat_maps(grid, title=title, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")
     return figure_image(

@@ -10,7 +10,8 @@ from rope_patch.analysis.attention_sums import SINK_WEIGHT
 from rope_patch.analysis.heads import SINK_DISTANCE, TYPE_SHARE, LayerHeads
 from rope_patch.analysis.outliers import OUTLIER_RATIO
 from rope_patch.analysis.result import Analysis
-from rope_patch.evaluation.numbers import four_digits, number_text, perplexity_text, relative
+from rope_patch.evaluation.metrics import METRICS, change_sentence
+from rope_patch.evaluation.numbers import four_digits, number_text, perplexity_text
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Note
 
 PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
@@ -30,8 +31,12 @@ def head_types(analysis: Analysis) -> DataTable | Note:
         types = layer.head_types(head)
         if types:
             masses = (
-                *(layer.offset_mass[head, 0], layer.offset_mass[head, 1], layer.first_mass[head]),
-                *(layer.sink_mass[head], layer.induction_mass[head], layer.repeated_mass[head]),
+                layer.offset_mass[head, 0],
+                layer.offset_mass[head, 1],
+                layer.first_mass[head],
+                layer.sink_mass[head],
+                layer.induction_mass[head],
+                layer.repeated_mass[head],
             )
             cells = [
                 Cell(number_text(float(mass)), style="strong" if float(mass) >= TYPE_SHARE else "") for mass in masses
@@ -40,8 +45,18 @@ def head_types(analysis: Analysis) -> DataTable | Note:
             rows.append([f"{layer.index}.{head}", Cell(", ".join(types), style="left"), *cells, distance, entropy])
     if not rows:
         return Note("No head is of a known type.")
-    columns = ("Head", "Types", "Own", "Previous", "First", "Sinks", "Induction, text", "Induction, repeated",
-               "Distance [tokens]", "Entropy [nats]")  # fmt: skip
+    columns = (
+        "Head",
+        "Types",
+        "Own",
+        "Previous",
+        "First",
+        "Sinks",
+        "Induction, text",
+        "Induction, repeated",
+        "Distance [tokens]",
+        "Entropy [nats]",
+    )
     caption = (
         f"Mean attention weight by what a head attends to; bold from {TYPE_SHARE:g} on, the share that makes a type."
         f"{_more(len(rows), MOST_HEADS)}"
@@ -104,8 +119,18 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
         "An offset feature makes no full turn, lies at an angle φ beyond its bound, and adds less at every distance "
         f"than at 0; a partial turn adds most at some distance.{_more(len(pairs), MOST_OUTLIERS)}"
     )
-    columns = ("Head", "Pair", "Wavelength [tokens]", "Turns", "Length", "Times median", "Deviation [rad]",
-               "Angle φ [rad]", "Bound [rad]", "Kind")  # fmt: skip
+    columns = (
+        "Head",
+        "Pair",
+        "Wavelength [tokens]",
+        "Turns",
+        "Length",
+        "Times median",
+        "Deviation [rad]",
+        "Angle φ [rad]",
+        "Bound [rad]",
+        "Kind",
+    )
     return DataTable(f"Outlier pairs of the {PLURAL_OF_ROLE[states]}", columns, rows, caption)
 
 
@@ -124,7 +149,7 @@ def p_sweep(analysis: Analysis) -> DataTable:
         shares = [_percent(x) for x in (point.query_share, point.key_share, point.logit_share, point.turned)]
         cells: Cells = [f"{point.p:g}", Cell(stopped or "none", style="left"), *shares]
         for i, value in enumerate(point.perplexity):
-            change = "unchanged" if point.change is None else _rise(point.change[i])
+            change = "unchanged" if point.change is None else change_sentence(METRICS["perplexity"], point.change[i])
             cells += [perplexity_text(value), Cell(change, style="left")]
         rows.append(cells)
     columns = ["p", "Pairs zeroed", "Share of queries", "Share of keys", "Share of logits", "By distance"]
@@ -139,13 +164,6 @@ def p_sweep(analysis: Analysis) -> DataTable:
 def spans_of(analysis: Analysis) -> list[str]:
     """Return the positions that perplexity was measured at, as text."""
     return [f"positions {low}–{high}" for low, high in itertools.pairwise(analysis.p_sweep_positions)]
-
-
-def _rise(change: tuple[float, float, float]) -> str:
-    ends = [f"{number_text(100 * relative(end), 1, sign=True)} %" for end in change]
-    if not all(math.isfinite(end) for end in change[1:]):
-        return f"{ends[0]} (no interval from one window)"
-    return f"{ends[0]} ({ends[1]} to {ends[2]})"
 
 
 # --- tokens, numbers -------------------------------------------------------------------------------------------------
@@ -165,20 +183,10 @@ def tokens(analysis: Analysis) -> DataTable:
     return DataTable(f"The text of these figures, {len(ids)} tokens", columns, rows, "Token by token.", folded=True)
 
 
-def show_invisible(token: str) -> str:
-    r"""Return text with invisible characters shown: a space as ␣, a new line as \n.
-
-    >>> show_invisible(" the\n"), show_invisible("\u200b"), show_invisible("")
-    ('␣the\\n', '\\u200b', '(empty)')
-    """
-    plain = {" ": "␣", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
-    shown = (plain.get(sign) or (sign if sign.isprintable() else f"\\u{ord(sign):04x}") for sign in token)
-    return "".join(shown) or "(empty)"
-
-
 def token_text(analysis: Analysis, token: int) -> str:
-    """Return the text of a token with invisible characters shown; with its id where it is part of a character."""
-    shown = show_invisible(analysis.token_text(token))
+    """Return the text of a token with its id where it is part of a character; a space is shown as ␣."""
+    # repr escapes what is not printable, and adds quotes.
+    shown = repr(analysis.token_text(token))[1:-1].replace(" ", "␣") or "(empty)"
     return f"{shown} (id {token})" if "\N{REPLACEMENT CHARACTER}" in shown else shown
 
 

@@ -29,6 +29,7 @@ from rope_patch.reports.page import (
     short_names,
 )
 from rope_patch.reports.plots import base as plots
+from rope_patch.runtime.captions import count_text
 
 _NAMED_METHODS = 3  # methods that a sentence names before it counts the others
 
@@ -154,7 +155,7 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
         f"intervals. {INTERVALS}"
     )
     caption = "Perplexity (lower is better) and the share of prompts answered exactly (higher is better)."
-    return _table("Scores", names, shown, caption + several * (len(comparison.rows) > 1))
+    return _table("Scores", names, shown, caption + several if len(comparison.rows) > 1 else caption)
 
 
 def _differences(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> list[DataTable]:
@@ -240,7 +241,7 @@ def retrieval_text(scores: EvalResult) -> str:
     spec = scores.spec
     tasks = f"{'tasks' if len(spec.tasks) > 1 else 'task'} {', '.join(spec.tasks)}"
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
-    samples = f"{spec.samples} sample{'s' * (spec.samples != 1)} at each"
+    samples = f"{count_text(spec.samples, 'sample')} at each"
     lengths = ", ".join(map(str, spec.lengths))
     return f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,11 +36,6 @@ class Kind:
     def rows(self) -> list[str]:
         """Their indices as text."""
         return [str(layer.index) for layer in self.layers]
-
-    def titled(self, names: Sequence[str]) -> list[str]:
-        """Return titles of a row of panels; the first one says of which layers it is, where there are several kinds."""
-        first, *others = names
-        return [f"{self.name}\n{first}" if self.name else first, *others]
 
 
 def kinds(capture: Capture) -> list[Kind]:

@@ -155,7 +155,7 @@ def write(path: str | Path, page: Page, command: str | None = None) -> None:
 def figure_image(figure: Any, caption: str) -> Figure:
     """Return a matplotlib figure as a self-contained image, under the title that it was drawn with."""
     data = base64.b64encode(svg(figure).encode()).decode()
-    return Figure(f"data:image/svg+xml;base64,{data}", figure.get_label(), caption)
+    return Figure(f"data:image/svg+xml;base64,{data}", figure.get_suptitle(), caption)
 
 
 def facts(entries: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> DataTable:

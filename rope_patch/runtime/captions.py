@@ -11,7 +11,7 @@ def windows_text(count: int, size: int) -> str:
     >>> windows_text(1, 128), windows_text(16, 4096)
     ('1 window of 128 tokens', '16 windows of 4096 tokens, which do not overlap')
     """
-    return f"{count_text(count, 'window')} of {size} tokens{', which do not overlap' * (count > 1)}"
+    return f"{count_text(count, 'window')} of {size} tokens" + (", which do not overlap" if count > 1 else "")
 
 
 def count_text(count: int, what: str) -> str:
@@ -20,7 +20,7 @@ def count_text(count: int, what: str) -> str:
     >>> count_text(1, "sample"), count_text(4, "sample")
     ('1 sample', '4 samples')
     """
-    return f"{count} {what}{'s' * (count != 1)}"
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def indices_text(what: str, indices: Sequence[int]) -> str:
@@ -29,7 +29,9 @@ def indices_text(what: str, indices: Sequence[int]) -> str:
     >>> indices_text("layer", [0, 3, 4, 5]), indices_text("pair", [7]), indices_text("pair", [])
     ('layers 0, 3-5', 'pair 7', 'no pair')
     """
-    return f"{what}{'s' * (len(indices) > 1)} {ranges_text(indices)}" if indices else f"no {what}"
+    if not indices:
+        return f"no {what}"
+    return f"{what if len(indices) == 1 else what + 's'} {ranges_text(indices)}"
 
 
 def ranges_text(indices: Sequence[int]) -> str:

@@ -99,18 +99,18 @@ def unreported() -> Iterator[None]:
 @contextlib.contextmanager
 def all_of(tokens: int) -> Iterator[None]:
     """Report at the end of a ``with`` block the part of a number of tokens that was not reported within it."""
-    left, outer = tokens, _on_tokens.get()
+    remaining, outer = tokens, _on_tokens.get()
 
     def count(name: str, done: int) -> None:
-        nonlocal left
-        left -= done
+        nonlocal remaining
+        remaining -= done
         if outer is not None:
             outer(name, done)
 
     with listen(count):
         yield
-    if left > 0:
-        advance(left)
+    if remaining > 0:
+        advance(remaining)
 
 
 @contextlib.contextmanager

@@ -45,10 +45,10 @@ def evaluate_model(suite: EvalSuite, model: PreTrainedModel) -> EvalResult:
 def score(result: EvalResult) -> float:
     """Return the score that ranks checkpoints: mean exact match over the lengths, then the lower perplexity."""
     (retrieval,), lengths = result.retrieval.values(), result.spec.lengths
-    asked = len(lengths) * len(retrieval.samples(lengths[-1]))
+    prompts = len(lengths) * len(retrieval.samples(lengths[-1]))
     # Divided by 100 * asked, the loss of text is always less than one prompt more, which is 1 / asked.
     nll = min(result.perplexity.nll, 99.0) if result.perplexity else 0.0
-    return math.fsum(retrieval.accuracy(length) for length in lengths) / len(lengths) - nll / (100 * asked)
+    return math.fsum(retrieval.accuracy(length) for length in lengths) / len(lengths) - nll / (100 * prompts)
 
 
 def metrics(result: EvalResult) -> dict[str, float]:

@@ -41,6 +41,11 @@ def test_a_header_is_read_once(file, tmp_path, headers):
     assert len(headers) == 1
 
 
+def test_doctor_reads_a_header_once(file, headers):
+    assert rope_patch.doctor(file).ok
+    assert len(headers) == 1
+
+
 def contents(reader):
     """What transformers reads of a file: keys with their types, and tensors."""
     fields = {name: (field.offset, field.types, field.contents()) for name, field in reader.fields.items()}

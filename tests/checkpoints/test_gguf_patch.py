@@ -74,7 +74,10 @@ def test_every_key_but_those_of_the_table_is_kept_in_its_place(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
     before, after = keys(base), keys(tmp_path / "out.gguf")
     assert {name for name in after if after[name] != before.get(name)} == {
-        *("llama.context_length", "llama.rope.scaling.type", "llama.rope.scaling.attn_factor", RECORD_KEY)
+        "llama.context_length",
+        "llama.rope.scaling.type",
+        "llama.rope.scaling.attn_factor",
+        RECORD_KEY,
     }
     assert after["llama.context_length"] == 256
     assert [name for name in after if name in before] == list(before)

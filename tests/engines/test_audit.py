@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.commands import invoke
+from support.commands import invoke, run
 from support.gguf_files import write_toy
 from support.patches import patched_model
 from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
@@ -61,7 +62,8 @@ def says(verdict, reason="", **numbers):
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LISTS = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-YARN_SCALING = 0.1 * math.log(4) + 1
+L4 = math.log(4)
+YARN_SCALING = 0.1 * L4 + 1
 WHOLE = {"max_position_embeddings": 256}
 TOP = {"rope_parameters": None, "rope_theta": 1e4}
 
@@ -191,6 +193,32 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
         {"rope_parameters": LINEAR | {"rope_theta": 1e6}},
         {"llama.cpp": says("differs", OTHER_KEYS)},
     ),
+    # (1 + 0.07 ln 4) / (1 + 0.05 ln 4), and where one of the two stands alone, the other is 1 or 0
+    "MLX obeys mscale and mscale_all_dim of YaRN, and no attention_factor": (
+        "qwen3",
+        {"rope_parameters": YARN | {"attention_factor": 1.0, "mscale": 0.7, "mscale_all_dim": 0.5}, **WHOLE},
+        {"mlx": says("differs", "ignores attention_factor", attention_scaling=(1 + 0.07 * L4) / (1 + 0.05 * L4))},
+    ),
+    "MLX obeys mscale alone": (
+        "qwen3",
+        {"rope_parameters": YARN | {"mscale": 2.0}, **WHOLE},
+        {"mlx": says("differs", "without the other", attention_scaling=1 + 0.2 * L4)},
+    ),
+    "MLX reads the keys of transformers 4, but on Qwen3": (
+        "llama",
+        {"rope_parameters": LINEAR | {"rope_theta": 5e5}},
+        {"mlx": says("differs", "not rope_parameters", fastest=1.0)},
+    ),
+    "MLX scales nothing on Gemma 2": (
+        "gemma2",
+        TOP | {"rope_scaling": without(LINEAR, "rope_theta")},
+        {"mlx": says("differs", "scales nothing on gemma2", difference=0.75)},
+    ),
+    "the sixth layer is MLX's full attention of Gemma 3": (
+        "gemma3",
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None},
+        {"mlx": says("differs", "every sixth layer")},
+    ),
     "a table that changes with the length": (
         "llama",
         {"rope_parameters": LINEAR | {"rope_type": "dynamic"}},
@@ -226,14 +254,31 @@ def test_a_plain_table_is_read_alike_by_all(tmp_path):
         ("qwen2", {"rope_parameters": PLAIN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}}, "sglang"),
         ("llama", {"rope_parameters": PLAIN | {"rope_theta": 5e5}}, "transformers-4"),
         ("llama", {**WHOLE, "seq_length": 192, "max_sequence_length": 512}, "sglang"),
+        ("llama", {"rope_parameters": PLAIN | {"rope_theta": 5e5}}, "mlx"),
+        ("llama", {"rope_parameters": YARN | {"type": "linear"}, **WHOLE}, "vllm"),
     ],
 )
 def test_the_command_that_is_named_mends_a_difference(tmp_path, family, changes, program):
-    row = rows(folder := written(tmp_path / "model", family, **changes), program)[None]
-    engine = {"transformers-4": "hf"}.get(program, program)
-    assert row.verdict == "differs" and row.fix == f"rope-patch export {folder} --to {engine} -o FOLDER"
-    export(folder, tmp_path / "out", to=engine)
+    row = rows(written(tmp_path / "a model", family, **changes), program)[None]
+    assert row.verdict in ("differs", "refuses")
+    words = shlex.split(row.fix.replace("FOLDER", str(tmp_path / "out")))
+    assert words[:2] == ["rope-patch", "export"]
+    run(*words[1:])
     assert rows(tmp_path / "out", program)[None].verdict == "agrees"
+
+
+@pytest.mark.parametrize("program", ["transformers-4", "mlx"])
+def test_no_command_is_named_that_does_not_mend(program, tmp_path):
+    """Both would refuse, or read otherwise, what the export writes."""
+    phi3 = written(tmp_path / "phi3", "phi3", rope_parameters=LISTS, max_position_embeddings=256)
+    assert rows(phi3, program)[None].fix.startswith("none: ")
+
+
+def test_p_rope_on_gemma_3_leaves_its_sliding_layers_alone_in_vllm(tmp_path):
+    """The share of full attention at the top of config.json would be one of all layers."""
+    folder = patched(tmp_path / "p", "p_rope:p=0.5", "gemma3")
+    assert {row.verdict for row in rows(folder, "vllm").values()} == {"agrees"}
+    export(folder, tmp_path / "out", to="vllm")
 
 
 def test_a_program_that_fails_is_no_disagreement(tmp_path):
@@ -332,7 +377,7 @@ def test_a_family_that_was_not_compared_is_unverified(tmp_path):
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_what_is_exported_agrees_where_it_is_claimed(family, tmp_path):
-    replaces = ":replace_scaling=true" * (family == "gemma4")
+    replaces = ":replace_scaling=true" if family == "gemma4" else ""
     base = patched(tmp_path / "yarn", f"yarn:factor=4:attention_factor=1.5{replaces}", family, target_length=256)
     export(base, tmp_path / "out", to="vllm")
     assert {row.verdict for row in rows(tmp_path / "out", "vllm").values()} == {"agrees"}

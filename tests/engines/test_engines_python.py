@@ -2,7 +2,8 @@
 
 `pip install --no-deps vllm sglang triton` in an environment beside this one, then what they say they lack. For
 transformers 4: `pip install --no-deps --target FOLDER transformers==4.57.1 huggingface_hub==0.36.0 tokenizers==0.22.1`,
-and TRANSFORMERS_4 set to that folder.
+and TRANSFORMERS_4 set to that folder. For MLX: `pip install "mlx[cpu]" mlx-lm==0.32.2` in an
+environment of its own, and MLX set to its Python.
 """
 
 from __future__ import annotations
@@ -115,6 +116,18 @@ def test_transformers_4_gives_equal_logits(family, tmp_path, monkeypatch):
     loaded_logits = load_file(tmp_path / "stock.safetensors")
     for number, expected in expected_logits.items():
         assert torch.allclose(loaded_logits[number], expected, atol=1e-6), module.METHODS[int(number)]
+
+
+@pytest.mark.skipif("MLX" not in os.environ, reason="needs the Python of an environment with mlx-lm")
+def test_mlx_builds_the_tables_that_our_rules_say(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = importlib.import_module("reading_rules")
+    folders = list(module.folders(tmp_path, ["llama", "qwen3", "gemma3_text", "phi3"]))
+    asked = [os.environ["MLX"], str(FOLDER / "reading_rules.py"), "mlx", "--read", str(tmp_path)]
+    read_there = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    verdicts = {folder.name: module.verdict("mlx", folder, read_there)["verdict"] for folder in folders}
+    assert [name for name, verdict in verdicts.items() if verdict == "WRONG"] == []
+    assert list(verdicts.values()).count("equal") > 150
 
 
 @pytest.mark.skipif(not SHOWN.is_file(), reason="not in the source distribution")

@@ -105,7 +105,7 @@ def test_chunked_prefill_equals_one_pass(family, spec):
             with spy_ids(model) as seen:
                 result = perplexity(model, rows, chunk=chunk, buckets=range(1, 61))
             assert result.chunk == chunk
-            lengths = [chunk] * (60 // chunk) + [60 % chunk] * (60 % chunk > 0)
+            lengths = [min(chunk, 60 - start) for start in range(0, 60, chunk)]
             assert [tokens.shape[1] for tokens in seen] == 2 * lengths
             assert [b.nll for b in result.buckets] == pytest.approx([b.nll for b in whole.buckets], abs=1e-5), chunk
 

@@ -135,8 +135,15 @@ def test_effective_bits_by_hand(text, head_dim, bits):
 
 ROUNDED = [
     *(f"{form}.{axis}" for form in ("int8", "int4", "int3", "int2", "fp8-scaled") for axis in ("token", "channel5")),
-    *("int4.token4", "int4.token16", "int4.token1", "fp8-scaled.token4"),
-    *("nf4", "nf4.token4", "nf4.channel5", "fp8", "fp8.channel5"),
+    "int4.token4",
+    "int4.token16",
+    "int4.token1",
+    "fp8-scaled.token4",
+    "nf4",
+    "nf4.token4",
+    "nf4.channel5",
+    "fp8",
+    "fp8.channel5",
 ]
 
 

@@ -47,8 +47,17 @@ class Outer(OptionSet):
 def test_the_options_of_a_class_are_its_own_and_those_that_it_contains():
     named = {leaf.flag: leaf for leaf in leaves(Outer)}
     assert [*named] == [
-        *("MODEL", "--lengths", "--depths", "--section.lengths", "--section.depths", "--section.chunk"),
-        *("--output", "--kind", "--samples", "--mode", "--report"),
+        "MODEL",
+        "--lengths",
+        "--depths",
+        "--section.lengths",
+        "--section.depths",
+        "--section.chunk",
+        "--output",
+        "--kind",
+        "--samples",
+        "--mode",
+        "--report",
     ]
     assert named["--section.lengths"].path == ("section", "lengths")
     shown = {name: leaf.shown for name, leaf in named.items() if leaf.shown}

@@ -14,16 +14,17 @@ from support import tiny
 from support.report_pages import Page, accessible, loads_nothing
 
 from rope_patch import frequencies
-from rope_patch.analysis.analyze import Chosen, analyze_rows
+from rope_patch.analysis.analyze import analyze
 from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
+from rope_patch.evaluation.metrics import PairedDifference
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures, analysis_tables
-from rope_patch.reports.analysis_tables import show_invisible, token_text
+from rope_patch.reports.analysis_tables import token_text
 from rope_patch.reports.layer_kinds import kinds
 from rope_patch.reports.page import render, write
 from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
@@ -121,12 +122,12 @@ def random_analysis(
         window=None,
         interleaved=False,
     )
-    cost = ((0.1, -0.001, 0.2), (0.02, 0.01, 0.03))
+    cost = (PairedDifference(0.1, -0.001, 0.2), PairedDifference(0.02, 0.01, 0.03))
     points = (
         SweepPoint(1.0, {}, 0.0, 0.0, 0.0, 0.0, (8.0, 30.0), 8, None),
         SweepPoint(0.75, {tables[0][0] or "all": (6, 7)}, 0.21, 0.22, 0.18, 0.011, (8.04, 30.6), 8, cost),
         SweepPoint(0.25, {tables[0][0] or "all": (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 0.3, (16.0, math.inf), 8,
-              ((0.7, 0.6, 0.8), (math.inf, -math.inf, math.inf))),
+              (PairedDifference(0.7, 0.6, 0.8), PairedDifference(math.inf, -math.inf, math.inf))),
     )  # fmt: skip
     analysis = Analysis(
         name=name,
@@ -178,7 +179,8 @@ def test_tokens_are_seen_and_do_no_harm(page):
     assert rows[0] == ["0", *(token_names * 3)[:16]]
     assert rows[1][0] == "16"
     assert token_text(replace(random_analysis(), token_texts={7: "\ufffd"}), 7) == "� (id 7)"
-    assert show_invisible("a\tb\x00\u202e") == r"a\tb\u0000\u202e"
+    assert token_text(replace(random_analysis(), token_texts={7: "a\tb\x00\u202e"}), 7) == r"a\tb\x00\u202e"
+    assert token_text(replace(random_analysis(), token_texts={7: ""}), 7) == "(empty)"
 
 
 def test_numbers_of_heads_are_those_of_the_analysis(page):
@@ -206,8 +208,8 @@ def test_numbers_of_outliers_and_p_are_those_of_the_analysis(page):
     base, middle, most = page.table("The p sweep")[1:]
     assert base == ["1", "none", "0.0 %", "0.0 %", "0.0 %", "0.0 %", "8.00", "unchanged", "30.00", "unchanged"]
     assert middle[:6] == ["0.75", "2 of 8", "21 %", "22 %", "18 %", "1.1 %"]
-    assert middle[7] == "+10.5 % (−0.1 % to +22.1 %)"  # exp(0.1) - 1
-    assert most[8:] == ["∞", "+∞ % (no interval from one window)"]
+    assert middle[7] == "+10.5 % (−0.10 % to +22.1 %)"  # exp(0.1) - 1
+    assert most[8:] == ["∞", "over +1000 % (no interval from one window)"]
 
 
 def test_nothing_found_is_said(figures):
@@ -225,8 +227,10 @@ def test_nothing_found_is_said(figures):
     heads, capture = replace(analysis.heads, layers=tuple(idle)), replace(analysis.capture, layers=tuple(even))
     words = "".join(Page(render(analysis_report.page(replace(analysis, heads=heads, capture=capture)))).text)
     for sentence in (
-        *("No head is of a known type.",),
-        *("No head has a sink", "No pair of a mean key is longer than 5 times", "No pair of a mean query"),
+        "No head is of a known type.",
+        "No head has a sink",
+        "No pair of a mean key is longer than 5 times",
+        "No pair of a mean query",
         "so no p is advised",
     ):
         assert sentence in words
@@ -250,7 +254,7 @@ def test_the_bound_is_drawn_between_its_pairs():
 
 
 def test_pairs_are_named_by_their_wavelengths():
-    assert list(pair_ticks(frequencies.geometric(1e4, 128)).items())[2] == (32, "628\n(32)")
+    assert list(pair_ticks(frequencies.geometric(1e4, 128)).items())[2] == (32, "628.3\n(32)")
     assert pair_ticks(torch.tensor([1.0, 0.0])) == {0: "6.3\n(0)", 1: "∞\n(1)"}
 
 
@@ -318,7 +322,12 @@ def test_layers_of_two_tables_are_apart(figures):
 
 
 class Words:
-    """A tokenizer that can only decode."""
+    """A tokenizer of one token for each letter."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(sign) % 96 for sign in text]}
 
     def decode(self, ids):
         return WORDS.get(ids[0] % 8, f"w{ids[0]}")
@@ -327,8 +336,8 @@ class Words:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
 def test_a_real_model_has_a_page(figures, tmp_path, family):
     model = tiny.tiny_model(family)
-    rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32)
-    analysis = analyze_rows(model, Words(), rows, Chosen(p_values=(), heads=[(0, 1), (1, 3)]))
+    texts = {"a": "One of the texts. " * 5, "b": "And another one. " * 5}
+    analysis = analyze(model, Words(), texts, window=40, tokens=160, p_values=(), heads=[(0, 1), (1, 3)])
     write(tmp_path / "page.html", analysis_report.page(analysis))
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     page_text = "".join(page.text)

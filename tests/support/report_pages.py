@@ -40,12 +40,21 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
     mean, error = sum(losses) / len(losses), None if len(losses) == 1 else 0.1
     buckets = tuple(Bucket(a, b, (b - a) * len(losses), mean, error) for a, b in itertools.pairwise(edges))
     score = PerplexityResult(
-        *(mean, error, edges[-1] * len(losses), None, len(losses), edges[-1], edges[-1], edges[-1]),
-        *(buckets, documents),
+        mean,
+        error,
+        edges[-1] * len(losses),
+        None,
+        len(losses),
+        edges[-1],
+        edges[-1],
+        edges[-1],
+        buckets,
+        documents,
     )
     cells = tuple(
         RetrievalCell(
-            *(length, depth),
+            length,
+            depth,
             tuple(answered("12", "12", i < (hits or {}).get((length, depth), 6), -1.5) for i in range(6)),
         )
         for length in lengths

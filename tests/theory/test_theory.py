@@ -192,7 +192,9 @@ def test_the_facts_of_a_table():
 def test_what_a_table_has_not_is_none():
     facts = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts()}
     assert (facts["Unrotated pairs"], facts["Fastest wavelength"], facts["Factor of a previous-token head"]) == (
-        *(64, None, None),
+        64,
+        None,
+        None,
     )
     # a slowest half that turns by less than float64 can tell
     slow = study("p_rope_reversed:p=0.5", head_dim=64, rope_theta=1e30, trained_length=64, length=64).facts()

@@ -115,8 +115,8 @@ def test_the_launch_files_of_a_header_are_those_of_the_plan(path: Path) -> None:
         assert file["num_processes"] == int(count)
         shared = file.get("parallelism_config", {})
         sharing = shared.get("parallelism_config_cp_size", 1)
-        more = [CONFIGS / added] if added.endswith(".yaml") else []
-        options = recipe(path, *more, *[added] * bool(added and not more))
+        more = [CONFIGS / added if added.endswith(".yaml") else added] if added else []
+        options = recipe(path, *more)
         planned = training_plan(options).but(gpus=int(count), context_parallel=sharing)
         assert float(shown) == pytest.approx(planned.total / GIB, abs=0.06)
         assert planned.total <= 0.95 * int(size) * GIB  # a GPU of 80 GB has 79.6 GiB, some of them taken

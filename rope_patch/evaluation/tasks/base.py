@@ -284,8 +284,8 @@ class CrowdedTask(NeedleTask):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth; the other needles are the same for all."""
-        asked = super().questions(depths, draw)
-        asked_for = "".join(text for question in asked for _, text in question.hidden)
+        questions = super().questions(depths, draw)
+        asked_for = "".join(text for question in questions for _, text in question.hidden)
         # Another needle with the name or the value that is asked for would make the answer ambiguous.
         others = (
             (name, value) for name, value in self.others(draw) if name not in asked_for and value not in asked_for
@@ -306,7 +306,7 @@ class CrowdedTask(NeedleTask):
                 )
             return pieces[:size]
 
-        return [replace(one, context=context, opening=self.opening, closing=closing) for one in asked]
+        return [replace(one, context=context, opening=self.opening, closing=closing) for one in questions]
 
 
 class UuidTask(CrowdedTask):

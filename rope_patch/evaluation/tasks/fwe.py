@@ -66,9 +66,9 @@ def counts(size: int, words: int) -> list[int]:
 
 def coded_words(rng: random.Random) -> Iterator[str]:
     """Yield words of six random letters, all different."""
-    given = set[str]()
+    earlier = set[str]()
     while True:
         word = "".join(rng.choices(string.ascii_lowercase, k=6))
-        if word not in given:
-            given.add(word)
+        if word not in earlier:
+            earlier.add(word)
             yield word

@@ -30,10 +30,10 @@ class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth."""
         # The whole haystack is searched, because any of its passages may be in the prompt.
-        whole, asked = one_line(draw.haystack), super().questions(depths, draw)
-        quotes = [quote_of(question.text, whole, draw.rng) for question in asked]
+        whole, questions = one_line(draw.haystack), super().questions(depths, draw)
+        quotes = [quote_of(question.text, whole, draw.rng) for question in questions]
         texts = [f' Which passage has these words in it: "{quote}"?' for quote in quotes]
-        return [replace(question, text=text) for question, text in zip(asked, texts, strict=True)]
+        return [replace(question, text=text) for question, text in zip(questions, texts, strict=True)]
 
     def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
         """Return numbers, and passages with some words that no other part of the text has.

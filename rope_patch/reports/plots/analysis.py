@@ -6,6 +6,7 @@ line between pairs: those on its far side make no full turn within the context.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,11 @@ from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from torch import Tensor
 
 from rope_patch.frequencies import offset_frequency_bound, wavelength
-from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, drawable, plain_axes, wavelength_text, wrapped_name
+from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, plain_axes, wrapped_name
 
 BOUND_LABEL = "2π/L"
 COLOUR_QUANTILE = 0.995
@@ -171,10 +173,10 @@ def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | Non
 
 def pair_ticks(inv_freq: Tensor) -> dict[int, str]:
     """Return a few pairs, the first and the last among them, with wavelength [tokens] and number."""
-    waves = wavelength(inv_freq.double()).tolist()
+    waves, short = wavelength(inv_freq.double()).tolist(), EngFormatter(places=1, sep="")
     last, most = len(waves) - 1, 5 if len(waves) >= 12 else 4
     chosen = sorted({round(i * last / (most - 1)) for i in range(most)})
-    return {pair: f"{wavelength_text(waves[pair])}\n({pair})" for pair in chosen}
+    return {pair: f"{'∞' if math.isinf(waves[pair]) else short(waves[pair])}\n({pair})" for pair in chosen}
 
 
 def bound_edges(inv_freq: Tensor, context: int) -> list[float]:
@@ -193,11 +195,11 @@ def bound_edges(inv_freq: Tensor, context: int) -> list[float]:
 
 def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
     image = axes.imshow(_masked(panel.values), cmap=_colors(), norm=norm, interpolation="none", aspect="auto")
-    name = "\n".join(wrapped_name(drawable(line), 80) for line in panel.name.split("\n"))
+    name = "\n".join(wrapped_name(line, 80) for line in panel.name.split("\n"))
     axes.set_title(name, loc="left", fontsize=9, pad=12 if panel.edges else 4)
     axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     rows = spread(len(panel.rows), 9)
-    axes.set_yticks(rows, [drawable(panel.rows[row]) for row in rows])
+    axes.set_yticks(rows, [panel.rows[row] for row in rows])
     axes.tick_params(labelsize=8)
     for edge in panel.edges:
         _outlined(axes.axvline(edge, color="white", linewidth=1.1))
@@ -206,8 +208,17 @@ def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
 
 
 def _name_bound(axes: Axes, edge: float) -> None:
-    axes.annotate(BOUND_LABEL, (edge, 1), (0, 1), xycoords=("data", "axes fraction"), textcoords="offset points",
-                  ha="center", va="bottom", fontsize=7, color="0.25")  # fmt: skip
+    axes.annotate(
+        BOUND_LABEL,
+        (edge, 1),
+        (0, 1),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=7,
+        color="0.25",
+    )
 
 
 def _outlined(line: Any) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import matplotlib
 import numpy
-from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -151,8 +150,7 @@ def new_figure(title: str) -> tuple[Figure, Axes]:
     # Figure, not pyplot, which keeps figures alive and may look for a screen.
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     axes = figure.subplots()
-    figure.set_label(title)  # a report takes its title from here
-    axes.set_title(title, loc="left", fontsize=11)
+    add_title(figure, title)
     plain_axes(axes)
     return figure, axes
 
@@ -168,7 +166,7 @@ def new_panels(names: Sequence[str], title: str, *, width: float, height: float)
     """
     down = math.ceil(len(names) / max(1, min(4, int(WIDTH / width))))
     across = math.ceil(len(names) / down)
-    labels = [wrapped_name(drawable(name), int(12 * (WIDTH - 1.2) / across)) for name in names]
+    labels = [wrapped_name(name, int(12 * (WIDTH - 1.2) / across)) for name in names]
     lines = max(label.count("\n") + 1 for label in labels)
     figure = Figure(figsize=(WIDTH, down * (height + 0.16 * lines) + 0.9), layout="constrained")
     panels = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
@@ -183,9 +181,8 @@ def new_panels(names: Sequence[str], title: str, *, width: float, height: float)
 
 
 def add_title(figure: Figure, title: str) -> None:
-    """Write the title of a figure of several panels; its label keeps what the font cannot draw."""
-    figure.set_label(title)
-    figure.suptitle(drawable(title), x=0.01, ha="left", fontsize=11)
+    """Write the title of a figure, which is its title in a report, too."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
 
 
 def plain_axes(axes: Axes) -> None:
@@ -243,27 +240,6 @@ def wrapped_name(name: str, width: int) -> str:
             lines.append("")
         lines[-1] += piece
     return "\n".join(lines).replace("$", r"\$")
-
-
-def drawable(text: str) -> str:
-    """Return text with a box for each character that the font of figures lacks."""
-    known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
-    box = "\N{WHITE SQUARE}"
-    return "".join(sign if sign == "\n" or (ord(sign) in known and sign.isprintable()) else box for sign in text)
-
-
-def wavelength_text(length: float) -> str:
-    """Return a wavelength [tokens] in a few characters.
-
-    >>> [wavelength_text(x) for x in (6.2832, 56.2, 1131.0, 35333.1, 2.5e6, math.inf)]
-    ['6.3', '56', '1.1k', '35k', '2.5M', '∞']
-    """
-    if math.isinf(length):
-        return "∞"
-    units = (("G", 1e9), ("M", 1e6), ("k", 1e3))
-    unit, size = next(((unit, size) for unit, size in units if length >= size), ("", 1.0))
-    scaled = length / size
-    return (f"{scaled:.1f}".removesuffix(".0") if scaled < 9.95 else f"{scaled:.0f}") + unit
 
 
 def _tokens(length: int) -> str:

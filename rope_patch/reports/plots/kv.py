@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
 from torch import Tensor
 
 from rope_patch.reports.plots.base import (
@@ -20,7 +21,6 @@ from rope_patch.reports.plots.base import (
     plain_axes,
     shared_legend,
     signed_percent,
-    wavelength_text,
     wrapped_name,
 )
 
@@ -142,7 +142,7 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
         axes.axvline(panel.context, color="0.25", linewidth=1, linestyle="--")
         plain_axes(axes)
     decades = [10.0**i for i in range(10) if min(finite, default=1.0) / 2 <= 10.0**i <= longest]
-    ticks = {length: wavelength_text(length) for length in decades}
+    ticks = {length: EngFormatter(sep="")(length) for length in decades}
     if most:
         # The geometric mean is the middle of a stretch of a logarithmic axis.
         ticks[math.sqrt(places[0] * places[-1])] = "unrotated"
