@@ -514,12 +514,13 @@ def audit(scratch: Path) -> Numbers:
 def _read_by_programs(folder: Path) -> Numbers:
     from rope_patch import frequencies
 
-    # The folder was called exporting until November 2026.
+    # Until November 2026 the function was called audit, and its folder was called exporting for a part of that time.
     folder_name = "engines" if find_spec("rope_patch.engines") else "exporting"
-    audits = importlib.import_module(f"rope_patch.{folder_name}.audit")
+    name = "compare_programs" if find_spec(f"rope_patch.{folder_name}.compare_programs") else "audit"
+    module = importlib.import_module(f"rope_patch.{folder_name}.{name}")
     agrees = {"reference": 1, "agrees": 1, "differs": 0}  # a program that refuses, or is not verified, has None
     results: Numbers = {}
-    for row in audits.audit(folder).rows:
+    for row in getattr(module, name)(folder).rows:
         built = row.built
         results[f"{row.program} {row.layer_type}"] = {
             "agrees": agrees.get(row.verdict),

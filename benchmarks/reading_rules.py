@@ -246,10 +246,10 @@ def verdict(program: str, folder: Path, read_there: dict[str, Any]) -> dict[str,
     """Compare a rule of `rope-patch doctor` with the program on one folder."""
     import torch
 
-    from rope_patch.engines.audit import audit
+    from rope_patch.engines.compare_programs import compare_programs
 
     try:
-        rows = [row for row in audit(folder, [program]).rows if row.program == program]
+        rows = [row for row in compare_programs(folder, [program]).rows if row.program == program]
     except ValueError as error:  # transformers 5 has no table to compare with
         return {"verdict": "not read by transformers 5", "reason": _named(error, folder)}
     if rows[0].verdict == "unverified":

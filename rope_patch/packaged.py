@@ -32,7 +32,7 @@ def data_path(name: str) -> Path:
     """
     if name not in _DATA_FOLDERS:
         raise ValueError(f"unknown data folder {name!r}. Known: {', '.join(_DATA_FOLDERS)}")
-    folder = _find(name, _PACKAGE)
+    folder = _find_folder(name, _PACKAGE)
     if folder is None:
         raise FileNotFoundError(
             f"this installation of rope_patch holds no {name!r} folder: neither {_PACKAGE} nor a checkout "
@@ -41,7 +41,7 @@ def data_path(name: str) -> Path:
     return folder
 
 
-def _find(name: str, package: Path) -> Path | None:
+def _find_folder(name: str, package: Path) -> Path | None:
     candidates = [package / name] if name == "assets" else [package / "_data" / name]
     # Beside an installed package lies site-packages, where a folder called "recipes" would be someone else's.
     if name != "assets" and (package.parent / "pyproject.toml").is_file():

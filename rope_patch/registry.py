@@ -166,7 +166,7 @@ def _import(name: str) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a user's code may raise anything
-            if isinstance(error, ModuleNotFoundError | TypeError) and not _found(name):
+            if isinstance(error, ModuleNotFoundError | TypeError) and not _module_exists(name):
                 raise ValueError(
                     f"found no module {name!r}: give the dotted name, such as my_methods, of a Python file in "
                     f"{os.getcwd()} or of an installed package"
@@ -186,7 +186,7 @@ def _users_entries() -> list[tuple[str, Any]]:
     return [(name, entry) for name, entry in entries if not is_built_in(entry)]
 
 
-def _found(name: str) -> bool:
+def _module_exists(name: str) -> bool:
     """Tell whether a dotted name is that of a module, which may import one that is missing."""
     try:
         return importlib.util.find_spec(name) is not None

@@ -84,7 +84,7 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
     record = inspection.record if not inspection.warnings else None
     if record is not None:
         _as_recorded(model, record)
-    elif not _holds(model, in_file):
+    elif not _has_same_table(model, in_file):
         kind = _table_like(model, in_file).layer_type
         # A patch is made only to find settings that encode the table. They then become the model's own, unpatched.
         table = Table(tuple(in_file.inv_freq.tolist()), in_file.attention_scaling)
@@ -93,7 +93,7 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
         patch.restore()
         rebase(model, settings)
     for stated in inspection.tables:
-        if not _holds(model, stated):
+        if not _has_same_table(model, stated):
             raise PatchError(
                 f"{path} cannot be loaded with its tables: it holds {stated}, and transformers computes "
                 f"{_table_like(model, stated)}"
@@ -132,7 +132,7 @@ def unpack(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None
             read_tokenizer(path).save_pretrained(folder)
 
 
-def _holds(model: PreTrainedModel, in_file: RotaryTable) -> bool:
+def _has_same_table(model: PreTrainedModel, in_file: RotaryTable) -> bool:
     return TableRecord.of(_table_like(model, in_file)).matches(TableRecord.of(in_file), ROUNDED_TWICE)
 
 

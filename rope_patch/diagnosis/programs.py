@@ -9,26 +9,26 @@ from pathlib import Path
 import transformers
 
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
-from rope_patch.engines.audit import AGREES, OURS, REFERENCE, AuditRow, audit
-from rope_patch.engines.audit import DIFFERS as OTHER_TABLE
+from rope_patch.engines.compare_programs import AGREES, OURS, REFERENCE, ProgramReading, compare_programs
+from rope_patch.engines.compare_programs import DIFFERS as OTHER_TABLE
 from rope_patch.engines.program_readings import PROGRAMS
 from rope_patch.engines.verified_versions import UNVERIFIED
 
 
 def programs_agree(source: str | Path) -> Iterator[Check]:
     """Yield a check for each known program, of the table that it computes from a folder, hub id or GGUF file."""
-    audited = audit(source)
-    rows = [row for row in audited.rows if (row.verdict, row.program) != (REFERENCE, OURS)]
+    comparison = compare_programs(source)
+    rows = [row for row in comparison.rows if (row.verdict, row.program) != (REFERENCE, OURS)]
     for program in dict.fromkeys(row.program for row in rows):
         kinds = {_check(row): row.layer_type for row in rows if row.program == program}
         for check, kind in kinds.items():
             # A program that treats all layer types alike gets one line.
             yield check if len(kinds) == 1 or kind is None else replace(check, name=f"{check.name} [{kind}]")
-    for note in audited.notes:
+    for note in comparison.notes:
         yield Check("table", HOLDS, note, counts=False)
 
 
-def _check(row: AuditRow) -> Check:
+def _check(row: ProgramReading) -> Check:
     known = PROGRAMS.get(row.program)
     name = f"{known.name} {known.version}" if known else f"transformers {transformers.__version__}"
     reasons, fix = "; ".join(row.reasons), row.fix or ""

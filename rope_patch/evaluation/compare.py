@@ -306,7 +306,7 @@ def environment(model: nn.Module) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
-        "dtype": _precision(model, str(parameter.dtype).removeprefix("torch.")),
+        "dtype": _precision_name(model, str(parameter.dtype).removeprefix("torch.")),
         **weights_in_file(model),
     }
 
@@ -333,7 +333,7 @@ def naming_method(method: str) -> Iterator[None]:
         raise ValueError(f"{method}: {error}") from error
 
 
-def _precision(model: Any, dtype: str) -> str:
+def _precision_name(model: Any, dtype: str) -> str:
     config: Any = getattr(model.config, "quantization_config", None)
     if config is None:
         return dtype

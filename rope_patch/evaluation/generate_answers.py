@@ -171,12 +171,12 @@ def _finish(
     if stepwise:
         # A cache that rounds gives other states if several tokens are added at once, so they are added as generation
         # adds them.
-        states = [_last(reader, ids[:, read:prompt_tokens], past, size, progress)]
-        states += [_last(reader, expected[:, i, None], past, size, progress) for i in range(answer - 1)]
+        states = [_last_hidden_state(reader, ids[:, read:prompt_tokens], past, size, progress)]
+        states += [_last_hidden_state(reader, expected[:, i, None], past, size, progress) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
         # The last token of the answer predicts nothing that is scored, so it is left out.
-        hidden = _all(reader, ids[:, read:-1], past, size, progress)[:, -answer:]
+        hidden = _hidden_states(reader, ids[:, read:-1], past, size, progress)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
@@ -191,7 +191,7 @@ def _finish(
         outputs[:, first] = predicted[:, first]
         start = torch.cat([ids[:, read : prompt_tokens + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
-            _, token = reader.score(_last(reader, start, spare, size)[:, 0], expected[:, i])
+            _, token = reader.score(_last_hidden_state(reader, start, spare, size)[:, 0], expected[:, i])
             outputs[:, i], start = token, token[:, None]
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
@@ -201,12 +201,12 @@ def _finish(
     ]
 
 
-def _all(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress | None = None) -> Tensor:
+def _hidden_states(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress | None = None) -> Tensor:
     return torch.cat([hidden for _, hidden in reader.read(ids, past, progress=progress, reach=reach)], dim=1)
 
 
-def _last(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress | None = None) -> Tensor:
-    return _all(reader, ids, past, reach, progress)[:, -1:]
+def _last_hidden_state(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress | None = None) -> Tensor:
+    return _hidden_states(reader, ids, past, reach, progress)[:, -1:]
 
 
 def before_stop(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:

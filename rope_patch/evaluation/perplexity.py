@@ -98,7 +98,9 @@ def perplexity(
         result_cache=result_cache,
     )
     with in_eval_mode(model):
-        for item, part in batch_reader.read(model, _batched(_windows(documents, window, stride, tally, reader), batch)):
+        for item, part in batch_reader.read(
+            model, _batched(_sliding_windows(documents, window, stride, tally, reader), batch)
+        ):
             tally.add(item, part)
     return tally.result(window=window, stride=stride, chunk=chunk)
 
@@ -133,7 +135,7 @@ def _as_documents(
     return documents, window, stride
 
 
-def _windows(
+def _sliding_windows(
     documents: Iterable[TokenDocument], window: int, stride: int, tally: DocumentSums, reader: Reader
 ) -> Iterator[Window]:
     for number, document in enumerate(documents):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rope_patch.engines.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
+from rope_patch.engines.compare_programs import DIFFERS, REFUSES, UNVERIFIED, ProgramReading, compare_programs
 from rope_patch.engines.program_readings import PROGRAMS
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.patching.verify import inspect_model
@@ -19,7 +19,7 @@ def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_leng
 
     Args:
         model: the model in memory.
-        options: the options of the run; where their model is a folder or a GGUF file, its config is audited.
+        options: the options of the run; where their model is a folder or a GGUF file, programs are compared on it.
         trained_length: the context that the model was trained with [tokens].
     """
     inspection = inspect_model(model)
@@ -48,18 +48,18 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
     if is_gguf(source):
         return ()
     try:
-        rows = audit(source).rows
+        rows = compare_programs(source).rows
     except ValueError as error:  # an adapter, or a family that nothing is known of
         return (f"what other programs compute from its config is not known: {error}",)
     sentences: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.verdict in (DIFFERS, REFUSES, UNVERIFIED):
             known = PROGRAMS[row.program]
-            sentences.setdefault(_said(row), {})[f"{known.name} ({known.version})"] = None
+            sentences.setdefault(_sentence_parts(row), {})[f"{known.name} ({known.version})"] = None
     return tuple(f"{before}{', '.join(names)}{after}" for (before, after), names in sentences.items())
 
 
-def _said(row: AuditRow) -> tuple[str, str]:
+def _sentence_parts(row: ProgramReading) -> tuple[str, str]:
     """Return the two parts of a sentence, before and after the names of the programs."""
     where = f" for {row.layer_type} layers" if row.layer_type else ""
     before, after = {

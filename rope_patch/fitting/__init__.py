@@ -102,7 +102,7 @@ def held_out_spec(model: nn.Module, target_length: int, *, seed: int = 0, **chan
         "seed": SEED_OFFSET + seed,
     }
     given["haystack"] = None  # prompts hide their needles in the held-out text
-    return EvalSpec(_doubling(trained, target_length), **given | changes)
+    return EvalSpec(_doubling_lengths(trained, target_length), **given | changes)
 
 
 def fit(
@@ -175,10 +175,10 @@ def fit(
     )
 
 
-def _doubling(low: int, high: int) -> list[int]:
+def _doubling_lengths(low: int, high: int) -> list[int]:
     """Return lengths that double from one length up to another, which is the last.
 
-    >>> _doubling(256, 1024), _doubling(256, 1000), _doubling(256, 256)
+    >>> _doubling_lengths(256, 1024), _doubling_lengths(256, 1000), _doubling_lengths(256, 256)
     ([256, 512, 1024], [256, 512, 1000], [256])
     """
     lengths = []

@@ -35,7 +35,7 @@ def stretched_positions(prompt: Prompt, maker: PromptMaker, length: int, rng: ra
     positions, room = torch.arange(len(prompt.ids)), length - len(prompt.ids)
     depths = [*(depth for depth, _ in prompt.hidden), 1.0]
     start, skipped = max(1, len(maker.prefix)), 0
-    for depth, (first, stop) in zip(depths, _parts(prompt, maker), strict=True):
+    for depth, (first, stop) in zip(depths, _needles_and_question(prompt, maker), strict=True):
         if first > start:  # there is text before the needle or question, which can be cut
             skips = round(depth * room)
             positions[rng.randint(start, first) :] += skips - skipped
@@ -44,7 +44,7 @@ def stretched_positions(prompt: Prompt, maker: PromptMaker, length: int, rng: ra
     return positions
 
 
-def _parts(prompt: Prompt, maker: PromptMaker) -> Iterator[tuple[int, int]]:
+def _needles_and_question(prompt: Prompt, maker: PromptMaker) -> Iterator[tuple[int, int]]:
     """Yield the first token of every needle and the one after its last, then those of question and answer together."""
     text, ids, at = prompt.text + prompt.target, prompt.ids, 0
     for _, needle in prompt.hidden:
@@ -52,15 +52,15 @@ def _parts(prompt: Prompt, maker: PromptMaker) -> Iterator[tuple[int, int]]:
         at = begin + len(needle.strip())
         after = maker.tokenizer(text[at:], add_special_tokens=False, verbose=False)["input_ids"]
         # Text is compared by its tokens from both ends: a token that reaches over an end of the needle belongs to it.
-        yield _alike(ids, maker.encode(text[:begin])), len(ids) - _alike(ids[::-1], after[::-1])
+        yield _common_beginning(ids, maker.encode(text[:begin])), len(ids) - _common_beginning(ids[::-1], after[::-1])
     begin = text.rindex(prompt.question.strip(), at, len(prompt.text))
-    yield _alike(ids, maker.encode(text[:begin])), len(ids)
+    yield _common_beginning(ids, maker.encode(text[:begin])), len(ids)
 
 
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of ids at the start that are the same in both lists.
 
-    >>> _alike([1, 2, 3], [1, 2, 4]), _alike([1, 2], [1, 2, 4])
+    >>> _common_beginning([1, 2, 3], [1, 2, 4]), _common_beginning([1, 2], [1, 2, 4])
     (2, 2)
     """
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -162,7 +162,7 @@ def retrieval_documents(
     refuse_misspelled(rest)
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a whole number >= 1, got {samples!r}: give --metadata samples=")
-    maker = _maker(tokenizer_arguments(rest), haystack, turns)
+    maker = _prompt_maker(tokenizer_arguments(rest), haystack, turns)
     depths = [depths] if isinstance(depths, int | float) else list(depths)
     rows = []
     for sample in range(samples):
@@ -327,7 +327,7 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=2)
-def _maker(arguments: TokenizerArguments, haystack: str, turns: tuple[str, str] | None) -> PromptMaker:
+def _prompt_maker(arguments: TokenizerArguments, haystack: str, turns: tuple[str, str] | None) -> PromptMaker:
     tokenizer, prefix = load_tokenizer(arguments)
     if turns is not None and tokenizer.bos_token is not None and turns[0].startswith(tokenizer.bos_token):
         prefix = ()  # lm-eval adds no token where the text begins with it

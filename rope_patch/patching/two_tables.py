@@ -114,7 +114,7 @@ def _mark_of(cache: Any, tables: str) -> ReadUnder | None:
     return noted if noted is not None and noted.tables == tables else None
 
 
-def _unknown(before: int) -> ValueError:
+def _unknown_table(before: int) -> ValueError:
     return ValueError(
         f"the cache holds {before} tokens, and under which table they were read is not known: they are of another "
         "model or patch, of prefix tuning, built from tensors, or of rows under different tables, which may have been "
@@ -205,7 +205,7 @@ class TwoTableRotary(PatchedRotary):
         ends, size = _lengths(position_ids, now.mask, before), position_ids.shape[-1]
         trusted = stated is not None and stated.trusted
         if before and mark is None and not trusted:
-            raise _unknown(before)
+            raise _unknown_table(before)
         if stated is not None:
             long = _by_row(stated.tokens.to(ends.device) > self.switch_at, rows, "lengths are stated")
             # Not at a step of decoding, which would wait for the GPU to answer; the prompt was checked before.
@@ -219,7 +219,7 @@ class TwoTableRotary(PatchedRotary):
         elif before and mark is not None:
             long = mark.long[:1].to(ends.device)
             if bool((mark.long != mark.long[0]).any()):
-                raise _unknown(before)
+                raise _unknown_table(before)
         else:
             long = ends > self.switch_at
         now.chosen = long
@@ -302,18 +302,18 @@ def attach(model: PreTrainedModel, decoder: nn.Module, rotary: nn.Module) -> Non
     """
     # Hooks are found by their function, because a deep copy of a model has hooks, but no handles to remove them by.
     for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):
-        for number in [number for number, hook in hooks.items() if hook in (_before, _after)]:
+        for number in [number for number, hook in hooks.items() if hook in (_note_call, _mark_cache)]:
             del hooks[number]
     if isinstance(model.__dict__.get("generate"), Generation):
         del model.__dict__["generate"]
     if isinstance(rotary, TwoTableRotary):
-        decoder.register_forward_pre_hook(_before, with_kwargs=True)
-        decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
+        decoder.register_forward_pre_hook(_note_call, with_kwargs=True)
+        decoder.register_forward_hook(_mark_cache, with_kwargs=True, always_call=True)
         if hasattr(model, "generate"):
             model.generate = Generation(model, rotary)  # type: ignore[assignment]
 
 
-def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_call(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note the cache and the mask that a decoder is called with, for its rotary module."""
     given = {**dict(zip(arguments_of(decoder), args, strict=False)), **kwargs} if len(args) > 1 else kwargs
     if "read_index" in given:  # transformers' continuous batching gives it
@@ -325,7 +325,7 @@ def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _CALL.set(_Call(cache_in(given), mask if isinstance(mask, Tensor) else None))
 
 
-def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _mark_cache(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Mark the cache with the table of each row; nothing is marked after a pass that failed, which has no output."""
     now = _CALL.get()
     # Also after a failed pass (always_call), so that the next one does not see this call's cache.
@@ -365,7 +365,7 @@ class Generation:
         options = {**given.arguments, **given.arguments.get("kwargs", {})}
         cache, stated = cache_in(options), stated_of(self.rotary)
         if (before := cached_tokens(cache)) and _mark_of(cache, self.rotary.fingerprint) is None:
-            raise _unknown(before)
+            raise _unknown_table(before)
         if stated is not None:
             return generate(self.model, *args, **kwargs)
         with reaching(self.rotary, reach_of(self.model, options), trusted=True):

@@ -35,12 +35,12 @@ def training_memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
     Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
     arXiv:1910.02054, section 5.3); the layers that FSDP gathers are added.
     """
-    saved = shape.total(lambda layer: _saved(layer, o))
-    work = max(_work(layer, o) for layer in shape.kinds)
+    saved = shape.total(lambda layer: _saved_for_backward(layer, o))
+    work = max(_working_memory(layer, o) for layer in shape.kinds)
     inputs = shape.total(lambda layer: layer.hidden * o.element * o.tokens_per_gpu)
     if o.checkpointing:
         # Checkpointing computes a layer again in the backward pass, and then keeps for one layer what it saved for all.
-        work += max(_saved(layer, o) for layer in shape.kinds)
+        work += max(_saved_for_backward(layer, o) for layer in shape.kinds)
     adapters = adapter_entries(shape, o)
     full = shape.parameters if o.lora_rank is None else 0
     storage = o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
@@ -48,12 +48,12 @@ def training_memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
         Part("weights", weight_bytes(shape, o), f"{shape.parameters / 1e9:.2f} B parameters, {storage}"),
         Part("adapter", 4 * adapters, f"{adapters / 1e6:.1f} M parameters"),
         Part("gradients", 4 * adapters + o.element * full, "of what is trained"),
-        Part("optimizer", _states(adapters, 4, o) + _states(full, o.element, o), o.optimizer),
+        Part("optimizer", _optimizer_state(adapters, 4, o) + _optimizer_state(full, o.element, o), o.optimizer),
     )
     return (
         *(Part(part.name, part.bytes // o.gpus, part.what) for part in divided),
-        Part("gathered", _gathered(shape, o), "two layers and the root, whole, under FSDP"),
-        Part("masks", _masks(shape, o), "of sliding windows"),
+        Part("gathered", _gathered_by_fsdp(shape, o), "two layers and the root, whole, under FSDP"),
+        Part("masks", _window_mask(shape, o), "of sliding windows"),
         Part(
             "activations",
             int(inputs if o.checkpointing else saved),
@@ -65,7 +65,7 @@ def training_memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
             "one layer computed again, its gradients" if o.checkpointing else "gradients in one layer",
             turns=True,
         ),
-        Part("loss", _loss(shape, o), f"slices of {LOGITS_AT_ONCE} tokens", turns=True),
+        Part("loss", _loss_memory(shape, o), f"slices of {LOGITS_AT_ONCE} tokens", turns=True),
         Part("overhead", OVERHEAD_BYTES, "context, workspaces, fragments: an allowance"),
     )
 
@@ -107,7 +107,7 @@ def adapter_entries(shape: Shape, o: StepOptions) -> int:
     return int(shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in with_adapters(layer, o))))
 
 
-def _packed(layer: Layer, o: StepOptions) -> float:
+def _layer_weight_bytes(layer: Layer, o: StepOptions) -> float:
     """Return the size of a layer's weights as they are stored [bytes].
 
     *Source*: bitsandbytes. LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339): one byte each and a float32 per output
@@ -123,17 +123,17 @@ def _packed(layer: Layer, o: StepOptions) -> float:
     return layer.parameters * o.element
 
 
-def _outside(shape: Shape, o: StepOptions) -> float:
+def _bytes_outside_layers(shape: Shape, o: StepOptions) -> float:
     """Return the size of the weights outside layers, which are never quantized [bytes]: embeddings, last norm, head."""
     return (shape.parameters - shape.total(lambda layer: layer.parameters)) * o.element
 
 
 def weight_bytes(shape: Shape, o: StepOptions) -> int:
     """Return the size of all weights as they are stored [bytes]."""
-    return int(shape.total(lambda layer: _packed(layer, o)) + _outside(shape, o))
+    return int(shape.total(lambda layer: _layer_weight_bytes(layer, o)) + _bytes_outside_layers(shape, o))
 
 
-def _states(entries: int, element: int, o: StepOptions) -> int:
+def _optimizer_state(entries: int, element: int, o: StepOptions) -> int:
     """Return the size of what an optimizer keeps for so many trained entries [bytes].
 
     *Source*: AdamW as in mixed-precision training (ZeRO, section 3.1): two float32 moments, and a float32 master of
@@ -144,28 +144,28 @@ def _states(entries: int, element: int, o: StepOptions) -> int:
     return int(entries * {"adamw": 8 + master, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[o.optimizer])
 
 
-def _gathered(shape: Shape, o: StepOptions) -> int:
+def _gathered_by_fsdp(shape: Shape, o: StepOptions) -> int:
     """Return the size of what FSDP holds whole [bytes]: this layer, the next one, and the root (embeddings, head)."""
     if o.gpus == 1:
         return 0
-    layer = max(_packed(layer, o) for layer in shape.kinds)
+    layer = max(_layer_weight_bytes(layer, o) for layer in shape.kinds)
     # A trained weight has a gradient of its own size, which is whole until it is divided among the GPUs.
     gradient = 0 if o.lora_rank else max(layer.parameters for layer in shape.kinds) * o.element
-    return int(2 * layer + gradient + _outside(shape, o))
+    return int(2 * layer + gradient + _bytes_outside_layers(shape, o))
 
 
-def _masked(layer: Layer, o: StepOptions) -> bool:
+def _gets_mask(layer: Layer, o: StepOptions) -> bool:
     """Return whether sdpa gets a mask: torch's kernels have a flag for causal attention, but not for a window."""
     return o.attention == "sdpa" and layer.window is not None and layer.window < o.length
 
 
-def _masks(shape: Shape, o: StepOptions) -> int:
+def _window_mask(shape: Shape, o: StepOptions) -> int:
     """Return the size of the mask of booleans that all layers with a window share [bytes]."""
-    needed = any(_masked(layer, o) for layer in shape.kinds)
+    needed = any(_gets_mask(layer, o) for layer in shape.kinds)
     return int(o.tokens_per_gpu / o.batch * o.length) if needed else 0
 
 
-def _saved(layer: Layer, o: StepOptions) -> float:
+def _saved_for_backward(layer: Layer, o: StepOptions) -> float:
     r"""Return the size of what one layer saves for its backward pass [bytes].
 
     *Source*: the counting of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1, equation 1:
@@ -179,12 +179,12 @@ def _saved(layer: Layer, o: StepOptions) -> float:
     e = o.element
     norms = sum(layer.norm_inputs) * (8 if o.lora_rank is None else 4) + 4 * len(layer.norm_inputs)
     attention: float = 2 * (layer.query + layer.key) * e + 4 * layer.heads
-    if _masked(layer, o):  # keys and values are repeated for every head, and the mask once more as numbers to add
+    if _gets_mask(layer, o):  # keys and values are repeated for every head, and the mask once more as numbers to add
         attention = 4 * layer.query * e + 4 * layer.heads + o.length * e / o.batch
-    return o.tokens_per_gpu * (norms + attention + 3 * layer.ffn * e + _inputs(layer, o))
+    return o.tokens_per_gpu * (norms + attention + 3 * layer.ffn * e + _saved_inputs(layer, o))
 
 
-def _inputs(layer: Layer, o: StepOptions) -> float:
+def _saved_inputs(layer: Layer, o: StepOptions) -> float:
     """Return the size of the saved inputs of projections [bytes per token], without the attention's output."""
     own = layer.linears if o.lora_rank is None else with_adapters(layer, o)
     ranks = (o.lora_rank or 0) * len(own) * o.element
@@ -196,7 +196,7 @@ def _inputs(layer: Layer, o: StepOptions) -> float:
     return ranks + sum(widths.values()) * o.element
 
 
-def _work(layer: Layer, o: StepOptions) -> float:
+def _working_memory(layer: Layer, o: StepOptions) -> float:
     """Return the size of what lives beside the saved tensors at the busiest moment of a layer [bytes].
 
     *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest
@@ -214,7 +214,7 @@ def _work(layer: Layer, o: StepOptions) -> float:
     return o.tokens_per_gpu * max(gated, casting) + unpacked
 
 
-def _loss(shape: Shape, o: StepOptions) -> int:
+def _loss_memory(shape: Shape, o: StepOptions) -> int:
     """Return the size of what lives at the loss, from the last layer's output on [bytes].
 
     *Source*: what autograd holds for ``cross_entropy(logits.float())`` of a slice of tokens: the backward pass has the

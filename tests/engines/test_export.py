@@ -18,7 +18,7 @@ import rope_patch.engines
 from rope_patch.checkpoints.folder_patch import model_without_weights, verify_folder
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.engines import export, folders
-from rope_patch.engines.audit import audit
+from rope_patch.engines.compare_programs import compare_programs
 from rope_patch.engines.flags import flags
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.patching.verify import inspect_model
@@ -277,7 +277,7 @@ def test_two_tables_are_exported_as_the_long_one_with_a_sentence(base, tmp_path)
     ours = export(base, tmp_path / "out", to="hf", method="abf:factor=8@64", **options)
     long = export(base, tmp_path / "long", to="hf", method="abf:factor=8", **options)
     assert ours["tables"] == long["tables"]
-    notes = audit(tmp_path / "out").notes, flags(base, "abf:factor=8@64", "vllm", **options).notes
+    notes = compare_programs(tmp_path / "out").notes, flags(base, "abf:factor=8@64", "vllm", **options).notes
     for said in (ours["notes"], *notes):
         assert any("up to 64" in note for note in said)
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3C
 import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.engines import export
-from rope_patch.engines.audit import OTHER_KEYS, audit
+from rope_patch.engines.compare_programs import OTHER_KEYS, compare_programs
 from rope_patch.engines.program_readings import PROGRAMS
 
 SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "reading_rules.json"
@@ -47,11 +47,11 @@ def patched(folder, method, family="llama", **options):
 
 
 def rows(source, program):
-    return {row.layer_type: row for row in audit(source, [program]).rows if row.program == program}
+    return {row.layer_type: row for row in compare_programs(source, [program]).rows if row.program == program}
 
 
 def verdicts(source):
-    return {row.program: row.verdict for row in audit(source).rows if row.layer_type is None}
+    return {row.program: row.verdict for row in compare_programs(source).rows if row.layer_type is None}
 
 
 def says(verdict, reason="", **numbers):
@@ -286,14 +286,14 @@ def test_a_program_that_fails_is_no_disagreement(tmp_path):
     row = rows(folder, "transformers-4")[None]
     assert (row.verdict, row.built) == ("refuses", None)
     assert "'proportional'" in row.reasons[0]
-    assert audit(folder, ["transformers-4"]).agrees
+    assert compare_programs(folder, ["transformers-4"]).agrees
     assert verdicts(folder)["sglang"] == "agrees"  # the share stands at the top of its config, too
 
 
 def test_truncate_that_transformers_5_ignores_is_said(tmp_path):
     nested = {"full_attention": YARN | {"truncate": False}, "sliding_attention": {"rope_type": "default"}}
     folder = written(tmp_path, "gemma3", rope_parameters=nested, max_position_embeddings=256)
-    assert "transformers 5 ignores truncate=false" in audit(folder).notes[0]
+    assert "transformers 5 ignores truncate=false" in compare_programs(folder).notes[0]
     assert rows(folder, "vllm")["full_attention"].verdict == "differs"
 
 
@@ -323,14 +323,14 @@ def test_a_share_on_which_attention_fails_is_said(tmp_path):
     folder = written(tmp_path / "llama", rope_parameters=YARN | {"partial_rotary_factor": 0.5})
     with pytest.raises(RuntimeError, match="size of tensor"):
         AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
-    first = audit(folder).rows[0]
+    first = compare_programs(folder).rows[0]
     assert (first.program, first.verdict, len(first.built.inv_freq)) == ("transformers-5", "refuses", 4)
     assert invoke("doctor", folder).exit_code == 1
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
     AutoModelForCausalLM.from_config(PhiConfig(**SIZE)).save_pretrained(tmp_path / "phi")  # it turns a share
     AutoConfig.for_model("glm4_moe", **SIZE, **experts).save_pretrained(tmp_path / "experts")  # cannot run on meta
     for name in ("phi", "experts"):
-        assert audit(tmp_path / name).rows[0].verdict == "reference"
+        assert compare_programs(tmp_path / name).rows[0].verdict == "reference"
 
 
 def test_sglang_reads_olmo_3_at_the_top_of_its_config(tmp_path):
@@ -370,7 +370,7 @@ def test_olmo_3_is_exported_to_sglang_with_one_base(tmp_path):
 def test_a_family_that_was_not_compared_is_unverified(tmp_path):
 
     AutoModelForCausalLM.from_config(GraniteConfig(**SIZE)).save_pretrained(tmp_path / "granite")
-    found = audit(tmp_path / "granite")
+    found = compare_programs(tmp_path / "granite")
     assert {row.verdict for row in found.rows} == {"reference", "unverified"}
     assert found.agrees
 
@@ -386,13 +386,13 @@ def test_what_is_exported_agrees_where_it_is_claimed(family, tmp_path):
 def test_a_gguf_file_is_read_from_its_header(tmp_path):
     plain = write_toy(tiny_model(), tmp_path / "plain.gguf")
     patch_gguf(plain, "yarn:factor=4", tmp_path / "yarn.gguf")
-    found = audit(tmp_path / "yarn.gguf")
+    found = compare_programs(tmp_path / "yarn.gguf")
     read = {row.program: row for row in found.rows}
     told = {name: read[name].verdict for name in ("llama.cpp", "transformers-5", "vllm")}
     assert told == {"llama.cpp": "reference", "transformers-5": "differs", "vllm": "unverified"}
     assert found.agrees and found.method == "yarn:factor=4"
     assert read["llama.cpp"].built.attention_scaling == pytest.approx(YARN_SCALING)
-    assert [row.verdict for row in audit(plain, ["llama.cpp"]).rows] == ["reference", "agrees"]
+    assert [row.verdict for row in compare_programs(plain, ["llama.cpp"]).rows] == ["reference", "agrees"]
 
 
 def test_the_exit_status_of_doctor_counts_the_programs_that_are_named(tmp_path):

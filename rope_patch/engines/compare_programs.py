@@ -38,7 +38,7 @@ OTHER_KEYS = "it takes other keys of config.json, or other defaults, than transf
 
 
 @dataclass(frozen=True, eq=False)
-class AuditRow:
+class ProgramReading:
     """What one program computes for the layers of one table.
 
     Attributes:
@@ -86,11 +86,11 @@ class AuditRow:
 
 
 @dataclass(frozen=True)
-class Audit:
+class ProgramComparison:
     """What every program computes from one checkpoint.
 
     Attributes:
-        source: the folder, hub id or file that was audited.
+        source: the folder, hub id or file that the programs read.
         model_class: the class of the model, as transformers 5 loads it.
         method: the patch that its record names, if there is one.
         rows: the rows of the reference first, then those of each program.
@@ -100,7 +100,7 @@ class Audit:
     source: str
     model_class: str
     method: str | None
-    rows: tuple[AuditRow, ...]
+    rows: tuple[ProgramReading, ...]
     notes: tuple[str, ...]
 
     @property
@@ -112,11 +112,11 @@ class Audit:
         return all(row.verdict != DIFFERS or row.program == OURS for row in self.rows)
 
 
-def audit(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> Audit:
+def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> ProgramComparison:
     """Compare what programs compute from a checkpoint with what transformers 5 does; no weights are loaded.
 
     Args:
-        source: the folder, hub id or GGUF file to audit.
+        source: the folder, hub id or GGUF file that the programs read.
         programs: the programs to compare, keys of :data:`~rope_patch.engines.program_readings.PROGRAMS`.
 
     Raises:
@@ -133,7 +133,7 @@ def audit(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> Audi
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
+def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
     config = load_config(source)
     with torch.device("meta"), naming_checkpoint(source):
         model = AutoModelForCausalLM.from_config(config)
@@ -154,7 +154,7 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated.tables, layers, partial(_fix, source, name, model, stated))
     notes = (*about_two_tables(inspection.record), *_about_truncate(stated), *inspection.warnings)
-    return Audit(str(source), inspection.model_class, inspection.method, tuple(rows), notes)
+    return ProgramComparison(str(source), inspection.model_class, inspection.method, tuple(rows), notes)
 
 
 _SHARE_FIX = (
@@ -192,9 +192,9 @@ def _layers(config: PreTrainedConfig, kinds: Iterable[str | None]) -> dict[str |
     return {kind: tuple(i for i, each in enumerate(types) if kind in (None, each)) for kind in kinds}
 
 
-def _own_rows(found: Inspection, layers: Mapping[str | None, tuple[int, ...]]) -> list[AuditRow]:
+def _own_rows(found: Inspection, layers: Mapping[str | None, tuple[int, ...]]) -> list[ProgramReading]:
     return [
-        AuditRow(OURS, table.layer_type, layers[table.layer_type], REFERENCE, _built(table), 0.0)
+        ProgramReading(OURS, table.layer_type, layers[table.layer_type], REFERENCE, _built(table), 0.0)
         for table in found.tables
     ]
 
@@ -209,23 +209,23 @@ def _rows(
     tables: Mapping[str | None, RotaryTable],
     layers: Mapping[str | None, tuple[int, ...]],
     fix: Callable[[], str],
-) -> list[AuditRow]:
+) -> list[ProgramReading]:
     if (reason := reading.refused or reading.unverified) is not None:
         verdict = REFUSES if reading.refused else UNVERIFIED
         needed = fix() if reading.refused else None
-        return [AuditRow(program, kind, layers[kind], verdict, reasons=(reason,), fix=needed) for kind in tables]
+        return [ProgramReading(program, kind, layers[kind], verdict, reasons=(reason,), fix=needed) for kind in tables]
     agree = all(built.is_table(tables[kind]) for kind, built in reading.tables.items())
     needed = "" if agree else fix()
     return [_row(program, built, tables[kind], layers[kind], needed) for kind, built in reading.tables.items()]
 
 
-def _row(program: str, built: Built, table: RotaryTable, layers: tuple[int, ...], fix: str) -> AuditRow:
+def _row(program: str, built: Built, table: RotaryTable, layers: tuple[int, ...], fix: str) -> ProgramReading:
     difference = relative_difference(built.inv_freq, table.inv_freq)
     if built.is_table(table):
-        return AuditRow(program, table.layer_type, layers, AGREES, built, difference)
+        return ProgramReading(program, table.layer_type, layers, AGREES, built, difference)
     pairs = f"it rotates {len(built.inv_freq)} pairs of features, and transformers 5 {table.pairs}"
     reasons = (*([pairs] if difference is None else []), *built.reasons) or (OTHER_KEYS,)
-    return AuditRow(program, table.layer_type, layers, DIFFERS, built, difference, reasons, fix)
+    return ProgramReading(program, table.layer_type, layers, DIFFERS, built, difference, reasons, fix)
 
 
 def _about_truncate(stated: StatedConfig) -> list[str]:
@@ -283,7 +283,7 @@ def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
 # --- GGUF files ------------------------------------------------------------------------------------------------------
 
 
-def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
+def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
     """Compare the table of a file, which is llama.cpp's, with the one that transformers' own reader takes of it.
 
     Sliding layers are the exception: transformers states what the model means, and llama.cpp may scale them, too.
@@ -308,7 +308,7 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
         if name == "llama.cpp":
             continue
         rows += _rows(name, Reading(unverified="what it reads of a GGUF file was not compared"), tables, layers, str)
-    return Audit(str(source), found.model_class, found.method, tuple(rows), found.warnings)
+    return ProgramComparison(str(source), found.model_class, found.method, tuple(rows), found.warnings)
 
 
 _BASE_ALONE = (
