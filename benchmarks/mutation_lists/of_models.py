@@ -128,7 +128,7 @@ CHECKPOINTS = (
     Mutation(
         "record_without_a_hash_counts_for_any_adapter",
         "rope_patch/checkpoints/adapters.py",
-        "if weights is not None and tied != _hash(weights):",
+        "if weights is not None and tied != _file_hash(weights):",
         "if weights is not None and tied not in (None, _hash(weights)):",
     ),
     Mutation(
