@@ -129,7 +129,7 @@ CHECKPOINTS = (
         "record_without_a_hash_counts_for_any_adapter",
         "rope_patch/checkpoints/adapters.py",
         "if weights is not None and tied != _file_hash(weights):",
-        "if weights is not None and tied not in (None, _hash(weights)):",
+        "if weights is not None and tied not in (None, _file_hash(weights)):",
     ),
     Mutation(
         "weights_that_grew_by_a_tenth_count_as_those_loaded",
