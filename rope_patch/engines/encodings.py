@@ -20,21 +20,26 @@ from rope_patch.tables import RotaryTable
 
 _SHARE = "partial_rotary_factor"
 SERVING = ("vllm", "sglang")
-"""The programs that one folder is written for."""
+"""The programs for which a single folder is written."""
 
 
 def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> dict[str, Any]:
-    """Return ``rope_parameters`` that transformers 4 and 5 read as a table; with ``everywhere`` vLLM and SGLang too.
+    """Return ``rope_parameters`` from which transformers 4 and 5, and perhaps engines, read a table.
 
-    The table's own encoding stays where all of them build the table from it, by
-    :mod:`~rope_patch.engines.program_rules`. Other tables are written in the longrope form, which must state one
-    context, lest engines switch, and its scaling as ``short_mscale`` and ``long_mscale``, lest they make up one of
-    their own. ``proportional``, which transformers 4 does not know, stays on Gemma 4 alone, whose own type it is and
-    which version 4 does not know either.
+    The table's own encoding is returned if all of them build the table from it, by
+    :mod:`~rope_patch.engines.program_rules`. Other tables are written in the longrope form. It must state a single
+    context, or engines would switch between two tables, and its scaling as ``short_mscale`` and ``long_mscale``, or
+    they would compute one of their own. ``proportional``, which transformers 4 does not know, is left only on Gemma 4:
+    it is that family's own type, and version 4 does not know the family, either.
+
+    Args:
+        table: the table that is encoded.
+        model_type: the ``model_type`` of the config.
+        everywhere: whether vLLM and SGLang must read the table, too.
     """
     encoded = dict(table.rope_parameters or {})
     if "rope_type" in encoded:
-        encoded.pop("type", None)  # its older name, which some obey where the two disagree
+        encoded.pop("type", None)  # the older name of the key, which some programs obey if the two disagree
     kind = encoded.get("rope_type", "default") if table.rope_parameters else None
     if not everywhere and kind in DIALECTS["transformers-4"].types:
         return encoded
@@ -50,7 +55,7 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
 def _reads(program: str, encoded: Mapping[str, Any], table: RotaryTable, model_type: str) -> bool:
     """Tell whether a program builds a table from an encoding."""
     dialect = DIALECTS[program]
-    if model_type == "gemma4_text":  # SGLang's model of Gemma 4 hands the share on
+    if model_type == "gemma4_text":  # SGLang's model of Gemma 4 passes the share on, unlike its other models
         dialect = replace(dialect, proportional_share=True)
     try:
         return build(encoded, table.rotary_dim, table.max_position_embeddings, dialect).is_table(table)
@@ -96,7 +101,10 @@ def config_keys(location: Location, tables: Sequence[RotaryTable], *, everywhere
 
 
 def _without_ignored_factor(location: Location, table: RotaryTable, encoded: dict[str, Any]) -> dict[str, Any]:
-    """Leave out a ``partial_rotary_factor`` that transformers ignores on this family (Llama): vLLM would obey it."""
+    """Return an encoding without a ``partial_rotary_factor`` that transformers ignores on a family, as on Llama.
+
+    vLLM would obey it.
+    """
     factor = encoded.get(_SHARE)
     if factor is None or table.layer_type is not None or encoded.get("rope_type") == "proportional":
         return encoded

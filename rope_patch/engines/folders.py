@@ -1,4 +1,4 @@
-"""Folders that plain transformers and other engines load: weights copied, and one config that all read alike."""
+"""Write folders that plain transformers and other engines load, with one config that all of them read alike."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _verifies(folder: Path) -> bool:
 
 
 def _check(folder: Path, tables: Sequence[RotaryTable]) -> None:
-    """Raise unless plain transformers builds the same tables from the folder."""
+    """Raise ValueError unless plain transformers builds the same tables from the folder."""
     read = {table.layer_type: table for table in inspect_model(model_without_weights(folder)).tables}
     for table in tables:
         rebuilt = read[table.layer_type]

@@ -1,4 +1,4 @@
-"""A checkpoint as a GGUF file: converted by llama.cpp's own script without its patch, then patched as any file is."""
+"""Write a checkpoint as a GGUF file: llama.cpp's own script converts it without its patch, and the file is patched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEEDS_CONVERTER = (
 )
 
 _OUTTYPES = {"auto": "auto", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-"""What the converter calls a dtype."""
+"""The converter's names of dtypes."""
 
 
 def export_gguf(

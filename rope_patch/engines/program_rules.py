@@ -1,8 +1,9 @@
-"""How other programs build a rotary table from ``rope_parameters``: the one place where their rules are written.
+"""The rules by which other programs build a rotary table from ``rope_parameters``; they are written here alone.
 
-Every program has a function from a dictionary to a table, transformers' own under another name, and each leaves out or
-adds something. :data:`DIALECTS` says what, with the version whose code was run or read. ``encodings`` asks it which
-encoding all engines read alike, and ``readings`` what each makes of a whole config. The functions are pure.
+Every program has a function from a dictionary to a table, which is like transformers' own, but leaves out or adds
+something. :data:`DIALECTS` holds the differences, found in the versions below, whose code was run or read.
+``encodings`` chooses by them an encoding that all engines read alike, and ``program_readings`` computes by them the
+tables of a whole config. The functions are pure.
 
 *Sources*: transformers 4.57.1 ``modeling_rope_utils.py``; vLLM 0.33.0
 ``model_executor/layers/rotary_embedding/__init__.py`` (``get_rope``) and ``yarn_scaling_rope.py``; SGLang 0.5.23
@@ -30,27 +31,27 @@ MSCALE = ("mscale", "mscale_all_dim")
 
 
 class RefusesError(ValueError):
-    """A program that raises at a config instead of computing a table; the message is the reason."""
+    """A program fails on a config instead of computing a table; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a program's own functions build a table.
+    """The rules by which a program's own functions build a table.
 
     Attributes:
-        types: the rope types that the program knows; at others it raises.
-        ignored: the rope types that it reads as plain RoPE, without a word.
-        yarn_keys: the keys by which it lets a config state YaRN's attention factor.
-        longrope_keys: the keys by which it lets a config state longrope's attention factor.
-        proportional_share: whether it obeys the share of ``proportional``.
-        proportional_factor: whether it obeys the factor of ``proportional``.
-        zero_share: whether it takes a share of 0.
-        truncates: whether it obeys ``truncate`` of YaRN; otherwise the ends of the ramp are always rounded.
-        obeys_betas: whether it obeys ``beta_fast`` and ``beta_slow`` of YaRN; otherwise they are 32 and 1.
-        extrapolates: whether it obeys ``extrapolation_factor`` of YaRN, which transformers does not know.
-        whole_factors: whether it takes a factor of ``linear`` that is an integer.
-        counts_positions: whether it holds tables of as many positions as it computes from the type, and no more.
-        context: the function that gives the context which it derives from a config.
+        types: the rope types that the program knows; it fails on others.
+        ignored: the rope types that the program reads as plain RoPE, without a warning.
+        yarn_keys: the keys in which the program reads YaRN's attention factor.
+        longrope_keys: the keys in which the program reads longrope's attention factor.
+        proportional_share: whether the program obeys the share of ``proportional``.
+        proportional_factor: whether the program obeys the factor of ``proportional``.
+        zero_share: whether the program takes a share of 0.
+        truncates: whether the program obeys ``truncate`` of YaRN; otherwise it always rounds the ends of the ramp.
+        obeys_betas: whether the program obeys ``beta_fast`` and ``beta_slow`` of YaRN; otherwise they are 32 and 1.
+        extrapolates: whether the program obeys ``extrapolation_factor`` of YaRN, which transformers does not know.
+        whole_factors: whether the program takes a factor of ``linear`` that is an integer.
+        counts_positions: whether the program's table has a fixed number of positions, which follows from the type.
+        context: function that returns the context which the program derives from a config.
     """
 
     types: frozenset[str]
@@ -69,7 +70,7 @@ class Dialect:
 
 
 TOLERANCE = 1e-5
-"""Relative difference that float32 and another order of operations make of one formula, at most."""
+"""Largest relative difference that float32 and another order of operations make in one formula."""
 
 _ALL = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
 _SHORT_LONG = frozenset({"short_mscale", "long_mscale"})
@@ -126,12 +127,12 @@ class Built:
     """A table as a program builds it.
 
     Attributes:
-        inv_freq: (pairs,) float32, the frequencies [rad/token].
+        inv_freq: (pairs,) float32 frequencies [rad/token].
         attention_scaling: the attention factor, by which cos and sin are multiplied.
-        context: the context that the program derives [tokens].
-        positions: the number of positions that its table holds; None where it has no end [tokens].
-        reasons: the keys that it read otherwise than transformers 5, a sentence each; they explain a difference where
-            one is.
+        context: the context that the program derives from the config [tokens].
+        positions: the number of positions that the program's table holds [tokens]; None if it has no end.
+        reasons: sentences on the keys that the program reads otherwise than transformers 5, which explain a difference
+            if there is one.
     """
 
     inv_freq: Tensor
@@ -187,8 +188,8 @@ def build(
         stated: the statements of the whole config on its context; by default those of this dictionary.
 
     Raises:
-        RefusesError: the program raises.
-        KeyError: a key is missing without which neither it nor transformers can build the type.
+        RefusesError: the program fails on these parameters.
+        KeyError: a key is missing, without which neither the program nor transformers can build the type.
     """
     kind = kind_of(parameters)
     theta = parameters["rope_theta"]
