@@ -37,6 +37,7 @@ SHOWN_TOKENS = 256
 Arrays = TypeVar("Arrays", Capture, Heads)
 
 
+# One part after another, most of which need the results of those before: half of the lines are the public docstring.
 def analyze(
     model: nn.Module,
     tokenizer: Any,
