@@ -35,7 +35,7 @@ def finetune(words: Sequence[str]) -> int:
         words = [*words[:after], *smaller(parse(FinetuneOptions, words).recipe), *words[after:]]
     options = parse(FinetuneOptions, words)
     recipe = options.recipe
-    from rope_patch.training.setup import check_training
+    from rope_patch.training.trainer_arguments import check_training
 
     check_training(recipe)
     if options.dry_run:
@@ -60,7 +60,7 @@ def smaller(options: RecipeOptions) -> Iterator[str]:
     yield from SMOKE_OVERRIDES
     yield f"model.name={name}"
     yield f"data.length={512 if options.data.positions == 'full' else 256}"
-    # On a CPU, quantized weights can only be evaluated at the end (see training/setup.py).
+    # On a CPU, quantized weights can only be evaluated at the end (see training/trainer_arguments.py).
     yield f"evaluation.every={2 if options.model.quantization == 'none' else 0}"
     yield f"output={options.output}-smoke"
 

@@ -95,7 +95,7 @@ def comparison_within(
         # raised.
         return suite_within(suite, max(default_tokens(model) / methods, least), scalable)
     # The speed is measured on batches as large as the largest that will be read.
-    rows, context = min(spec.rows, max(1, len(suite.windows))), trained_length(model)
+    rows, context = min(spec.window_batch, max(1, len(suite.windows))), trained_length(model)
     most = tokens_within(model, seconds, spec.longest, finished, rows=rows, chunk=spec.chunk)
     # The key tokens of LongPPL are chosen once, for all methods.
     return suite_within(suite, most, cost=lambda one: tokens_of_spec(one, context) + methods * tokens_computed(one))

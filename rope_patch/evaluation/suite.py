@@ -290,7 +290,7 @@ class EvalSuite:
         score = None
         short_window = 0
         if window_batch is None:
-            window_batch = spec.rows
+            window_batch = spec.window_batch
         if self.windows:
             options = {"batch": window_batch, "cache": cache, "resume": result_cache}
             score = self._text(model, spec.longest, **options)

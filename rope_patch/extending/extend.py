@@ -177,7 +177,7 @@ class Run:
     def tokens_in_time(self) -> int:
         """Return how many tokens fit into the budget; a run that goes on keeps the number that it measured at first."""
         spec = self.suite.spec
-        rows = min(spec.rows, max(1, len(self.suite.windows)))
+        rows = min(spec.window_batch, max(1, len(self.suite.windows)))
         budget = float(self.options.budget or 0)
         return tokens_within(self.model, budget, spec.longest, self.work / RESULT_CACHE, rows=rows, chunk=spec.chunk)
 

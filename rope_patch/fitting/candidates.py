@@ -150,7 +150,7 @@ class Evaluator:
         with progress.stage(f"{name}: evaluation"):
             scores = self.suite.run(self.model)
             if self.second:
-                cut: dict[str, Any] = {"window": spec.longest, "buckets": spec.edges, "batch": spec.rows}
+                cut: dict[str, Any] = {"window": spec.longest, "buckets": spec.edges, "batch": spec.window_batch}
                 second = EvalResult(spec, perplexity(self.model, self.second, **cut), {})
         return Candidate(name, method, scores, second)
 

@@ -131,7 +131,7 @@ class EvalSpec(OptionSet):
         return max(2, self.longest // 16) if self.bucket is None else self.bucket
 
     @property
-    def rows(self) -> int:
+    def window_batch(self) -> int:
         """The number of windows of text that are read as one batch."""
         return 1 if self.chunk is not None else max(1, self.batch_tokens // self.longest)
 

@@ -22,8 +22,8 @@ from rope_patch.training.models import load_model, prepare
 from rope_patch.training.pack_rows import make_rows
 from rope_patch.training.results import write_results
 from rope_patch.training.runs import RunFolder, inspect_folder
-from rope_patch.training.setup import check_training, training_arguments
 from rope_patch.training.trainer import LongTrainer
+from rope_patch.training.trainer_arguments import check_training, training_arguments
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rope_patch.patching.locate import locate
 from rope_patch.planning import shape_of
 from rope_patch.training.models import BUNDLED_MODELS, prepare
 from rope_patch.training.run_summary import describe, training_plan
-from rope_patch.training.setup import training_arguments
+from rope_patch.training.trainer_arguments import training_arguments
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 GIB = 2**30
