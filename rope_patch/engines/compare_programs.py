@@ -1,4 +1,4 @@
-"""``rope-patch doctor``: what each program will compute from a folder or GGUF file, and where they disagree."""
+"""Compare the tables that programs compute from a folder or GGUF file, for ``rope-patch doctor``."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ OTHER_KEYS = "it takes other keys of config.json, or other defaults, than transf
 
 @dataclass(frozen=True, eq=False)
 class ProgramReading:
-    """What one program computes for the layers of one table.
+    """The table that one program computes for the layers of one layer type.
 
     Attributes:
         program: the program, a key of ``PROGRAMS`` or ``OURS``.
-        layer_type: the type of the layers; None where all layers share a table.
+        layer_type: the type of the layers; None if all layers share a table.
         layers: the indices of these layers, from 0.
-        verdict: the verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (the program raises) or ``"unverified"``;
-            ``"reference"`` for transformers 5, where that runs, and for llama.cpp on a GGUF file.
-        built: the table that the program builds; None where it refuses or is unverified.
-        difference: the largest relative difference of a frequency from the reference's, as a share of the larger of
-            the two: 1 where only one of them rotates a pair. None where the numbers of pairs differ, or no table is.
-        reasons: the reasons of the difference, a sentence each.
-        fix: the command that mends the difference, or why there is none; None where nothing needs to be done.
+        verdict: the verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (the program fails) or ``"unverified"``;
+            ``"reference"`` for transformers 5, if it can run the model, and for llama.cpp on a GGUF file.
+        built: the table that the program builds; None if it refuses or is unverified.
+        difference: the largest difference of a frequency from the reference's, as a share of the larger of the two: 1
+            if only one of them rotates a pair. None if the numbers of pairs differ, or there is no table.
+        reasons: sentences on the reasons of the difference.
+        fix: the command that removes the difference, or the reason why there is none; None if nothing needs to be done.
     """
 
     program: str
@@ -64,7 +64,7 @@ class ProgramReading:
     fix: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the reading as a dict for JSON."""
         known, built = PROGRAMS.get(self.program), self.built
         return {
             "program": self.program,
@@ -87,14 +87,14 @@ class ProgramReading:
 
 @dataclass(frozen=True)
 class ProgramComparison:
-    """What every program computes from one checkpoint.
+    """The tables that all programs compute from one checkpoint.
 
     Attributes:
         source: the folder, hub id or file that the programs read.
         model_class: the class of the model, as transformers 5 loads it.
-        method: the patch that its record names, if there is one.
-        rows: the rows of the reference first, then those of each program.
-        notes: the remarks on what is unusual about the checkpoint, a sentence each.
+        method: the method string of the patch; None if the checkpoint is not patched.
+        rows: the readings of the reference first, then those of each program.
+        notes: sentences on what is unusual about the checkpoint.
     """
 
     source: str
@@ -105,15 +105,15 @@ class ProgramComparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether no program computes something else; those that refuse, or are unverified, compute nothing.
+        """Whether no program computes another table; programs that refuse, or are unverified, compute none.
 
-        What transformers' own reader leaves out of a GGUF file does not count: such files are llama.cpp's.
+        A difference of transformers' own reader on a GGUF file does not count, since such files are llama.cpp's.
         """
         return all(row.verdict != DIFFERS or row.program == OURS for row in self.rows)
 
 
 def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> ProgramComparison:
-    """Compare what programs compute from a checkpoint with what transformers 5 does; no weights are loaded.
+    """Compare the tables that programs compute from a checkpoint with those of transformers 5; no weights are loaded.
 
     Args:
         source: the folder, hub id or GGUF file that the programs read.
@@ -164,7 +164,7 @@ _SHARE_FIX = (
 
 
 def _failure(model: Any, stated: StatedConfig) -> str | None:
-    """Say where transformers' attention fails on a table that it builds itself for a share of each head."""
+    """Return a sentence if transformers' attention fails on a table that it builds itself for a share of each head."""
     heads = {kind: stated.head_dim(kind) for kind in stated.tables}
     shares = [
         f"{table.pairs} of {heads[kind] // 2}"
@@ -187,7 +187,7 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
 
 
 def _layers(config: PreTrainedConfig, kinds: Iterable[str | None]) -> dict[str | None, tuple[int, ...]]:
-    """Return the layers of each table; ``kinds`` are the layer types that have one."""
+    """Return the indices of the layers of each table; ``kinds`` are the layer types that have one."""
     types = getattr(config, "layer_types", None) or [None] * int(config.num_hidden_layers)
     return {kind: tuple(i for i, each in enumerate(types) if kind in (None, each)) for kind in kinds}
 
@@ -229,7 +229,7 @@ def _row(program: str, built: Built, table: RotaryTable, layers: tuple[int, ...]
 
 
 def _about_truncate(stated: StatedConfig) -> list[str]:
-    """Say where transformers 5 leaves out a key of YaRN: it looks for it outside the parameters of layer types."""
+    """Return sentences on a key of YaRN that transformers 5 does not find in the parameters of a layer type."""
     every = {kind: stated.parameters(kind) for kind in stated.tables if kind is not None}
     return [
         f"transformers 5 ignores truncate=false in the parameters of {kind}; other programs may obey it"
@@ -239,13 +239,14 @@ def _about_truncate(stated: StatedConfig) -> list[str]:
 
 
 _EXPORTS = {"transformers-4": ("hf", "sglang"), "mlx": ("hf", "sglang")}
-"""The engines whose exports a program reads, where that is not its own name; those for SGLang state one base."""
+"""The engines whose exports a program reads, for programs without an export of their own. An export for SGLang states
+one base for all layers of a family on which SGLang has one."""
 
 
 def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> str:
-    """Return the command that makes a program compute these tables, or why there is none.
+    """Return the command that makes a program compute these tables, or the reason why there is none.
 
-    What the command would write is read as the program reads it.
+    A command is returned only if the program computes the tables from the config that the command would write.
     """
     source = shlex.quote(str(source))
     if program == "llama.cpp":
@@ -284,9 +285,10 @@ def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
 
 
 def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
-    """Compare the table of a file, which is llama.cpp's, with the one that transformers' own reader takes of it.
+    """Compare the table of a file, as llama.cpp reads it, with the one that transformers' own reader computes.
 
-    Sliding layers are the exception: transformers states what the model means, and llama.cpp may scale them, too.
+    llama.cpp is the reference, but for sliding layers: transformers computes the table that the model was trained with,
+    and llama.cpp may scale it, too.
     """
     found = read_gguf(source)
     with naming_checkpoint(source), torch.device("meta"):
