@@ -83,11 +83,6 @@ class Subject:
         }
 
     @property
-    def records(self) -> dict[str, TableRecord]:
-        """The records of the tables that are meant, by layer type."""
-        return {key_of(kind): TableRecord.of(table) for kind, table in self.meant.items()}
-
-    @property
     def context(self) -> int:
         """The context that is meant [tokens]."""
         return next(iter(self.meant.values())).max_position_embeddings

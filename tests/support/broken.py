@@ -492,5 +492,5 @@ def olmo3(rope_parameters: dict[str, Any]) -> PreTrainedModel:
     program="mlx",
 )
 def yarn_is_ignored(folder: Path) -> Pair:
-    broken = saved(extended("gemma2"), folder / "broken")
+    broken = saved(extended("gemma2"), folder / "broken", rope_theta=10000.0, rope_scaling=YARN)
     return Pair((broken,), (saved(tiny_model("gemma2"), folder / "healthy"),))
