@@ -1,10 +1,10 @@
-"""Models whose rotary table is not the one that is meant: the published cases that a tiny model can show, rebuilt.
+"""Models whose rotary table is not the one that is meant: published cases, rebuilt as tiny models.
 
-Each case is a function that builds a broken model, in memory or as a folder, beside a healthy twin that differs in
-nothing but the cause. ``CASES`` holds them by name, with the thread in which the case was published, what happened
-there, and what came of it. Where the fault is another program's, ``program`` names the one that has it.
+Each case is a function that builds a broken model, in memory or as a folder, and a healthy twin that differs in nothing
+but the cause. ``CASES`` holds them by name, with the threads in which the case was published, its cause and its effect.
+If the fault is in another program, ``program`` names it.
 
-The threads were read in a stored copy of GitHub's; figures are theirs, not ours.
+The threads were read in a stored copy of GitHub's; the figures are from the threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.tiny import LLAMA3, YARN, ids, tiny_config, tiny_model
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 LARGE_BASE = {"rope_type": "default", "rope_theta": 500000.0}
 GARBAGE = [1.2755e22, 4.5914e-41, 1.4013e-45, 0.0, 1.121e-43, 0.0, 2.9978e27, 3.0872e-41]
-"""What one ``torch.empty`` of eight numbers held."""
+"""Eight numbers that a ``torch.empty`` once held: memory differs from run to run, and may hold the right table."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Case:
     Attributes:
         name: the name of the function that rebuilds it.
         threads: the threads in which it was published, ``owner/repository#number``; the first is the main one.
-        cause: the cause, a sentence.
-        figure: what came of it, as the thread says.
-        build: the function that writes into an empty folder and returns the pair.
-        program: the program that computes something else; None where the model in transformers does.
+        cause: a sentence on the cause.
+        figure: the effect, as the thread states it.
+        build: function that writes into an empty folder and returns the pair.
+        program: the program that computes another table; None if the model in transformers does.
     """
 
     name: str
@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(*threads: str, cause: str, figure: str, program: str | None = None) -> Callable[[Any], Any]:
-    """Enter a function into ``CASES``."""
+    """Return a decorator that enters a function into ``CASES``; the arguments are attributes of :class:`Case`."""
 
     def enter(build: Callable[[Path], Pair]) -> Callable[[Path], Pair]:
         CASES[build.__name__] = Case(build.__name__, threads, cause, figure, build, program)
@@ -101,7 +101,7 @@ def with_buffer(model: PreTrainedModel, values: Any, name: str = "inv_freq") -> 
 
 
 class FastRotary(nn.Module):
-    """A rotary class of a fork: it lacks ``original_inv_freq``, by which transformers 5 knows what to compute again."""
+    """A rotary class of a fork, without the ``original_inv_freq`` by which transformers 5 recognizes tables to fill."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class FastLlama(LlamaForCausalLM):
 )
 def table_of_a_fork_is_not_filled(folder: Path) -> Pair:
     path = saved(tiny_model(), folder / "plain")
-    torch.use_deterministic_algorithms(True)  # fresh memory then holds NaN, and not at times the right table
+    torch.use_deterministic_algorithms(True)  # fresh memory then holds NaN; otherwise it may hold the right table
     try:
         broken = FastLlama.from_pretrained(path)
     finally:
@@ -317,7 +317,7 @@ def linear_factor_of_full_attention_is_dropped(folder: Path) -> Pair:
 
 
 class PrefixPaired(Gemma4TextRotaryEmbedding):
-    """p-RoPE whose rotated pairs lie side by side at the start of a head, as if the head ended behind them."""
+    """p-RoPE whose rotated pairs are together at the start of a head, as if the head ended after them."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str) -> Any:
         """Return cos and sin: feature i of a head turns with i + rotated / 2 in place of i + head_dim / 2."""
