@@ -29,53 +29,63 @@ class Part:
     turns: bool = False
 
 
-def training_memory(shape: Shape, o: StepOptions) -> tuple[Part, ...]:
+def training_memory(shape: Shape, options: StepOptions) -> tuple[Part, ...]:
     """Return the parts of one GPU's peak memory in training.
 
     Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
     arXiv:1910.02054, section 5.3); the layers that FSDP gathers are added.
     """
-    saved = shape.total(lambda layer: _saved_for_backward(layer, o))
-    work = max(_working_memory(layer, o) for layer in shape.kinds)
-    inputs = shape.total(lambda layer: layer.hidden * o.element * o.tokens_per_gpu)
-    if o.checkpointing:
+    saved = shape.total(lambda layer: _saved_for_backward(layer, options))
+    work = max(_working_memory(layer, options) for layer in shape.kinds)
+    inputs = shape.total(lambda layer: layer.hidden * options.element * options.tokens_per_gpu)
+    if options.checkpointing:
         # Checkpointing computes a layer again in the backward pass, and then keeps for one layer what it saved for all.
-        work += max(_saved_for_backward(layer, o) for layer in shape.kinds)
-    adapters = adapter_entries(shape, o)
-    full = shape.parameters if o.lora_rank is None else 0
-    storage = o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
+        work += max(_saved_for_backward(layer, options) for layer in shape.kinds)
+    adapters = adapter_entries(shape, options)
+    full = shape.parameters if options.lora_rank is None else 0
+    storage = (
+        options.dtype
+        if options.quantization == "none"
+        else f"projections {options.quantization}, the rest {options.dtype}"
+    )
     divided = (
-        Part("weights", weight_bytes(shape, o), f"{shape.parameters / 1e9:.2f} B parameters, {storage}"),
+        Part("weights", weight_bytes(shape, options), f"{shape.parameters / 1e9:.2f} B parameters, {storage}"),
         Part("adapter", 4 * adapters, f"{adapters / 1e6:.1f} M parameters"),
-        Part("gradients", 4 * adapters + o.element * full, "of what is trained"),
-        Part("optimizer", _optimizer_state(adapters, 4, o) + _optimizer_state(full, o.element, o), o.optimizer),
+        Part("gradients", 4 * adapters + options.element * full, "of what is trained"),
+        Part(
+            "optimizer",
+            _optimizer_state(adapters, 4, options) + _optimizer_state(full, options.element, options),
+            options.optimizer,
+        ),
     )
     return (
-        *(Part(part.name, part.bytes // o.gpus, part.what) for part in divided),
-        Part("gathered", _gathered_by_fsdp(shape, o), "two layers and the root, whole, under FSDP"),
-        Part("masks", _window_mask(shape, o), "of sliding windows"),
+        *(Part(part.name, part.bytes // options.gpus, part.what) for part in divided),
+        Part("gathered", _gathered_by_fsdp(shape, options), "two layers and the root, whole, under FSDP"),
+        Part("masks", _window_mask(shape, options), "of sliding windows"),
         Part(
             "activations",
-            int(inputs if o.checkpointing else saved),
-            "the input of every layer" if o.checkpointing else "all that the backward pass reads",
+            int(inputs if options.checkpointing else saved),
+            "the input of every layer" if options.checkpointing else "all that the backward pass reads",
         ),
         Part(
             "layer",
             int(work),
-            "one layer computed again, its gradients" if o.checkpointing else "gradients in one layer",
+            "one layer computed again, its gradients" if options.checkpointing else "gradients in one layer",
             turns=True,
         ),
-        Part("loss", _loss_memory(shape, o), f"slices of {LOGITS_AT_ONCE} tokens", turns=True),
+        Part("loss", _loss_memory(shape, options), f"slices of {LOGITS_AT_ONCE} tokens", turns=True),
         Part("overhead", OVERHEAD_BYTES, "context, workspaces, fragments: an allowance"),
     )
 
 
-def kv_cache_bytes(shape: Shape, o: StepOptions) -> int:
+def kv_cache_bytes(shape: Shape, options: StepOptions) -> int:
     """Return the size of one sequence's keys and values in inference [bytes]; sliding layers hold their window only."""
-    return int(shape.total(lambda layer: 2 * layer.key * o.element * min(o.length, layer.window or o.length)))
+    return int(
+        shape.total(lambda layer: 2 * layer.key * options.element * min(options.length, layer.window or options.length))
+    )
 
 
-def prefill_memory(shape: Shape, o: StepOptions) -> int:
+def prefill_memory(shape: Shape, options: StepOptions) -> int:
     """Return the memory beside weights and cache while one sequence is read in a single pass [bytes].
 
     It holds the embeddings, and of the widest layer the input, the residual stream, and the input and three tensors of
@@ -84,30 +94,32 @@ def prefill_memory(shape: Shape, o: StepOptions) -> int:
     """
     work = max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
     whole = shape.total(lambda layer: 2 * layer.key)
-    return int(o.length * o.element * (work + whole)) - kv_cache_bytes(shape, o)
+    return int(options.length * options.element * (work + whole)) - kv_cache_bytes(shape, options)
 
 
-def with_adapters(layer: Layer, o: StepOptions) -> tuple[Linear, ...]:
+def with_adapters(layer: Layer, options: StepOptions) -> tuple[Linear, ...]:
     """Return the projections of a layer that get an adapter."""
-    if o.lora_rank is None:
+    if options.lora_rank is None:
         return ()
     names = {ALL_LINEAR: layer.linears, "attention": [x for x in layer.linears if x.place.startswith("attention")]}
-    groups = [names.get(target, ()) for target in o.target_modules]
+    groups = [names.get(target, ()) for target in options.target_modules]
     return tuple(
-        x for x in layer.linears if x.name.rpartition(".")[2] in o.target_modules or any(x in group for group in groups)
+        x
+        for x in layer.linears
+        if x.name.rpartition(".")[2] in options.target_modules or any(x in group for group in groups)
     )
 
 
-def adapter_entries(shape: Shape, o: StepOptions) -> int:
+def adapter_entries(shape: Shape, options: StepOptions) -> int:
     """Return the number of float32 entries that LoRA adds.
 
     *Source*: LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): r (inputs + outputs) per projection.
     """
-    rank = o.lora_rank or 0
-    return int(shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in with_adapters(layer, o))))
+    rank = options.lora_rank or 0
+    return int(shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in with_adapters(layer, options))))
 
 
-def _layer_weight_bytes(layer: Layer, o: StepOptions) -> float:
+def _layer_weight_bytes(layer: Layer, options: StepOptions) -> float:
     """Return the size of a layer's weights as they are stored [bytes].
 
     *Source*: bitsandbytes. LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339): one byte each and a float32 per output
@@ -115,25 +127,25 @@ def _layer_weight_bytes(layer: Layer, o: StepOptions) -> float:
     scaled in float32 per 256: 0.127 bits per weight for both.
     """
     rest = layer.parameters - layer.matmul_weights
-    match o.quantization:
+    match options.quantization:
         case "8bit":
-            return layer.matmul_weights + 4 * sum(x.outputs for x in layer.linears) + rest * o.element
+            return layer.matmul_weights + 4 * sum(x.outputs for x in layer.linears) + rest * options.element
         case "nf4":
-            return layer.matmul_weights * (1 / 2 + 1 / 64 + 4 / (64 * 256)) + rest * o.element
-    return layer.parameters * o.element
+            return layer.matmul_weights * (1 / 2 + 1 / 64 + 4 / (64 * 256)) + rest * options.element
+    return layer.parameters * options.element
 
 
-def _bytes_outside_layers(shape: Shape, o: StepOptions) -> float:
+def _bytes_outside_layers(shape: Shape, options: StepOptions) -> float:
     """Return the size of the weights outside layers, which are never quantized [bytes]: embeddings, last norm, head."""
-    return (shape.parameters - shape.total(lambda layer: layer.parameters)) * o.element
+    return (shape.parameters - shape.total(lambda layer: layer.parameters)) * options.element
 
 
-def weight_bytes(shape: Shape, o: StepOptions) -> int:
+def weight_bytes(shape: Shape, options: StepOptions) -> int:
     """Return the size of all weights as they are stored [bytes]."""
-    return int(shape.total(lambda layer: _layer_weight_bytes(layer, o)) + _bytes_outside_layers(shape, o))
+    return int(shape.total(lambda layer: _layer_weight_bytes(layer, options)) + _bytes_outside_layers(shape, options))
 
 
-def _optimizer_state(entries: int, element: int, o: StepOptions) -> int:
+def _optimizer_state(entries: int, element: int, options: StepOptions) -> int:
     """Return the size of what an optimizer keeps for so many trained entries [bytes].
 
     *Source*: AdamW as in mixed-precision training (ZeRO, section 3.1): two float32 moments, and a float32 master of
@@ -141,31 +153,31 @@ def _optimizer_state(entries: int, element: int, o: StepOptions) -> int:
     scale each per 256 entries (our reading of bitsandbytes), no master. SGD has no momentum here.
     """
     master = 4 if element < 4 else 0
-    return int(entries * {"adamw": 8 + master, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[o.optimizer])
+    return int(entries * {"adamw": 8 + master, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[options.optimizer])
 
 
-def _gathered_by_fsdp(shape: Shape, o: StepOptions) -> int:
+def _gathered_by_fsdp(shape: Shape, options: StepOptions) -> int:
     """Return the size of what FSDP holds whole [bytes]: this layer, the next one, and the root (embeddings, head)."""
-    if o.gpus == 1:
+    if options.gpus == 1:
         return 0
-    layer = max(_layer_weight_bytes(layer, o) for layer in shape.kinds)
+    layer = max(_layer_weight_bytes(layer, options) for layer in shape.kinds)
     # A trained weight has a gradient of its own size, which is whole until it is divided among the GPUs.
-    gradient = 0 if o.lora_rank else max(layer.parameters for layer in shape.kinds) * o.element
-    return int(2 * layer + gradient + _bytes_outside_layers(shape, o))
+    gradient = 0 if options.lora_rank else max(layer.parameters for layer in shape.kinds) * options.element
+    return int(2 * layer + gradient + _bytes_outside_layers(shape, options))
 
 
-def _gets_mask(layer: Layer, o: StepOptions) -> bool:
+def _gets_mask(layer: Layer, options: StepOptions) -> bool:
     """Return whether sdpa gets a mask: torch's kernels have a flag for causal attention, but not for a window."""
-    return o.attention == "sdpa" and layer.window is not None and layer.window < o.length
+    return options.attention == "sdpa" and layer.window is not None and layer.window < options.length
 
 
-def _window_mask(shape: Shape, o: StepOptions) -> int:
+def _window_mask(shape: Shape, options: StepOptions) -> int:
     """Return the size of the mask of booleans that all layers with a window share [bytes]."""
-    needed = any(_gets_mask(layer, o) for layer in shape.kinds)
-    return int(o.tokens_per_gpu / o.batch * o.length) if needed else 0
+    needed = any(_gets_mask(layer, options) for layer in shape.kinds)
+    return int(options.tokens_per_gpu / options.batch * options.length) if needed else 0
 
 
-def _saved_for_backward(layer: Layer, o: StepOptions) -> float:
+def _saved_for_backward(layer: Layer, options: StepOptions) -> float:
     r"""Return the size of what one layer saves for its backward pass [bytes].
 
     *Source*: the counting of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1, equation 1:
@@ -176,27 +188,28 @@ def _saved_for_backward(layer: Layer, o: StepOptions) -> float:
     attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) keeps q, k, v, its output and one float32 per head and
     token in place of the scores.
     """
-    e = o.element
-    norms = sum(layer.norm_inputs) * (8 if o.lora_rank is None else 4) + 4 * len(layer.norm_inputs)
+    e = options.element
+    norms = sum(layer.norm_inputs) * (8 if options.lora_rank is None else 4) + 4 * len(layer.norm_inputs)
     attention: float = 2 * (layer.query + layer.key) * e + 4 * layer.heads
-    if _gets_mask(layer, o):  # keys and values are repeated for every head, and the mask once more as numbers to add
-        attention = 4 * layer.query * e + 4 * layer.heads + o.length * e / o.batch
-    return o.tokens_per_gpu * (norms + attention + 3 * layer.ffn * e + _saved_inputs(layer, o))
+    if _gets_mask(layer, options):
+        # Keys and values are repeated for every head, and the mask once more as numbers to add.
+        attention = 4 * layer.query * e + 4 * layer.heads + options.length * e / options.batch
+    return options.tokens_per_gpu * (norms + attention + 3 * layer.ffn * e + _saved_inputs(layer, options))
 
 
-def _saved_inputs(layer: Layer, o: StepOptions) -> float:
+def _saved_inputs(layer: Layer, options: StepOptions) -> float:
     """Return the size of the saved inputs of projections [bytes per token], without the attention's output."""
-    own = layer.linears if o.lora_rank is None else with_adapters(layer, o)
-    ranks = (o.lora_rank or 0) * len(own) * o.element
-    if o.lora_rank is not None and o.element < 4:
-        return ranks + sum(x.inputs for x in own) * o.element
+    own = layer.linears if options.lora_rank is None else with_adapters(layer, options)
+    ranks = (options.lora_rank or 0) * len(own) * options.element
+    if options.lora_rank is not None and options.element < 4:
+        return ranks + sum(x.inputs for x in own) * options.element
     # Projections at the same place read the same input, which is saved once. That of the last projection of the
     # attention is the attention's output, which `_saved` counts.
     widths = {x.place: x.inputs for x in own if x.place != "attention_out"}
-    return ranks + sum(widths.values()) * o.element
+    return ranks + sum(widths.values()) * options.element
 
 
-def _working_memory(layer: Layer, o: StepOptions) -> float:
+def _working_memory(layer: Layer, options: StepOptions) -> float:
     """Return the size of what lives beside the saved tensors at the busiest moment of a layer [bytes].
 
     *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest
@@ -204,17 +217,17 @@ def _working_memory(layer: Layer, o: StepOptions) -> float:
     gone); the float32 copy that an adapter on that projection makes of its input. A frozen quantized projection is
     unpacked to be multiplied.
     """
-    e = o.element
+    e = options.element
     down = next(x for x in layer.linears if x.place == "mlp_out")
-    adapted = down in with_adapters(layer, o)
-    released = layer.ffn * e if adapted or o.lora_rank is None else 0
+    adapted = down in with_adapters(layer, options)
+    released = layer.ffn * e if adapted or options.lora_rank is None else 0
     gated = 3 * layer.ffn * e + 2 * layer.hidden * e - released
     casting = (layer.ffn * (e + 4) if adapted and e < 4 else 0) + 5 * layer.hidden * e
-    unpacked = max(x.weight for x in layer.linears) * e if o.quantization != "none" else 0
-    return o.tokens_per_gpu * max(gated, casting) + unpacked
+    unpacked = max(x.weight for x in layer.linears) * e if options.quantization != "none" else 0
+    return options.tokens_per_gpu * max(gated, casting) + unpacked
 
 
-def _loss_memory(shape: Shape, o: StepOptions) -> int:
+def _loss_memory(shape: Shape, options: StepOptions) -> int:
     """Return the size of what lives at the loss, from the last layer's output on [bytes].
 
     *Source*: what autograd holds for ``cross_entropy(logits.float())`` of a slice of tokens: the backward pass has the
@@ -222,6 +235,6 @@ def _loss_memory(shape: Shape, o: StepOptions) -> int:
     forward pass. A cap on logits keeps its tanh. Beside the slice there are all hidden states: the last norm's float32
     input, its input and output, two gradients, and the sum under way.
     """
-    logits = min(LOGITS_AT_ONCE, o.tokens_per_gpu) * shape.vocab * (12 + 4 * shape.capped_logits)
+    logits = min(LOGITS_AT_ONCE, options.tokens_per_gpu) * shape.vocab * (12 + 4 * shape.capped_logits)
     # 4 for the norm's float32 input; 5 tensors in the model's type: its input and output, two gradients, the sum.
-    return int(logits + o.tokens_per_gpu * shape.hidden * (4 + 5 * o.element))
+    return int(logits + options.tokens_per_gpu * shape.hidden * (4 + 5 * options.element))

@@ -60,9 +60,9 @@ class Plan:
     @property
     def inference(self) -> dict[str, int]:
         """The memory of inference on one sequence of this length, without an adapter [bytes]."""
-        o = self.options
-        parts = {"weights": weight_bytes(self.shape, o), "KV cache": kv_cache_bytes(self.shape, o)}
-        return parts | {"prefill in one pass": prefill_memory(self.shape, o)}
+        options = self.options
+        parts = {"weights": weight_bytes(self.shape, options), "KV cache": kv_cache_bytes(self.shape, options)}
+        return parts | {"prefill in one pass": prefill_memory(self.shape, options)}
 
     def __getitem__(self, part: str) -> int:
         return {p.name: p.bytes for p in self.parts}[part]
@@ -118,8 +118,11 @@ class Plan:
 
     def describe(self, gpu_memory: float) -> str:
         """Return the plan as text: the parts, whether they fit [GiB], options to turn on, memory of inference."""
-        o, largest = self.options, max(part.bytes for part in self.parts if part.turns)
-        lines = [f"a training step of {self.shape.name}, {o.batch} x {o.length} tokens, on each GPU of {o.gpus} [GiB]:"]
+        options, largest = self.options, max(part.bytes for part in self.parts if part.turns)
+        lines = [
+            f"a training step of {self.shape.name}, {options.batch} x {options.length} tokens, on each GPU of "
+            f"{options.gpus} [GiB]:"
+        ]
         for part in self.parts:
             idle = "; at another time, not counted" if part.turns and part.bytes < largest else ""
             if part.bytes:
@@ -196,24 +199,24 @@ def _checked(shape: Shape, options: StepOptions) -> Plan:
 
 
 def _candidates(planned: Plan) -> Iterator[_Candidate]:
-    o = planned.options
+    options = planned.options
     # Devices that share a row attend to all of it, so a model with sliding windows would be trained wrongly.
     groups = () if any(layer.window is not None for layer in planned.shape.kinds) else _PARALLEL_SIZES
     shared = "the same gradients, each sequence divided among them"
-    if o.dtype == "float32" and o.lora_rank is not None:
+    if options.dtype == "float32" and options.lora_rank is not None:
         yield "--dtype bfloat16", "frozen weights and activations in 16 bits", {"dtype": "bfloat16"}
     yield "--attention flash", "the same attention; needs the kernel", {"attention": "flash"}
     yield "--checkpointing", "the same gradients, up to a third more time", {"checkpointing": True}
     yield "--batch 1", "accumulate gradients to keep the batch", {"batch": 1}
     for n in groups:
-        if o.context_parallel < n and o.gpus % n == 0:
+        if options.context_parallel < n and options.gpus % n == 0:
             yield f"--context-parallel {n}", shared, {"context_parallel": n}
     yield "--optimizer adamw_8bit", "states rounded to 8 bits", {"optimizer": "adamw_8bit"}
-    if o.lora_rank is None:
+    if options.lora_rank is None:
         yield "no --full", "adapters of rank 16 in place of full fine-tuning", {"lora_rank": 16}
     yield "--quantization nf4", "frozen weights rounded to 4 bits; slower", {"quantization": "nf4"}
     for n in _PARALLEL_SIZES:
-        if n > o.gpus:
+        if n > options.gpus:
             yield f"--gpus {n}", "weights and states divided among them (FSDP)", {"gpus": n}
             if n in groups:
                 yield f"--gpus {n} --context-parallel {n}", shared, {"gpus": n, "context_parallel": n}

@@ -464,7 +464,12 @@ def test_half_precision_agrees_but_for_rounding():
 def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
     """What is rounded under ``pre`` has the mean that the capture saw before rotation; turned back it is as it was."""
     model, row, rounded = model_for(name), ids(TOKENS, 1), []
-    monkeypatch.setattr(plans, "fake_quantize", lambda x, side: (rounded.append(x.clone()), x)[1])
+
+    def record(x, side):
+        rounded.append(x.clone())
+        return x
+
+    monkeypatch.setattr(plans, "fake_quantize", record)
     with quantized(model, "k=int2.channel24.pre;v=none"):
         got = losses(model, row)
     close(got, losses(model, row), 1e-6)
