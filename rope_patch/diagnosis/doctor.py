@@ -117,6 +117,7 @@ def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
 
 
 def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
+    # Unchecked, since contradicting keys of config.json are a check of their own here, and no error.
     model = model_without_weights(source, checked=False)
     folder = Path(source)
     if folder.is_dir():

@@ -219,6 +219,7 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
         expected = f"plain RoPE with a base of {table.rope_theta:g}"
     else:
         try:
+            # A length of 1 gives the first state of a dynamic table.
             with torch.device("cpu"), silent_transformers():
                 inv_freq, scaling = build(config, seq_len=1, layer_type=kind)
         except Exception as error:
@@ -354,6 +355,7 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
             "with truncation=True a text is cut before the model reads it",
             f"tokenizer.model_max_length = {context}",
         )
+        # transformers gives a tokenizer that states no length one of 10**30 tokens.
         yield Check(
             "tokenizer",
             HOLDS if cut >= context else DIFFERS,
@@ -434,6 +436,7 @@ def keys_agree(subject: Subject) -> Iterator[Check]:
 
 def transformers_accepts(subject: Subject) -> Iterator[Check]:
     """Report what transformers itself finds unusual about ``rope_parameters``."""
+    # A copy, because a family's own check may set keys of the config, as Phi-MoE's does.
     config = copy.deepcopy(subject.location.config)
     remarks = _Remarks()
     logger = logging.getLogger("transformers.modeling_rope_utils")

@@ -42,6 +42,7 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     except OSError as error:
         yield Check("weights files", DIFFERS, str(error), meaning="the model cannot be loaded as it was saved")
         return
+    # Tensors that the model does not know are only warned of: each warning becomes a check that does not count.
     with warnings.catch_warnings(record=True) as remarks:
         warnings.simplefilter("always")
         wrong = wrong_tensors(folder, model)
