@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_patch.analysis.attention_sums import AttentionSums, Block
+from rope_patch.analysis.attention_sums import AttentionSums
 from rope_patch.analysis.heads import OFFSETS, Heads
 from rope_patch.modeling.attention_layers import layers_text
 from rope_patch.modeling.attention_probe import window_alone, window_of
@@ -210,7 +210,7 @@ def _attend(
         capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
         if sums is not None:
-            sums.add(Block(start, low, logits, weights, distance, hidden))
+            sums.add(start, low, logits, weights, distance, hidden)
         attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
         out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
     if sums is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,28 +13,6 @@ SINK_WEIGHT = 0.3
 """Mean weight above which a key is a sink (Gu et al., arXiv:2410.10781)."""
 SINKS_PER_HEAD = 4
 """Number of sinks that are kept for each head."""
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Some queries of a row, and their attention to the keys that they may see.
-
-    Attributes:
-        start: the position of the first query [tokens].
-        low: the position of the first key [tokens].
-        logits: (heads, queries, keys) the scaled logits, before soft-capping.
-        weights: (heads, queries, keys) the attention weights.
-        distance: (queries, keys) the distance from each key to the query behind it; negative for keys that come later
-            [tokens].
-        hidden: (queries, keys) whether a query does not see a key.
-    """
-
-    start: int
-    low: int
-    logits: Tensor
-    weights: Tensor
-    distance: Tensor
-    hidden: Tensor
 
 
 class AttentionSums:
@@ -69,11 +45,22 @@ class AttentionSums:
         tokens = self.rows.shape[1]
         self.far, self.all = self._zeros(self.heads, tokens), self._zeros(self.heads, tokens)
         self.far_count = torch.zeros(tokens, dtype=torch.float64)
-        self.row_queries = 0
 
-    def add(self, block: Block) -> None:
-        """Add a block of queries."""
-        start, low, logits, hidden = block.start, block.low, block.logits, block.hidden
+    def add(self, start: int, low: int, logits: Tensor, weights: Tensor, distance: Tensor, hidden: Tensor) -> None:
+        """Add a block of queries, and their attention to the keys that they may see.
+
+        Args:
+            start: the position of the first query [tokens].
+            low: the position of the first key [tokens].
+            logits: (heads, queries, keys) the scaled logits, before soft-capping.
+            weights: (heads, queries, keys) the attention weights.
+            distance: (queries, keys) the distance from each key to the query behind it; negative for keys that come
+                later [tokens].
+            hidden: (queries, keys) whether a query does not see a key.
+
+        Raises:
+            ValueError: a logit that a query sees is no finite number.
+        """
         invalid = ~(torch.isfinite(logits) | hidden)
         if bool(invalid.any()):
             head, at = invalid.nonzero()[0, :2].tolist()
@@ -85,12 +72,11 @@ class AttentionSums:
         skip = max(self.first_query - start, 0)
         if skip >= len(hidden):
             return
-        weights, distance, hidden = block.weights[:, skip:], block.distance[skip:], hidden[skip:]
+        weights, distance, hidden = weights[:, skip:], distance[skip:], hidden[skip:]
         start += skip
         stop = start + weights.shape[1]
         queries = stop - start
         self.queries += queries
-        self.row_queries += queries
         for offset in range(OFFSETS):
             # Otherwise no query of the block has a key that far back.
             if start - low - offset > -queries:
