@@ -56,7 +56,7 @@ def opened(source: str) -> tuple[Any, Any]:
 
 def halves(file: str | None, tokenizer: Any) -> list[Any]:
     """Return the text to fit to and the text to compare on; for built-in text these are its own two parts."""
-    from rope_patch.evaluation.text import builtin_text
+    from rope_patch.evaluation.builtin_text import builtin_text
 
     if file is None:
         return [builtin_text("train"), builtin_text("heldout")]

@@ -130,10 +130,10 @@ def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
 
 def _evaluate(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, quick: bool) -> dict[str, Any]:
     """Return the losses of every window between doubling lengths [nats/token], and whether each prompt was answered."""
+    from rope_patch.evaluation.builtin_text import builtin_text
     from rope_patch.evaluation.documents import spread_windows
     from rope_patch.evaluation.perplexity import perplexity
     from rope_patch.evaluation.retrieval import retrieval
-    from rope_patch.evaluation.text import builtin_text
 
     target = cell.factor * trained
     edges = [0, *(trained * 2**i for i in range(cell.factor.bit_length()))]

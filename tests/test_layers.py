@@ -292,7 +292,7 @@ def test_a_public_name_is_no_module() -> None:
         ("patching.install", "from rope_patch.patching.locate import _unwrap", "_unwrap is private to patching.locate"),
         ("__init__", "import torch", "__init__ does no work at import"),
         ("theory", "from .methods import parse", "theory needs frequencies alone"),
-        ("kv_cache.cache", "from ..evaluation.text import builtin_text", "kv_cache stands above evaluation"),
+        ("kv_cache.cache", "from ..evaluation.builtin_text import builtin_text", "kv_cache stands above evaluation"),
         ("kv_cache.__init__", "from ..evaluation import text", "kv_cache stands above evaluation"),
         ("evaluation.compare", "from ..analysis.heads import Heads", "evaluation stands above analysis"),
         ("evaluation.compare", "from ..reports.comparison import write", "evaluation stands above reports"),

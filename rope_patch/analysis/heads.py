@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rope_patch.modeling.statistics import read_arrays, write_arrays
+from rope_patch.modeling.state_statistics import read_arrays, write_arrays
 
 SCHEMA = "heads 3"
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.modeling.statistics import Capture
+from rope_patch.modeling.state_statistics import Capture
 
 OUTLIER_RATIO = 5.0
 """A pair is an outlier above this multiple of the median radius, where no other one is given."""

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, encode, spread_windows
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, change_sentence
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.text import builtin_text
 from rope_patch.evaluation.window_losses import PerplexityResult
 from rope_patch.frequencies import unrotated
-from rope_patch.modeling.statistics import Capture, LayerCapture
+from rope_patch.modeling.state_statistics import Capture, LayerCapture
 from rope_patch.options.analyze import P_TOLERANCE
 from rope_patch.patching.install import patched
 from rope_patch.patching.verify import inspect_model

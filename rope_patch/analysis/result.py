@@ -12,7 +12,7 @@ from rope_patch.analysis.outliers import OutlierPair, outlier_pairs
 from rope_patch.analysis.p_sweep import Advice, SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
-from rope_patch.modeling.statistics import Capture
+from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 3

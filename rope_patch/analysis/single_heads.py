@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.inputs import token_rows
-from rope_patch.modeling.statistics import pairs_of
+from rope_patch.modeling.state_statistics import pairs_of
 from rope_patch.modeling.visit_states import visit_states
 
 

@@ -66,7 +66,7 @@ def _print(result: Any) -> None:
     """Print the facts about both tables side by side."""
     from rich.markup import escape
 
-    from rope_patch.evaluation.numbers import four_digits
+    from rope_patch.evaluation.number_format import four_digits
 
     shape = f"head_dim {2 * len(result.before)}, rope_theta {result.rope_theta:g}"
     title = f"{result.method}: {shape}, {result.trained_length} → {result.length} tokens"

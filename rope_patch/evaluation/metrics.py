@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import paired_means, paired_shares, ratio_of_sums
-from rope_patch.evaluation.numbers import number_text, percent, perplexity_text, relative
+from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
 from rope_patch.evaluation.retrieval import effective_prompts
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.window_losses import PerplexityResult

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_patch.evaluation.builtin_text import Corpus, builtin_text
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
 from rope_patch.evaluation.haystack import Haystack
@@ -24,7 +25,6 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.spec import check_tasks, tokens_to_read
-from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.evaluation.window_losses import PerplexityResult, with_beginnings
 from rope_patch.modeling.scoring import CacheFactory, name_of
 from rope_patch.options.evaluation import EvalSpec

@@ -11,7 +11,7 @@ from typing import Any
 from rope_patch.evaluation.compare import Comparison, Row, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence
-from rope_patch.evaluation.numbers import percent, perplexity_text, relative
+from rope_patch.evaluation.number_format import percent, perplexity_text, relative
 
 REACHED_SHARE = 0.5
 """A method reaches the target if it answers this share of what the unpatched model answers within its context."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from rope_patch.evaluation.builtin_text import Corpus, builtin_kind
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, spread_windows
-from rope_patch.evaluation.text import Corpus, builtin_kind
 
 VALIDATION_SHARE = 0.1
 """Share of the text, at its end, that is held out, so that the table is chosen on it."""

@@ -18,11 +18,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.chat import turns_of
 from rope_patch.evaluation.documents import documents
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.evaluation.text import builtin_text
 
 TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows", "first_choice")
 """What ``--metadata`` may set."""

@@ -17,7 +17,7 @@ from rope_patch.kv_cache.cache import recording_turns
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.modeling.statistics import pairs_of
+from rope_patch.modeling.state_statistics import pairs_of
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch.analysis.outliers import OUTLIER_RATIO
-from rope_patch.evaluation.numbers import percent
+from rope_patch.evaluation.number_format import percent
 from rope_patch.kv_evaluation.attention_errors import LayerErrors
-from rope_patch.modeling.statistics import Capture
+from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.captions import indices_text
 
 NAMED_SHARE = 2 / 3

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.scoring import model_hash
-from rope_patch.modeling.statistics import Capture
+from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import finite, key

@@ -10,7 +10,7 @@ from typing import Any
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, metric_name, verdict_of
-from rope_patch.modeling.statistics import Capture
+from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of

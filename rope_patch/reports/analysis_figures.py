@@ -11,7 +11,7 @@ from torch import Tensor
 from rope_patch.analysis.heads import LayerHeads
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
-from rope_patch.evaluation.numbers import number_text
+from rope_patch.evaluation.number_format import number_text
 from rope_patch.reports.analysis_tables import PLURAL_OF_ROLE
 from rope_patch.reports.layer_kinds import kinds
 from rope_patch.reports.page import Figure, figure_image

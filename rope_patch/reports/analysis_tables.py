@@ -11,7 +11,7 @@ from rope_patch.analysis.heads import SINK_DISTANCE, TYPE_SHARE, LayerHeads
 from rope_patch.analysis.outliers import OUTLIER_RATIO
 from rope_patch.analysis.result import Analysis
 from rope_patch.evaluation.metrics import METRICS, change_sentence
-from rope_patch.evaluation.numbers import four_digits, number_text, perplexity_text
+from rope_patch.evaluation.number_format import four_digits, number_text, perplexity_text
 from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Note
 
 PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}

@@ -10,7 +10,7 @@ from torch import Tensor
 from rope_patch.evaluation.compare import Column, Comparison
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS, value_text
-from rope_patch.evaluation.numbers import number_text
+from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.shown_answers import few_answers
 from rope_patch.evaluation.suite import EvalResult

@@ -16,7 +16,7 @@ from rope_patch.evaluation.metrics import (
     spans_at,
     value_text,
 )
-from rope_patch.evaluation.numbers import number_text, percent, relative
+from rope_patch.evaluation.number_format import number_text, percent, relative
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rope_patch.modeling.attention_layers import layers_text
-from rope_patch.modeling.statistics import Capture, LayerCapture
+from rope_patch.modeling.state_statistics import Capture, LayerCapture
 
 
 @dataclass(frozen=True)

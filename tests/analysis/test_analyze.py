@@ -23,7 +23,7 @@ from rope_patch.evaluation.metrics import PairedDifference
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
-from rope_patch.modeling.statistics import Capture
+from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.progress import listen
 
 ASSETS = Path(rope_patch.data_path("assets"))

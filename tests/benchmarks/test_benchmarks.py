@@ -18,7 +18,7 @@ import transformers
 from support.forks import forked
 
 import rope_patch
-from rope_patch.evaluation.text import builtin_text
+from rope_patch.evaluation.builtin_text import builtin_text
 
 pytest.importorskip("lm_eval")
 

@@ -11,9 +11,9 @@ import torch
 from support.prompting import TOKENIZER, bold
 from transformers import PreTrainedTokenizerFast
 
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.documents import Document, TokenDocument, documents, encode
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.text import builtin_text
 
 
 def read(source, **options):

@@ -12,11 +12,11 @@ from support.reference_recipe import recipe
 from support.subsets import examples
 from transformers import PreTrainedTokenizerFast
 
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.haystack import NOISE, Haystack
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.tasks.base import NOUNS
-from rope_patch.evaluation.text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAKERS = {task: PromptMaker(TOKENIZER, hay_of(task)) for task in TASKS}

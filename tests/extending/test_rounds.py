@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.prompting import HAY, TOKENIZER
 
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.evaluation.text import builtin_text
 from rope_patch.extending.round_sizes import Round, rounds_cost, rounds_of, rounds_within
 from rope_patch.options.evaluation import EvalSpec
 

@@ -6,7 +6,7 @@ import pytest
 from support.fits import TEXT, candidate
 from support.prompting import TOKENIZER
 
-from rope_patch.evaluation.text import builtin_kind, builtin_text
+from rope_patch.evaluation.builtin_text import builtin_kind, builtin_text
 from rope_patch.fitting.candidates import best
 from rope_patch.fitting.texts import second_domain, split_text
 

@@ -38,9 +38,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 import rope_patch
 from rope_patch import PatchError
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.text import builtin_text
 from rope_patch.harness import tasks as lm_eval_tasks
 from rope_patch.harness.model import METHOD_PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents

@@ -6,8 +6,8 @@ import pytest
 from lm_eval.api.instance import Instance
 
 import rope_patch
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.documents import documents
-from rope_patch.evaluation.text import builtin_text
 from rope_patch.harness.model import RopePatchLM
 
 LLAMA = str(rope_patch.data_path("assets") / "llama")

@@ -21,7 +21,7 @@ from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.evaluation.metrics import PairedDifference
-from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
+from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures, analysis_tables
 from rope_patch.reports.analysis_tables import token_text

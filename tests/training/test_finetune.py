@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
-from rope_patch.evaluation.text import builtin_text
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.runtime.folders import locked_output
 from rope_patch.training import finetune as module

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rope_patch.evaluation.text import builtin_text
+from rope_patch.evaluation.builtin_text import builtin_text
 
 SPLITS = ("train", "heldout", "haystack")
 
@@ -40,7 +40,7 @@ def test_language_topics_docstrings_and_source_are_all_there():
 
 
 def test_the_corpus_is_the_same_in_each_process():
-    code = f"from rope_patch.evaluation.text import builtin_text as t; print(*(t(s).sha256 for s in {SPLITS}))"
+    code = f"from rope_patch.evaluation.builtin_text import builtin_text as t; print(*(t(s).sha256 for s in {SPLITS}))"
     spoken = {"args": [sys.executable, "-c", code], "stdout": subprocess.PIPE}
     processes = [subprocess.Popen(**spoken, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2")]
     one, other = (process.communicate(timeout=60)[0].split() for process in processes)
