@@ -53,7 +53,7 @@ def older_tables(root: Path) -> dict[str, Any]:
             continue
         tables = {}
         for name, module in model.named_modules():
-            if hasattr(module, "original_inv_freq"):
+            if hasattr(module, "original_inv_freq") and "vision" not in name:
                 local = "sliding" in name or name.endswith("local")
                 tables["sliding_attention" if local else "full_attention"] = (
                     module.inv_freq.tolist(),
@@ -95,28 +95,52 @@ def _turned(mx: Any, rope: Any) -> tuple[list[float], float]:
 def folders(root: Path, families: Iterable[str] = ()) -> Iterator[Path]:
     """Write the folders that are read, of all families or of some, and yield each."""
     import engine_tables
+
+    for family in families or engine_tables.FAMILIES:
+        for folder in _of_family(family, root):
+            yield folder
+            if family in MULTIMODAL:
+                outer, architecture = MULTIMODAL[family]
+                text = json.loads((folder / "config.json").read_text())
+                text.pop("rope_patch", None)  # which names the modules of the text model
+                whole = {"model_type": outer, "architectures": [architecture], "text_config": text, **VISION}
+                yield _written(root / folder.name.replace(family, outer), whole)
+
+
+MULTIMODAL = {
+    "gemma3_text": ("gemma3", "Gemma3ForConditionalGeneration"),
+    "gemma4_text": ("gemma4", "Gemma4ForConditionalGeneration"),
+}
+"""The model type and the architecture of the multimodal checkpoints that hold text models of a family."""
+VISION = {
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+}
+
+
+def _of_family(family: str, root: Path) -> Iterator[Path]:
+    """Write the folders of a family, and yield each."""
+    import engine_tables
     from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.engines import export
 
-    for family in families or [name for name in engine_tables.FAMILIES if name != "gemma4_text"]:
-        base = engine_tables.checkpoint(family, root / f"{family}-base")
-        yield base
-        methods = engine_tables.METHODS[:-1] if family in ("llama", "gemma3_text") else engine_tables.METHODS[:-1:3]
-        for number, name in enumerate(methods):
-            try:
-                method = engine_tables.method_of(name, base)
-                patch_folder(base, method, root / f"{family}-{number}", target_length=engine_tables.TARGET)
-                yield root / f"{family}-{number}"
-                if number % 3 == 1:
-                    for to in ("vllm", "sglang") if family == "olmo3" else ("vllm",):
-                        out = root / f"{family}-{number}-{to}"
-                        export(base, out, to=to, method=method, target_length=engine_tables.TARGET)
-                        yield out
-            except ValueError:
-                continue
-        for name, change in changes(family).items():
-            config = json.loads((base / "config.json").read_text())
-            yield _written(root / f"{family}-{name}", change(config))
+    base = engine_tables.checkpoint(family, root / f"{family}-base")
+    yield base
+    methods = engine_tables.METHODS[:-1] if family in ("llama", "gemma3_text") else engine_tables.METHODS[:-1:3]
+    for number, name in enumerate(methods):
+        try:
+            method = engine_tables.method_of(name, base)
+            patch_folder(base, method, root / f"{family}-{number}", target_length=engine_tables.TARGET)
+            yield root / f"{family}-{number}"
+            if number % 3 == 1:
+                for to in ("vllm", "sglang") if family == "olmo3" else ("vllm",):
+                    out = root / f"{family}-{number}-{to}"
+                    export(base, out, to=to, method=method, target_length=engine_tables.TARGET)
+                    yield out
+        except ValueError:
+            continue
+    for name, change in changes(family).items() if family != "gemma4_text" else ():
+        config = json.loads((base / "config.json").read_text())
+        yield _written(root / f"{family}-{name}", change(config))
 
 
 def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
@@ -342,6 +366,9 @@ def main() -> None:
     parser.add_argument("program", nargs="?")
     parser.add_argument("--python", type=Path, help="of an environment with transformers 4.57.1, or mlx-lm")
     parser.add_argument("--sources", type=Path, help="a checkout of llama.cpp")
+    parser.add_argument(
+        "--families", nargs="*", default=(), help="whose rows replace those of the report; by default all"
+    )
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "reading_rules.json")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -361,7 +388,7 @@ def main() -> None:
     logging.set_verbosity_error()
     program, older = str(given.program), {}
     with tempfile.TemporaryDirectory() as scratch:
-        written = list(folders(Path(scratch)))
+        written = list(folders(Path(scratch), given.families))
         if given.python is not None:
             asked = [given.python, __file__, program, "--read", scratch]
             asked += [] if given.sources is None else ["--sources", given.sources]
@@ -375,6 +402,9 @@ def main() -> None:
             print("  ", name, row)
     report = json.loads(given.output.read_text()) if given.output.exists() else {}
     versions = {name: environment()[name] for name in ("transformers", "torch", "rope_patch")}
+    if given.families:
+        rows = report[program]["rows"] | rows
+        counts = Counter(row["verdict"] for row in rows.values())
     report[program] = {"version": PROGRAMS[program].version, "environment": versions, "counts": counts, "rows": rows}
     given.output.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
 

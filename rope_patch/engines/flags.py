@@ -5,9 +5,9 @@ in ``rules``, builds the very tables of the method from; anything else is refuse
 its option, and where that was read:
 
 - vLLM 0.33.0, ``--hf-overrides``: ``config/model.py``, ``_apply_dict_overrides`` sets a dictionary in the place of
-  the old one. ``--max-model-len``: the context.
+  the old one, and ``_update_nested`` merges those of ``text_config``. ``--max-model-len``: the context.
 - SGLang 0.5.23, ``--json-model-override-args``: ``srt/utils/hf_transformers/config.py`` merges ``rope_parameters`` into
-  what the config has. ``--context-length``: the context.
+  what the config has, and those of ``text_config`` take the place of the old. ``--context-length``: the context.
 - llama.cpp 0c1e57098, ``--rope-scaling``, ``--rope-scale``, ``--rope-freq-base``, ``--yarn-orig-ctx``,
   ``--yarn-beta-fast``, ``--yarn-beta-slow``, ``--ctx-size``: ``common/arg.cpp``. ``--yarn-attn-factor`` is overwritten
   in ``src/llama-context.cpp`` where YaRN is on. ``--override-kv``: a prompt gets no more than the context that the file
@@ -31,6 +31,7 @@ from rope_patch.engines.encodings import config_keys, with_context
 from rope_patch.engines.folders import read_tables
 from rope_patch.engines.program_contexts import other_contexts
 from rope_patch.engines.program_readings import PROGRAMS, StatedConfig, reading_of
+from rope_patch.engines.program_rules import SHARE
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
@@ -101,6 +102,16 @@ class PatchedCheckpoint:
             keys |= dict.fromkeys(other_contexts(self.stated.complete), self.context)
         return {key: value for key, value in keys.items() if value is not None}
 
+    @property
+    def multimodal(self) -> bool:
+        """Whether the keys of the table stand in the ``text_config`` of the checkpoint."""
+        return self.stated.outer_type != self.stated.model_type
+
+    def option(self, name: str, settings: Mapping[str, Any]) -> str:
+        """Return an option that states settings, which reach the text config."""
+        placed = {"text_config": settings} if self.multimodal else settings
+        return f"{name} {shlex.quote(json.dumps(placed, sort_keys=True))}"
+
     def shown_by(self, program: str, settings: Mapping[str, Any]) -> str:
         """Return how it is known that a program computes the tables from the config with these settings.
 
@@ -119,7 +130,8 @@ class PatchedCheckpoint:
                 raise ValueError(f"{name} would compute another table: {'; '.join(built.reasons)}")
         if reading.unverified is not None:
             return f"{UNVERIFIED}: {reading.unverified}"
-        return f"{name}: what it makes of these keys was compared with its code (benchmarks/reading_rules.py)"
+        compared = f"{name}: what it makes of these keys was compared with its code (benchmarks/reading_rules.py)"
+        return f"{compared}; how they get into text_config was read in its source" if self.multimodal else compared
 
 
 def flags(
@@ -140,8 +152,7 @@ def flags(
         layer_types: the layer types whose tables are patched; by default full attention.
 
     Raises:
-        ValueError: the program is unknown, its options cannot express a table, or they do not reach the config (of a
-            multimodal checkpoint), with the reason.
+        ValueError: the program is unknown, or its options cannot express a table, with the reason.
         OSError: there is nothing that can be read.
     """
     if program not in WRITERS:
@@ -152,12 +163,6 @@ def flags(
     if locate(model).record is not None:
         raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
     whole = {} if is_gguf(source) else config_json(source)
-    if program != "llama.cpp" and isinstance(whole.get("text_config"), dict):
-        raise ValueError(
-            f"{source} is a {whole.get('model_type')} checkpoint, whose rotary table is stated in its text_config: "
-            f"keys that {program} sets on the whole config would change nothing. rope-patch apply {source} METHOD "
-            "-o FOLDER writes a patched folder, and rope-patch doctor FOLDER says which programs read it"
-        )
     before = locate(model).config.to_dict()  # now, since the patch changes the config
     patch = apply(model, method, target_length=target_length, layer_types=layer_types)
     config = locate(model).config
@@ -166,11 +171,16 @@ def flags(
     tables = with_context(read_tables(model), target_length or max(reach, int(config.max_position_embeddings)))
     stated = StatedConfig(
         model_type=str(config.model_type),
-        outer_type=str(model.config.model_type),
+        outer_type=str(whole.get("model_type", config.model_type)),  # of Qwen3.5 the text model alone is built
         raw=text_part(whole),
         complete=before,
         tables={table.layer_type: table for table in tables},
     )
+    if stated.outer_type != stated.model_type and program != "llama.cpp" and "text_config" not in whole:
+        raise ValueError(
+            f"{source} is a {stated.outer_type} checkpoint without a text_config: where {program} would take the keys "
+            f"of its rotary table is not known. rope-patch apply {source} METHOD -o FOLDER writes a patched folder"
+        )
     written = WRITERS[program](PatchedCheckpoint(str(source), model, tables, stated))
     return replace(written, notes=(*written.notes, *about_two_tables(patch.record)))
 
@@ -179,29 +189,39 @@ def flags(
 
 
 def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
-    settings = checkpoint.settings(everywhere=True)
-    shown = checkpoint.shown_by("vllm", settings)
-    lines = (f"--hf-overrides {_quoted(settings)}", f"--max-model-len {checkpoint.context}")
+    settings, before = checkpoint.settings(everywhere=True), checkpoint.stated.complete["rope_parameters"]
+    parameters = settings["rope_parameters"]
+    if checkpoint.multimodal:  # what it finds in text_config is merged into the old dictionaries
+        for kind in checkpoint.stated.tables:
+            new, old = (parameters, before) if kind is None else (parameters[kind], before[kind])
+            if SHARE in old:
+                new.setdefault(SHARE, 1.0)
+        parameters = _merged(before, parameters)
+    shown = checkpoint.shown_by("vllm", settings | {"rope_parameters": parameters})
+    lines = (checkpoint.option("--hf-overrides", settings), f"--max-model-len {checkpoint.context}")
     return Flags("vllm", lines, settings, checkpoint.tables, shown)
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dictionary with the keys of another set in it, dictionary by dictionary."""
+    inner = {key: _merged(old.get(key) or {}, value) for key, value in new.items() if isinstance(value, Mapping)}
+    return {**old, **new, **inner}
 
 
 def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
     stated, settings = checkpoint.stated, checkpoint.settings(everywhere=True)
-    check_version("sglang", stated.model_type, checkpoint.tables)
-    own = "rope_parameters"
+    own, before = "rope_parameters", stated.complete["rope_parameters"]
+    if checkpoint.multimodal:  # there, what it finds in text_config takes the place of the old
+        before = {}
+    else:
+        check_version("sglang", stated.model_type, checkpoint.tables)
     if stated.model_type in ENGINES["sglang"].one_base:  # it reads the scaling and base of full attention here
         own, parameters = "rope_scaling", settings.pop("rope_parameters")
         settings[own] = parameters["full_attention"]
         before = stated.raw.get(own) or {}
-    else:
-        before = stated.complete[own]
     shown = checkpoint.shown_by("sglang", settings | {own: before | settings[own]})
-    lines = (f"--json-model-override-args {_quoted(settings)}", f"--context-length {checkpoint.context}")
+    lines = (checkpoint.option("--json-model-override-args", settings), f"--context-length {checkpoint.context}")
     return Flags("sglang", lines, settings, checkpoint.tables, shown)
-
-
-def _quoted(settings: Mapping[str, Any]) -> str:
-    return shlex.quote(json.dumps(settings, sort_keys=True))
 
 
 def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:

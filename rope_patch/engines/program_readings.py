@@ -34,12 +34,15 @@ class Program:
         version: the version whose code was compared.
         families: the model types on which it was compared.
         note: a remark on the version that a reader should know.
+        multimodal: the model types of multimodal checkpoints whose ``text_config`` it reads as the same config alone;
+            of vLLM and SGLang this was read in their source, of the others it was compared.
     """
 
     name: str
     version: str
     families: frozenset[str]
     note: str = ""
+    multimodal: frozenset[str] = frozenset()
 
 
 _OLDER = {
@@ -63,18 +66,25 @@ _NO_KEYS = ("gemma", "gemma2")
 _CONVERTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "olmo3", *_NO_KEYS})
 
 PROGRAMS: dict[str, Program] = {
-    "transformers-4": Program("transformers 4", "4.57.1", frozenset(_OLDER)),
+    "transformers-4": Program("transformers 4", "4.57.1", frozenset(_OLDER), multimodal=frozenset({"gemma3"})),
     "vllm": Program(
         "vLLM",
         ENGINES["vllm"].version,
         ENGINES["vllm"].reads,
         "after PR #56446, which made it obey attention_factor, mscale and mscale_all_dim of YaRN (from 0.30.0 on)",
+        frozenset({"gemma3", "gemma4"}),
     ),
     "sglang": Program(
-        "SGLang", ENGINES["sglang"].version, ENGINES["sglang"].reads, "with transformers 5.19, which it asks for"
+        "SGLang",
+        ENGINES["sglang"].version,
+        ENGINES["sglang"].reads,
+        "with transformers 5.19, which it asks for",
+        frozenset({"gemma3"}),
     ),
     "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "through its own converter, convert_hf_to_gguf.py"),
-    "mlx": Program("MLX", "0.32.2", frozenset({*_OLDER, "gemma4_text"}), "the package mlx-lm"),
+    "mlx": Program(
+        "MLX", "0.32.2", frozenset({*_OLDER, "gemma4_text"}), "the package mlx-lm", frozenset({"gemma3", "gemma4"})
+    ),
 }
 """The programs whose reading is known, by the name that ``rope-patch doctor --for`` takes."""
 
@@ -147,9 +157,9 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         stated: the config that the program reads.
     """
     known = PROGRAMS[program]
-    if stated.outer_type != stated.model_type:
-        return Reading(unverified=f"{stated.outer_type} checkpoints were not compared, {stated.model_type} alone was")
-    refused = ENGINES[program].refused.get(stated.model_type) if program in ENGINES else None
+    if stated.outer_type not in (stated.model_type, *known.multimodal):
+        return Reading(unverified=f"its code for {stated.outer_type} checkpoints was not compared")
+    refused = ENGINES[program].refused.get(stated.outer_type) if program in ENGINES else None
     if refused:
         return Reading(refused=refused)
     if stated.model_type not in known.families:
@@ -363,6 +373,8 @@ def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
     written = raw.get("rope_parameters")
     if family == "gemma4_text":  # its own defaults are those of transformers
         parameters = written.get(kind, {}) if written else stated.parameters(kind)
+        # transformers 5 saves no global_head_dim, but a per_layer_config.
+        head_dim = raw.get("head_dim") or 256 if kind == SLIDING else raw.get("global_head_dim") or 512
         return _mlx_rope(stated, {"rope_theta": 1e4, **parameters}, head_dim, [])
     if missing := _MLX_NEEDS.get(family, set()) - set(raw):
         raise RefusesError(f"it fails on a config.json without {' and '.join(sorted(missing))} at its top")

@@ -17,7 +17,7 @@ from support.commands import invoke, run
 from support.gguf_files import write_toy
 from support.patches import patched_model
 from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, GraniteConfig, Olmo3Config, PhiConfig
 
 import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
@@ -367,6 +367,18 @@ def test_olmo_3_is_exported_to_sglang_with_one_base(tmp_path):
             export(base, tmp_path / "no", to="sglang", method=method, layer_types=kinds)
 
 
+def test_the_text_config_of_a_multimodal_checkpoint_is_read(tmp_path):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    text = tiny_model("gemma3").config.to_dict()
+    text["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
+    Gemma3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path / "whole")
+    read = {name: rows(tmp_path / "whole", name)["full_attention"].verdict for name in PROGRAMS}
+    assert (read["vllm"], read["sglang"], read["llama.cpp"]) == ("agrees", "agrees", "unverified")
+    assert (read["transformers-4"], read["mlx"]) == ("differs", "differs")
+    fix = rows(tmp_path / "whole", "transformers-4")["full_attention"].fix
+    assert fix == f"rope-patch export {tmp_path / 'whole'} --to hf -o FOLDER"
+
+
 def test_a_family_that_was_not_compared_is_unverified(tmp_path):
 
     AutoModelForCausalLM.from_config(GraniteConfig(**SIZE)).save_pretrained(tmp_path / "granite")
@@ -415,3 +427,4 @@ def test_the_rules_are_those_of_the_report():
         compared = {family.partition("-")[0] for family, row in outcomes.items() if row["verdict"] == "equal"}
         assert {row["verdict"] for row in outcomes.values()} <= {"equal", "unverified", "not read by transformers 5"}
         assert compared >= program.families - {"gemma4_text"}
+        assert name in ("vllm", "sglang") or compared >= program.multimodal

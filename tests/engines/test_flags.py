@@ -10,7 +10,7 @@ import torch
 from support.commands import fail, run
 from support.gguf_files import write_toy
 from support.tiny import SIZE, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Olmo3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma4Config, Olmo3Config, Qwen3_5Config
 
 import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
@@ -174,10 +174,50 @@ def test_a_share_that_sglang_does_not_see_is_refused(tmp_path):
         flags(tmp_path / "phi3", "pi:factor=4", "sglang", target_length=256)
 
 
-@pytest.mark.parametrize("program", ["vllm", "sglang"])
-def test_a_multimodal_config_that_keys_at_the_top_do_not_reach_is_refused(program, tmp_path):
+def multimodal(folder, family="gemma3"):
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    Gemma3Config(text_config=tiny_model("gemma3").config.to_dict(), vision_config=vision).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="text_config"):
-        flags(tmp_path, "yarn:factor=4", program, target_length=256)
-    assert flags(tmp_path, "yarn:factor=4", "llama.cpp", target_length=256).settings["--rope-scale"] == 4.0
+    whole = {"gemma3": Gemma3Config, "gemma4": Gemma4Config}[family]
+    whole(text_config=tiny_model(family).config.to_dict(), vision_config=vision).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("method", ["yarn:factor=4", "p_rope:p=0.5"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_options_of_vllm_reach_the_text_config_of_a_multimodal_checkpoint(family, method, tmp_path):
+    """vLLM 0.33.0 merges what stands there into the dictionaries of the config (``ModelConfig._update_nested``)."""
+    replaced = f"{method}:replace_scaling=true" if (family, method[:4]) == ("gemma4", "yarn") else method
+    written = flags(multimodal(tmp_path, family), replaced, "vllm", target_length=256)
+    assert written.shown_by.startswith("vLLM 0.33.0")
+    stated = json.loads(option(written.lines, "--hf-overrides"))
+    assert list(stated) == ["text_config"]
+    config = AutoConfig.from_pretrained(tmp_path).text_config
+    for key, value in stated["text_config"].items():
+        setattr(config, key, merged(getattr(config, key), value) if isinstance(value, dict) else value)
+    assert_same(read_by_transformers(config), expected(replaced, family))
+
+
+def merged(old, new):
+    return old | {key: merged(old.get(key, {}), each) if isinstance(each, dict) else each for key, each in new.items()}
+
+
+def test_options_of_sglang_replace_the_tables_of_a_text_config(tmp_path):
+    written = flags(multimodal(tmp_path), "yarn:factor=4", "sglang", target_length=256)
+    stated = json.loads(option(written.lines, "--json-model-override-args"))["text_config"]
+    config = AutoConfig.from_pretrained(tmp_path).text_config
+    config.update(stated)
+    assert_same(read_by_transformers(config), expected("yarn:factor=4", "gemma3"))
+
+
+@pytest.mark.parametrize("program", OPTIONS)
+def test_what_was_not_compared_on_a_multimodal_checkpoint_is_unverified(program, tmp_path):
+    """transformers builds the text model alone of Qwen3.5, and its table is stated in text_config all the same."""
+    layers = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 8}
+    Qwen3_5Config(text_config={**SIZE, **layers, "linear_value_head_dim": 8}).save_pretrained(tmp_path)
+    written = flags(tmp_path, "yarn:factor=4", program, target_length=256)
+    assert written.shown_by.startswith("unverified")
+    assert list(json.loads(option(written.lines, OPTIONS[program][0]))) == ["text_config"]
+
+
+def test_options_of_llama_cpp_need_no_text_config(tmp_path):
+    written = flags(multimodal(tmp_path), "yarn:factor=4", "llama.cpp", target_length=256)
+    assert written.settings["--rope-scale"] == 4.0
