@@ -272,13 +272,13 @@ def test_a_run_that_made_things_worse_says_so(tmp_path):
 @pytest.mark.slow
 def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     """Scores are scripted: the second evaluation is the best, then two are worse."""
-    scores, weights, stock = iter([0.3, 0.9, 0.5, 0.4]), [], module.measure
+    scores, weights, stock = iter([0.3, 0.9, 0.5, 0.4]), [], module.evaluate_model
 
     def watched(suite, model):
         weights.append(next(p.clone() for n, p in model.named_parameters() if "lora_B" in n))
         return stock(suite, model)
 
-    monkeypatch.setattr(module, "measure", watched)
+    monkeypatch.setattr(module, "evaluate_model", watched)
     monkeypatch.setattr(module, "metrics", lambda result: {"score": next(scores)})
     words = ("evaluation.every=1", "evaluation.before=false", "train.keep=1", "evaluation.lengths=128")
     result = finetune(options(tmp_path, *words))
