@@ -44,15 +44,15 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True)
 class Flags:
-    """The options by which a program runs a checkpoint under a method.
+    """The options with which a program runs a checkpoint under a method.
 
     Attributes:
         program: the program, a key of :data:`WRITERS`.
-        lines: the options for its command line.
+        lines: the options for the program's command line.
         settings: the settings that these options state, parsed.
-        tables: the tables that the program computes with them.
-        shown_by: the way in which this was checked; ``"unverified"`` where the program itself was not run.
-        notes: further remarks for the user, a sentence each.
+        tables: the tables that the program computes with these options.
+        shown_by: the way in which this was checked; ``"unverified"`` if the program itself was not run.
+        notes: further sentences for the user.
     """
 
     program: str
@@ -63,7 +63,7 @@ class Flags:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, for JSON; the tables by layer type and hash."""
+        """Return everything as a dict for JSON, with the layer type and hash of each table."""
         return {
             "program": self.program,
             "lines": list(self.lines),
@@ -76,11 +76,11 @@ class Flags:
 
 @dataclass(frozen=True)
 class PatchedCheckpoint:
-    """A method on a checkpoint, before any program states it.
+    """A checkpoint under a method, for which a program's options are written.
 
     Attributes:
         source: the folder, hub id or GGUF file of the checkpoint.
-        model: its model without weights, patched.
+        model: the patched model, without weights.
         tables: the tables of the method, over the context that it reaches.
         stated: the config as it was, with the new tables.
     """

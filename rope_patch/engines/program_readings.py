@@ -1,10 +1,10 @@
-"""What each program makes of a whole checkpoint config: a table, a factor and a context for each layer type.
+"""Compute the table, attention factor and context of each layer type that programs read from a whole checkpoint config.
 
-A program reads the config in its own way before it builds a table: transformers 4 from keys at the top, vLLM and SGLang
-from what transformers 5 completes, llama.cpp from what its converter writes into a GGUF file; and some model classes
-leave things out. Only families on which that was compared with the program's own code have a rule; for any other, a
-program is "unverified", and nothing is guessed. These are functions of dictionaries, without models;
-:mod:`~rope_patch.engines.program_rules` builds the tables.
+A program reads the config in its own way before it builds a table: transformers 4 reads keys at the top, vLLM and
+SGLang the config that transformers 5 completes, and llama.cpp the keys that its converter writes into a GGUF file. Some
+model classes leave things out. There are rules only for families on which they were compared with the program's own
+code; on any other family a program is "unverified", and nothing is guessed. These are functions of dictionaries,
+without models; :mod:`~rope_patch.engines.program_rules` builds the tables.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _OLDER = {
     "stablelm": (1e4, 0.25),
     "gpt_neox": (1e4, 0.25),
 }
-"""The base and the share of a head that transformers 4.57.1 takes where a config states none."""
+"""The base and the rotated share of a head that transformers 4.57.1 uses if a config states none, by model type."""
 
 _PHI3_CONTEXT = 4096
-"""``original_max_position_embeddings`` of a Phi-3 whose config.json states none, in transformers 4 [tokens]."""
+"""``original_max_position_embeddings`` that transformers 4 uses for a Phi-3 whose config.json states none [tokens]."""
 
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What llama.cpp's converter takes where a config leaves it out."""
+"""The parameters of llama3 that llama.cpp's converter and mlx-lm use if a config leaves them out."""
 
 _NO_KEYS = ("gemma", "gemma2")
-"""Families whose converter in llama.cpp writes nothing of the table, not even its base."""
+"""Families for which llama.cpp's converter writes no key of the table, not even its base."""
 
 _CONVERTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "olmo3", *_NO_KEYS})
 
@@ -113,7 +113,7 @@ class StatedConfig:
         return next(iter(self.tables.values())).max_position_embeddings
 
     def head_dim(self, kind: str | None) -> int:
-        """Return the features of a head, of Gemma 4 by layer type."""
+        """Return the number of features of a head, which in Gemma 4 depends on the layer type."""
         if self.model_type == "gemma4_text":
             return self.tables[kind].rotary_dim
         stated = self.complete.get("head_dim")
@@ -126,7 +126,7 @@ class StatedConfig:
 
     @property
     def whole_context(self) -> StatedContext:
-        """What the whole config says of its context."""
+        """The statements of the whole config about its context."""
         original = self.complete.get("original_max_position_embeddings")
         every = tuple(self.parameters(kind) for kind in self.tables)
         return StatedContext(
@@ -136,12 +136,12 @@ class StatedConfig:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a program makes of a config.
+    """The reading of a config by a program.
 
     Attributes:
-        tables: the tables that the program builds, by layer type; empty where it refuses the config or is not verified.
-        refused: the reason why it raises; None where it does not.
-        unverified: the reason why nothing is known; None where something is.
+        tables: the tables that the program builds, by layer type; empty if it refuses the config or is not verified.
+        refused: the reason why the program fails on the config; None if it does not.
+        unverified: the reason why it is not known what the program computes; None if it is known.
     """
 
     tables: Mapping[str | None, Built] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Reading:
 
 
 def reading_of(program: str, stated: StatedConfig) -> Reading:
-    """Return what a program computes from a config.
+    """Return the reading of a config by a program.
 
     Args:
         program: the program, a key of :data:`PROGRAMS`.
@@ -214,7 +214,7 @@ def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
 
 
 _TOP_SHARE = ("llama", "mistral", "phi3", "phi", "stablelm")
-"""Families on which SGLang rotates a share of a head, which it looks for at the top of config.json alone."""
+"""Families on which SGLang can rotate a share of a head, which it reads only at the top of config.json."""
 
 
 def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
@@ -298,7 +298,7 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
 def _at_the_top(
     raw: Mapping[str, Any], family: str, kind: str | None, base: float, share: float
 ) -> tuple[Any, float, list[str]]:
-    """Return the base and the share that stand at the top of config.json or are the default, and what goes unread."""
+    """Return the base and the share at the top of config.json, or their defaults, and sentences on keys not read."""
     # GPT-NeoX has names of its own for the base and the share.
     names = ("rotary_emb_base", "rotary_pct") if family == "gpt_neox" else ("rope_theta", SHARE)
     if family == "gemma3_text" and kind == SLIDING:
@@ -319,7 +319,7 @@ def _at_the_top(
 
 
 _TYPE_WINS = ("llama", "qwen2", "qwen3", "phi", "stablelm", "gpt_neox")
-"""Families on which transformers 4 obeys ``type`` where ``rope_type`` is there, too."""
+"""Families on which transformers 4 obeys ``type`` even if ``rope_type`` is there, too."""
 
 _OLDER_KEYS = {
     "linear": {"factor"},
