@@ -376,6 +376,8 @@ def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
         # transformers 5 saves no global_head_dim, but a per_layer_config.
         head_dim = raw.get("head_dim") or 256 if kind == SLIDING else raw.get("global_head_dim") or 512
         return _mlx_rope(stated, {"rope_theta": 1e4, **parameters}, head_dim, [])
+    if family in ("qwen2", "phi3", "phi", "stablelm", "gpt_neox"):  # which read no head_dim
+        head_dim = stated.complete["hidden_size"] // stated.complete["num_attention_heads"]
     if missing := _MLX_NEEDS.get(family, set()) - set(raw):
         raise RefusesError(f"it fails on a config.json without {' and '.join(sorted(missing))} at its top")
     if family == "qwen3" and written:
