@@ -35,10 +35,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.evaluation.builtin_text import builtin_text
 
 VOCABULARY = 1024
 LENGTH = 256
