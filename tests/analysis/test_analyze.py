@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import invoke
+from support.commands import invoke, run
 from support.subsets import full
 from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -161,14 +161,14 @@ def test_advice_takes_the_smallest_p_that_is_significantly_below_the_tolerance()
 
 def test_the_public_function_reads_a_text_or_several_by_name(tokenizer):
     model = small()
-    named = run(model, tokenizer, p_values=[])
+    named = analyzed(model, tokenizer, p_values=[])
     assert named.rows.name == "one, two" and set(named.rows.groups) == set(TEXTS)
     single = rope_patch.analyze(model, tokenizer, TEXTS["one"], window=64, tokens=128, p_values=[])
     assert single.capture.rows == 2 and single.p_sweep == ()
     assert rope_patch.inspect(model).record is None
 
 
-def run(model, tokenizer, *, resume=None, **chosen):
+def analyzed(model, tokenizer, *, resume=None, **chosen):
     return rope_patch.analyze(model, tokenizer, TEXTS, window=64, tokens=256, resume=resume, **chosen)
 
 
@@ -177,7 +177,7 @@ def test_every_part_is_there(tokenizer, family):
     progress, announced = [], []
     model = small(family, **({"vocab_size_per_layer_input": 1024} if family == "gemma4" else {}))
     with listen(lambda stage, tokens: progress.append((stage, tokens)), on_more=announced.append):
-        result = run(model, tokenizer, p_values=[0.5])
+        result = analyzed(model, tokenizer, p_values=[0.5])
     out = json.loads(result.to_json())
     assert len(out["heads"]) == sum(layer.query.heads for layer in result.capture.layers)
     assert out["findings"] == findings(result) and findings(result)[-1] == result.advice.reason
@@ -196,15 +196,15 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with listen(stop), pytest.raises(KeyboardInterrupt):
-        run(model, tokenizer, resume=tmp_path)
+        analyzed(model, tokenizer, resume=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"capture.npz", "finished.jsonl"}
     calls = []
     monkeypatch.setattr(engine, "capture", lambda *a, **k: calls.append(a) or capture(*a, **k))
-    result = run(model, tokenizer, resume=tmp_path)
+    result = analyzed(model, tokenizer, resume=tmp_path)
     first = Capture.from_npz(tmp_path / "capture.npz")
     assert not calls and torch.equal(result.capture.layers[0].key.mean, first.layers[0].key.mean)
     with rope_patch.patched(model, "nope"):  # another table is measured anew
-        run(model, tokenizer, resume=tmp_path)
+        analyzed(model, tokenizer, resume=tmp_path)
     assert len(calls) == 1
 
 
@@ -221,7 +221,7 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
 )
 def test_bad_input_is_refused_before_anything_is_written(tokenizer, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        run(small(), tokenizer, resume=tmp_path / "out", **options)
+        analyzed(small(), tokenizer, resume=tmp_path / "out", **options)
     assert not list(tmp_path.rglob("*.npz"))
 
 
@@ -257,25 +257,21 @@ def folder(tmp_path_factory, tokenizer):
     return path
 
 
-def command(*arguments):
-    result = invoke("analyze", *map(str, arguments))
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 def test_the_command_writes_what_it_says(folder, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text(TEXT)
     (tmp_path / "b.md").write_text(TEXT[1000:])
     given = ("--text", texts, "--text", tmp_path / "b.md", "--window", "64", "--tokens", "256", "--p", "0.5")
-    command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out")
+    run("analyze", folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out")
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written >= {"analysis.json", "capture.npz", "heads.npz", "analysis.html"}
     out = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
     assert {head["layer"] for head in out["heads"]} == {1}
-    again = command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out", "--no-report", "--json")
+    again = run(
+        "analyze", folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out", "--no-report", "--json"
+    )
     assert json.loads(again) == out
 
 
@@ -285,15 +281,17 @@ def test_damaged_parts_are_measured_again(folder, tmp_path, damage):
     texts = tmp_path / "a.txt"
     texts.write_text(TEXT)
     given = (folder, "--text", texts, "--window", "64", "--tokens", "128", "--p", "", "--no-report", "--json")
-    whole = command(*given, "-o", tmp_path / "out")
+    whole = run("analyze", *given, "-o", tmp_path / "out")
     other = tmp_path / "out" / "heads.npz"
     (tmp_path / "out" / "capture.npz").write_bytes(other.read_bytes() if damage is None else damage)
-    assert command(*given, "-o", tmp_path / "out") == whole
+    assert run("analyze", *given, "-o", tmp_path / "out") == whole
 
 
 def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
     (tmp_path / "a.txt").write_text("abc def")
-    out = command(folder, "--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out")
+    out = run(
+        "analyze", folder, "--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out"
+    )
     assert json.loads(out, parse_constant=pytest.fail)["advice"]["p"] is None
 
 

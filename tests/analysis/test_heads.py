@@ -246,12 +246,6 @@ def test_a_fixed_distance_is_not_taken_for_induction():
         assert not any("induction" in layer.head_types(head) for head in range(4))
 
 
-def test_even_attention_to_one_token_over_and_over_is_no_induction():
-    layer = measure_heads(model_of("llama"), torch.full((40,), 5)).layer(1)
-    assert float(layer.induction_mass.min()) > 0.7 and float(layer.induction_chance) > 0.9
-    assert [layer.head_types(head) for head in range(4)] == [()] * 4
-
-
 def test_rows_and_layers():
     model, rows, steps = model_of("gemma2"), few_kinds(3, 30), []
     with listen(lambda stage, tokens: steps.append(tokens)):

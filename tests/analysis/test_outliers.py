@@ -179,14 +179,6 @@ def test_outliers_are_above_a_multiple_of_the_median_of_all_layers():
     assert outliers[0].ratio == pytest.approx(float(radius.max() / radius.median()), rel=1e-5)
 
 
-def test_pairs_that_do_not_rotate_are_a_kind_of_their_own():
-    _, arrays = draw()
-    model = planted(*arrays)
-    with rope_patch.patched(model, "p_rope", p=0.5):
-        got = capture(model, ids(8, 1))
-    assert {pair.pair for pair in every_pair(got).values() if pair.kind == "unrotated"} == set(range(8, PAIRS))
-
-
 def test_bad_states_and_ratio():
     got = capture(tiny_model(), ids(8, 1))
     with pytest.raises(ValueError, match="value"):

@@ -198,14 +198,6 @@ def test_every_adapter_of_a_model_carries_the_record(tmp_path, base_folder):
             rope_patch.load_adapter(plain, folder)
 
 
-@pytest.mark.parametrize("name", ["p_rope", "yarn", "truncated"])
-def test_merged_model_keeps_the_portable_config(base_folder, tmp_path, name):
-    merged = lora(rope_patch.load(base_folder, method_for("llama", name))).merge_and_unload()
-    rope_patch.save(merged, tmp_path / "merged")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    assert torch.equal(logits(plain), logits(merged))
-
-
 def train(model, folder, steps, resume=False):
     """Train with the callback, a checkpoint every two steps; return the losses."""
     rows = Dataset.from_dict({"input_ids": ids(16, 8).tolist(), "labels": ids(16, 8).tolist()})

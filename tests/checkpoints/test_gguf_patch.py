@@ -156,13 +156,6 @@ def test_a_file_patched_by_its_keys_is_loaded_as_the_patched_model(tmp_path, fam
     assert rope_patch.doctor(tmp_path / "out.gguf").ok
 
 
-def test_phi3_has_its_factors_in_two_tensors(tmp_path):
-    patch_gguf(stated(tmp_path / "phi3.gguf", "phi3"), "pi:factor=4", tmp_path / "out.gguf")
-    written = tensors(tmp_path / "out.gguf")
-    assert written["rope_factors_long.weight"] == written["rope_factors_short.weight"]
-    assert rope_patch.verify(tmp_path / "out.gguf").method == "pi:factor=4"
-
-
 def test_a_patched_file_is_not_patched_again(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "yarn.gguf")
     with pytest.raises(PatchError, match="yarn:factor=4"):

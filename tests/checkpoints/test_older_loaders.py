@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.patches import lora, patched_model
-from support.tiny import ids, logits, tiny_model
+from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -137,13 +137,6 @@ def test_a_base_at_the_top_alone_is_that_of_the_tables(tmp_path, method):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder).eval()), logits(model))
     folders.verify_folder(folder)
     assert torch.equal(logits(rope_patch.load(folder).eval()), logits(model))
-
-
-def test_a_folder_that_plain_transformers_saved_lacks_the_older_form_and_verifies(tmp_path):
-    model = patched_model("yarn:factor=4")
-    model.save_pretrained(tmp_path / "out")
-    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval(), ids()), logits(model))
-    folders.verify_folder(tmp_path / "out")
 
 
 def test_a_config_given_in_place_of_the_folders_own_is_refused(tmp_path):

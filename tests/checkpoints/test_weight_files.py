@@ -9,7 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.tiny import ARCHITECTURES, logits, tiny_model
+from support.patches import patched_model
+from support.tiny import SIZE, logits, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -25,15 +26,9 @@ from rope_patch.checkpoints.folder_patch import patch_folder
 from rope_patch.checkpoints.weight_files import wrong_tensors
 
 
-def patched(family="llama", **changes):
-    model = tiny_model(family, **changes)
-    rope_patch.apply(model, "p_rope", p=0.5)
-    return model
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    return rope_patch.save(patched(), tmp_path_factory.mktemp("saved") / "model")
+    return rope_patch.save(patched_model("p_rope"), tmp_path_factory.mktemp("saved") / "model")
 
 
 def without_a_tensor(weights):
@@ -71,7 +66,7 @@ def test_an_unpatched_folder_that_lacks_a_tensor_is_not_loaded_and_one_that_hold
 
 def test_tensors_that_transformers_leaves_out_are_warned_of(tmp_path):
     """A head of somebody's own, or layers of a later use: nothing is lost that a plain load would have."""
-    model = patched()
+    model = patched_model("p_rope")
     model.value_head = torch.nn.Linear(64, 1)
     for act in (lambda folder: rope_patch.save(model, folder), rope_patch.verify):
         with pytest.warns(UserWarning, match="value_head"):
@@ -85,7 +80,7 @@ def test_a_check_that_cannot_be_made_loses_no_model(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ImportError("flash_attn is not installed")
 
-    model = patched()
+    model = patched_model("p_rope")
     monkeypatch.setattr(type(model), "from_pretrained", fail)
     with pytest.warns(UserWarning, match="flash_attn"):
         rope_patch.save(model, tmp_path / "saved")
@@ -118,7 +113,7 @@ def with_parts_of_a_weight(model):
 
 @pytest.mark.parametrize("change", [without_part_of_the_state_dict, with_a_narrower_layer, with_parts_of_a_weight])
 def test_a_model_that_plain_transformers_would_load_otherwise_is_not_saved(change, tmp_path):
-    model = patched()
+    model = patched_model("p_rope")
     options = change(model)
     with pytest.raises(ValueError, match=r"missing|shape"):
         rope_patch.save(model, tmp_path / "out", **options)
@@ -126,7 +121,7 @@ def test_a_model_that_plain_transformers_would_load_otherwise_is_not_saved(chang
 
 
 def test_the_base_inside_a_peft_model_is_saved_when_the_adapter_is_merged_or_unloaded(tmp_path):
-    model = get_peft_model(patched(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model = get_peft_model(patched_model("p_rope"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     with pytest.raises(PatchError, match="merge_and_unload"):
         rope_patch.save(model.get_base_model(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -134,18 +129,9 @@ def test_the_base_inside_a_peft_model_is_saved_when_the_adapter_is_merged_or_unl
     rope_patch.verify(tmp_path / "out")
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_what_transformers_saves_is_whole(family, tmp_path):
-    model = tiny_model(family)
-    model.save_pretrained(tmp_path)
-    assert wrong_tensors(tmp_path, model) == ""
-
-
 def test_names_that_transformers_changes_on_the_way_are_followed(tmp_path):
     """Mixtral's experts are one tensor in memory, and one each in the folder; shards are read as one."""
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    model = MixtralForCausalLM(MixtralConfig(**SIZE, num_local_experts=4))
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert any("experts.3." in name for name in index["weight_map"]) and len(set(index["weight_map"].values())) > 1
@@ -161,10 +147,12 @@ def test_another_head_than_that_of_a_language_model_is_its_own(tmp_path):
 
 def test_a_later_save_leaves_no_weights_of_a_variant(tmp_path):
     for options in ({}, {"max_shard_size": "50KB"}):
-        rope_patch.save(patched(), tmp_path, variant="fp16", **options)
+        rope_patch.save(patched_model("p_rope"), tmp_path, variant="fp16", **options)
         rope_patch.verify(tmp_path)
     assert len(list(tmp_path.glob("model.fp16*.safetensors"))) > 1
-    rope_patch.save(patched(hidden_size=32), tmp_path)
+    narrower = tiny_model(hidden_size=32)
+    rope_patch.apply(narrower, "p_rope")
+    rope_patch.save(narrower, tmp_path)
     assert not list(tmp_path.glob("*fp16*"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.hidden_size == 32
 

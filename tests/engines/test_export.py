@@ -113,14 +113,6 @@ def test_yarn_stays_native_where_the_tables_of_engines_are_long_enough(tmp_path)
         assert [table["rope_type"] for table in report["tables"]] == [kind]
 
 
-def test_phi3_states_one_context(tmp_path):
-    first = saved(tiny_model("phi3"), tmp_path / "base")
-    export(first, tmp_path / "out", to="vllm", method="pi:factor=4", target_length=256)
-    config = config_of(tmp_path / "out")
-    assert config["original_max_position_embeddings"] == config["max_position_embeddings"] == 256
-    assert config["partial_rotary_factor"] == 1.0
-
-
 def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
     # vLLM would rotate half of each head where transformers' Llama rotates all of it.
     encoded = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}

@@ -10,7 +10,7 @@ import pytest
 from support.evaluated import check_cache, compared, suite_of
 from support.kv_rows import BASE, by_hand, off
 from support.prompting import HAY
-from support.scored import bold_model, spy_ids
+from support.scored import bold_model
 
 import rope_patch
 from rope_patch.evaluation.documents import encode
@@ -117,18 +117,6 @@ def test_prompts_and_windows_are_made_once_for_several_models(tokenizer):
     once = counting.calls
     assert once > made, "the second haystack of each length"
     assert suite.run(bold_model(vocab_size=len(tokenizer))) == first and counting.calls == once
-
-
-def test_finished_units_are_kept_by_content_and_shared_between_suites(tokenizer):
-    """A longer list of tasks, another seed of the object, the same windows: nothing is read twice."""
-    model, kept = bold_model(vocab_size=len(tokenizer)), {}
-    suite_of(tokenizer, tasks=["niah"], **ASKED).run(model, resume=kept)
-    with spy_ids(model) as ids:
-        suite_of(tokenizer, tasks=["niah"], **ASKED).run(model, resume=kept)
-    assert not ids
-    before = set(kept)
-    suite_of(tokenizer, tasks=["vt", "niah"], **ASKED).run(model, resume=kept)
-    assert len(set(kept) - before) == 4  # two haystacks at each of two lengths
 
 
 def test_a_suite_of_files_is_one_of_the_same_text_in_memory(tokenizer, tmp_path):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from support.prompting import bold
+from support.task_index import our_tasks
 from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.prompts import PromptMaker
 
-TASKS = rope_patch.data_path("eval_tasks")
 TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif %}"
@@ -30,9 +29,7 @@ def folder(request, tmp_path_factory):
 
 
 def task_of(folder, name):
-    metadata = {"pretrained": str(folder), "samples": 2, "depths": [0.0, 0.5], "max_seq_lengths": 512}
-    manager = TaskManager(include_defaults=False, include_path=str(TASKS), metadata=metadata)
-    task = manager.load([name])["tasks"][name]
+    task = our_tasks(pretrained=str(folder), samples=2, depths=[0.0, 0.5]).load([name])["tasks"][name]
     task.set_config("num_fewshot", 0)
     return task
 
@@ -62,10 +59,3 @@ def test_a_system_prompt_is_refused(folder):
         task_of(folder, "rope_passkey").build_all_requests(
             apply_chat_template=True, chat_template=model.apply_chat_template, system_instruction="Answer."
         )
-
-
-def test_without_a_chat_the_space_before_the_number_is_the_prompts(folder):
-    task = task_of(folder, "rope_passkey")
-    task.build_all_requests(limit=1, tokenizer_name="plain")
-    (request,) = task.instances
-    assert request.args[0].endswith("The pass key is ") and request.args[1]["max_gen_toks"] == 5

@@ -7,10 +7,10 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from support.number_tokenizers import KINDS, tokenizer_of
 from support.prompting import bold
 from support.scored import naive, spy_ids
+from support.task_index import our_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -20,21 +20,15 @@ from rope_patch.harness.model import RopePatchLM
 from rope_patch.harness.tasks import retrieval_documents
 
 LLAMA = str(rope_patch.data_path("assets") / "llama")
-TASKS = str(rope_patch.data_path("eval_tasks"))
 CHAT = (
     "{{ bos_token }}{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif %}"
 )
 
 
-def manager(**metadata):
-    metadata = {"pretrained": LLAMA, "max_seq_lengths": 512, **metadata}
-    return TaskManager(include_defaults=False, include_path=TASKS, metadata=metadata)
-
-
 def evaluated(model, names, *, chat=False, predict_only=False, **metadata):
     options = {"apply_chat_template": chat, "predict_only": predict_only, "log_samples": True, "bootstrap_iters": 0}
-    return lm_eval.simple_evaluate(model, tasks=names, task_manager=manager(**metadata), **options)
+    return lm_eval.simple_evaluate(model, tasks=names, task_manager=our_tasks(**metadata), **options)
 
 
 def right_answer(prompt, target, tokens):
@@ -168,10 +162,10 @@ def test_the_answer_of_every_kind_of_task_can_be_cut(tokenizer):
 
 
 def test_it_is_off_by_default_and_takes_only_true_or_false():
-    task = manager(samples=1).load(["rope_passkey"])["tasks"]["rope_passkey"]
+    task = our_tasks(samples=1).load(["rope_passkey"])["tasks"]["rope_passkey"]
     assert not any("first_choice" in metric for metric in task.aggregation())
     with pytest.raises(ValueError, match="first_choice=true"):
-        manager(samples=1, first_choice=1).load(["rope_passkey"])
+        our_tasks(samples=1, first_choice=1).load(["rope_passkey"])
 
 
 def test_nothing_is_scored_where_answers_are_only_predicted(llama, tokenizer):

@@ -29,11 +29,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 from peft import LoraConfig, get_peft_model
+from support import prompting
 from support.commands import invoke
+from support.largest import Largest
 from support.subsets import covering
-from support.task_index import build, defaults
-from support.tiny import tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.task_index import TASKS, build, defaults, our_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 import rope_patch
@@ -48,7 +48,6 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.scoring import Reader, losses
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = rope_patch.data_path("eval_tasks")
 RULER = Path(lm_eval.tasks.__file__).parent / "ruler"
 LLAMA = str(rope_patch.data_path("assets") / "llama")
 DOCUMENT = "def area(width, height):\n    return width * height\n\nclass Shape:\n    sides = 4\n"
@@ -61,16 +60,12 @@ PAIRS = [
     ("import os\nimport sys", "\nimport re"),  # the same tokens, fewer of them asked for
 ]
 
+bold = functools.partial(prompting.bold, max_position_embeddings=128)
+
 
 @functools.cache
 def tokenizer():
     return AutoTokenizer.from_pretrained(LLAMA)
-
-
-def bold(family="llama", **changes):
-    """A tiny model with the vocabulary of the bundled tokenizer and logits far from uniform."""
-    ids = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return tiny_model(family, initializer_range=0.2, max_position_embeddings=128, **ids, **changes)
 
 
 def lm(kind=RopePatchLM, model=None, **options):
@@ -85,13 +80,8 @@ def greedy(tokens):
     return {"until": [], "do_sample": False, "max_gen_toks": tokens}
 
 
-def index(**metadata):
-    metadata = {"pretrained": LLAMA, "max_seq_lengths": 512, **metadata}
-    return TaskManager(include_defaults=False, include_path=str(TASKS), metadata=metadata)
-
-
 def run_tasks(model, names, **metadata):
-    manager = index(**metadata)
+    manager = our_tasks(**metadata)
     return lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, log_samples=True, bootstrap_iters=0)
 
 
@@ -153,22 +143,16 @@ def test_rolling_loglikelihood_is_that_of_hf():
 
 
 def test_no_logits_of_a_whole_text_are_made():
-    class Largest(TorchDispatchMode):
-        rows = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.ndim and out.shape[-1] == 1024 and out.is_floating_point():
-                self.rows = max(self.rows, out.numel() // 1024)
-            return out
+    def logits(tensor):
+        return tensor.numel() // 1024 if tensor.shape[-1] == 1024 and tensor.is_floating_point() else 0
 
     text = requests("loglikelihood_rolling", (DOCUMENT * 40,))
     rows = {}
     for kind in (HFLM, RopePatchLM):
         model = lm(kind, bold(tie_word_embeddings=True), max_length=1000, batch_size=2)
-        with Largest() as seen:
+        with Largest(logits) as seen:
             model.loglikelihood_rolling(text, disable_tqdm=True)
-        rows[kind] = seen.rows
+        rows[kind] = seen.largest
     assert rows[HFLM] == 2000
     assert rows[RopePatchLM] <= 1024, "the embedding itself, and slices of 256"
 
@@ -394,7 +378,7 @@ def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
 
 @pytest.mark.full
 def test_our_names_are_ours_alone():
-    ours = index()
+    ours = our_tasks()
     assert all(name.startswith("rope_") for name in (*ours.all_tasks, *ours.all_tags))
     assert not set(ours.all_tasks) & set(defaults())
 
@@ -563,16 +547,6 @@ def lm_pair(context, continuation):
     return plain_lm()._encode_pair(context, continuation)
 
 
-def test_a_text_and_a_haystack_of_ones_own(tmp_path):
-    path = tmp_path / "own.txt"
-    path.write_text(" ".join(f"word{i % 90}" for i in range(3000)), encoding="utf-8")
-    options = {"pretrained": LLAMA, "length": 256}
-    rows = perplexity_documents(windows=2, stride=64, text=str(path), **options)
-    assert all(row["continuation"].startswith(" word") for row in rows)
-    rows = retrieval_documents("passkey", samples=1, depths=0.5, seed=0, haystack=str(path), **options)
-    assert rows[0]["prompt"].count("word") > 20
-
-
 @pytest.mark.parametrize(
     ("task", "metadata", "message"),
     [
@@ -590,12 +564,12 @@ def test_a_text_and_a_haystack_of_ones_own(tmp_path):
 )
 def test_wrong_metadata_is_an_error(task, metadata, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        index(**metadata).load([task])
+        our_tasks(**metadata).load([task])
 
 
 def test_options_of_other_tasks_and_of_the_model_pass():
     metadata = {"samples": 1, "windows": 1, "stride": 50, "method": "pi", "p": 0.5, "max_length": 2048}
-    loaded = index(max_seq_lengths=1024, **metadata).load(["rope_retrieval", "rope_ppl"])["tasks"]
+    loaded = our_tasks(max_seq_lengths=1024, **metadata).load(["rope_retrieval", "rope_ppl"])["tasks"]
     assert len(loaded) == 15
 
 
@@ -603,7 +577,7 @@ def test_the_request_cache_knows_its_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path))
 
     def requests_of(**metadata):
-        task = index(depths=[0.5], samples=3, **metadata).load(["rope_passkey"])["tasks"]["rope_passkey"]
+        task = our_tasks(depths=[0.5], samples=3, **metadata).load(["rope_passkey"])["tasks"]["rope_passkey"]
         task.set_config("num_fewshot", 0)
         built = []
         with monkeypatch.context() as patch:

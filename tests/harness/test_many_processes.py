@@ -6,9 +6,9 @@ import json
 
 import lm_eval
 import pytest
-from lm_eval.tasks import TaskManager
 from support.forks import together
 from support.scored import spy_ids
+from support.task_index import our_tasks
 
 import rope_patch
 from rope_patch.harness.model import RopePatchLM
@@ -28,9 +28,7 @@ def apart(value):
 def scores():
     """Scores of all tasks, each answer, and the tokens that this process has read."""
     model = RopePatchLM(LLAMA, method="yarn:factor=4", target_length=1024, dtype="float32", device="cpu", batch_size=2)
-    folder = str(rope_patch.data_path("eval_tasks"))
-    asked = {"pretrained": LLAMA, "max_seq_lengths": 512, "samples": 1, "windows": 3, "depths": [0.1, 0.5, 0.9]}
-    manager = TaskManager(include_defaults=False, include_path=folder, metadata=asked)
+    manager = our_tasks(samples=1, windows=3, depths=[0.1, 0.5, 0.9])
     with spy_ids(model.model) as read:
         found = lm_eval.simple_evaluate(model, tasks=TASKS, task_manager=manager, log_samples=True, bootstrap_iters=0)
     answers = {}

@@ -150,15 +150,6 @@ def test_gemma4_smaller_p_keeps_the_native_type():
     assert (patch.after["full_attention"].inv_freq > 0).sum() == 2
 
 
-@pytest.mark.parametrize(("target", "stated"), [(None, 64), (256, 256)])
-def test_target_length_is_only_set_when_asked(target, stated):
-    model = tiny_model()
-    with rope_patch.patched(model, "yarn:factor=4", target_length=target):
-        assert model.config.max_position_embeddings == stated
-        assert model.config.rope_parameters["original_max_position_embeddings"] == 64
-    assert model.config.max_position_embeddings == 64
-
-
 def test_undone_after_an_exception():
     model = tiny_model()
     before, config = logits(model), model.config.to_json_string()

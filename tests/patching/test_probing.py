@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from support.patches import module_of
+from support.patches import module_of, patched_model
 from support.round_trip import assert_round_trip
 from support.subsets import needs_transformers
 from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
@@ -127,13 +127,7 @@ def test_a_family_that_keeps_float32_is_kept_in_float32(tmp_path):
     rope_patch.save(model, tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
     assert torch.equal(logits(plain), logits(model))
-    assert not module_of(tiny_patched("llama")).keep_float32 and module_of(model).keep_float32
-
-
-def tiny_patched(family):
-    model = tiny_model(family)
-    rope_patch.apply(model, "p_rope:p=0.5")
-    return model
+    assert not module_of(patched_model("p_rope")).keep_float32 and module_of(model).keep_float32
 
 
 def test_two_readers_of_one_config_are_refused():

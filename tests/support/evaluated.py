@@ -56,7 +56,7 @@ def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
 
 def perplexity_of(losses, edges):
     """A perplexity result of windows with given losses between the edges: (windows, buckets) [nats/token]."""
-    sizes = tuple(stop - max(start, 1) for start, stop in itertools.pairwise(edges))  # position 0 is not predicted
+    sizes = tuple(stop - start for start, stop in itertools.pairwise(edges))  # as if position 0 were predicted, too
     sums = [tuple(n * loss for n, loss in zip(sizes, window, strict=True)) for window in losses]
     documents = tuple(DocumentScore(f"w{i}", sizes, each, sum(sizes), sum(each), None) for i, each in enumerate(sums))
     buckets = tuple(

@@ -7,12 +7,11 @@ from pathlib import Path
 import rope_patch
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.fitting import Candidate, fit, held_out_spec
 from rope_patch.fitting.draw_rows import DrawnRows
 from rope_patch.fitting.fit_run import FitRun
 from rope_patch.methods import Default
-from support.evaluated import answered, result_of
+from support.evaluated import answered, perplexity_of, result_of
 from support.tiny import small
 
 ASSETS = Path(rope_patch.data_path("assets"))
@@ -27,27 +26,13 @@ def fitted(model, tokenizer, data=TEXT, *, target_length=96, windows=2, samples=
     return fit(model, tokenizer, data, target_length=target_length, spec=spec, **{"steps": 4, **options})
 
 
-def text_of(near, far):
-    """A perplexity result of windows with two buckets of 64 tokens.
-
-    Args:
-        near: losses of the windows in the first bucket [nats/token].
-        far: losses of the windows in the second bucket [nats/token].
-    """
-    documents = tuple(
-        DocumentScore("a", (64, 64), (64 * a, 64 * b), 128, 0.0, None) for a, b in zip(near, far, strict=True)
-    )
-    buckets = (Bucket(0, 64, 64, 1.0, None), Bucket(64, 128, 64, 1.0, None))
-    return PerplexityResult(1.0, None, 128, None, len(documents), 128, 128, 128, buckets, documents)
-
-
 def candidate(name, found, nll, loss=0.1, *, second=None, method=None, depths=1):
     """A candidate of a fit with given scores.
 
     Args:
         name: the name of the candidate.
         found: how many of ten haystacks are answered at each of two lengths, at all depths alike.
-        nll: losses of the windows in two buckets, as :func:`text_of` takes them.
+        nll: losses of the windows in two buckets of 64 tokens, the near one first [nats/token].
         loss: loss of the answers [nats/token].
         second: losses on the text of the second domain; None if there is none.
         method: the method of the candidate.
@@ -58,8 +43,9 @@ def candidate(name, found, nll, loss=0.1, *, second=None, method=None, depths=1)
         for n, count in zip(LENGTHS, found, strict=True)
         for i in range(depths)
     ]
-    scores = result_of(text_of(*nll), RetrievalResult("passkey", tuple(cells), 0, "", "", None, ()))
-    return Candidate(name, method or Default(), scores, second and EvalResult(scores.spec, text_of(*second), {}))
+    text, other = (each and perplexity_of(list(zip(*each, strict=True)), (0, *LENGTHS)) for each in (nll, second))
+    scores = result_of(text, RetrievalResult("passkey", tuple(cells), 0, "", "", None, ()))
+    return Candidate(name, method or Default(), scores, other and EvalResult(scores.spec, other, {}))
 
 
 class Verdicts:

@@ -10,9 +10,8 @@ import torch
 
 from rope_patch.evaluation.compare import Row
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
-from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.tables import RotaryTable
-from support.evaluated import answered, result_of
+from support.evaluated import answered, perplexity_of, result_of
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 
@@ -31,26 +30,7 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
         lengths: the lengths that are measured [tokens].
         table: the frequencies of its tables [rad/token].
     """
-    edges = [0, *lengths]
-    tokens = tuple(b - a for a, b in itertools.pairwise(edges))
-    documents = tuple(
-        DocumentScore(f"row {i}", tokens, tuple(n * loss for n in tokens), sum(tokens), sum(tokens) * loss, None)
-        for i, loss in enumerate(losses)
-    )
-    mean, error = sum(losses) / len(losses), None if len(losses) == 1 else 0.1
-    buckets = tuple(Bucket(a, b, (b - a) * len(losses), mean, error) for a, b in itertools.pairwise(edges))
-    score = PerplexityResult(
-        mean,
-        error,
-        edges[-1] * len(losses),
-        None,
-        len(losses),
-        edges[-1],
-        edges[-1],
-        edges[-1],
-        buckets,
-        documents,
-    )
+    score = perplexity_of([[loss] * len(lengths) for loss in losses], (0, *lengths))
     cells = tuple(
         RetrievalCell(
             length,

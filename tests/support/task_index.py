@@ -6,9 +6,21 @@ import functools
 from pathlib import Path
 
 import lm_eval.tasks
+from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 
+import rope_patch
+
+TASKS = rope_patch.data_path("eval_tasks")
+
 build = TaskIndex.build
+
+
+def our_tasks(**metadata):
+    """lm-eval's manager of our tasks alone, for the bundled Llama at 512 tokens unless the metadata say otherwise."""
+    llama = str(rope_patch.data_path("assets") / "llama")
+    metadata = {"pretrained": llama, "max_seq_lengths": 512, **metadata}
+    return TaskManager(include_defaults=False, include_path=str(TASKS), metadata=metadata)
 
 
 @functools.cache

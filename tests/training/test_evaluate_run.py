@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from support.evaluated import answered
+from support.evaluated import perplexity_of, result_of, retrieval_of
 from support.recipe_runs import LLAMA, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
-from rope_patch.evaluation.suite import EvalResult
-from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
-from rope_patch.options.evaluation import EvalSpec
 from rope_patch.training.evaluate_run import changes, evaluate_model, metrics, score, suite_of
 
 
 def result(answers, losses=()):
     """An evaluation at 64 tokens: which prompts were answered, by depth and haystack, and the loss of each window."""
-    depths = [i / 10 for i in range(len(answers))]
-    spec = EvalSpec([64], depths=depths, samples=len(answers[0]), windows=len(losses), bucket=64)
-    cells = tuple(
-        RetrievalCell(64, depth, tuple(answered("1", "1", bool(correct), -1.0) for correct in column))
-        for depth, column in zip(depths, answers, strict=True)
-    )
-    retrieval = RetrievalResult("passkey", cells, 0, "noise", "", None, (0,))
-    text = None
-    if losses:
-        documents = tuple(DocumentScore(str(i), (10,), (10 * n,), 10, 10 * n, None) for i, n in enumerate(losses))
-        mean = math.fsum(losses) / len(losses)
-        bucket = Bucket(0, 64, 10 * len(losses), mean, None)
-        text = PerplexityResult(mean, None, 10 * len(losses), None, len(losses), 64, 64, 64, (bucket,), documents)
-    return EvalResult(spec, text, {"passkey": retrieval})
+    hits = {(64, i / 10): column for i, column in enumerate(answers)}
+    text = perplexity_of([[loss] for loss in losses], (0, 64)) if losses else None
+    return result_of(text, retrieval_of(hits))
 
 
 def by_metric(before, after):
