@@ -262,16 +262,15 @@ def test_the_command_writes_what_it_says(folder, tmp_path):
     texts.mkdir()
     (texts / "a.txt").write_text(TEXT)
     (tmp_path / "b.md").write_text(TEXT[1000:])
-    given = ("--text", texts, "--text", tmp_path / "b.md", "--window", "64", "--tokens", "256", "--p", "0.5")
-    run("analyze", folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out")
+    given = ["analyze", folder, "--text", texts, "--text", tmp_path / "b.md", "--window", "64", "--tokens", "256"]
+    given += ["--p", "0.5", "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out"]
+    run(*given)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written >= {"analysis.json", "capture.npz", "heads.npz", "analysis.html"}
     out = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
     assert {head["layer"] for head in out["heads"]} == {1}
-    again = run(
-        "analyze", folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out", "--no-report", "--json"
-    )
+    again = run(*given, "--no-report", "--json")
     assert json.loads(again) == out
 
 
@@ -289,9 +288,8 @@ def test_damaged_parts_are_measured_again(folder, tmp_path, damage):
 
 def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
     (tmp_path / "a.txt").write_text("abc def")
-    out = run(
-        "analyze", folder, "--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out"
-    )
+    given = ["--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out"]
+    out = run("analyze", folder, *given)
     assert json.loads(out, parse_constant=pytest.fail)["advice"]["p"] is None
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.patches import cos_sin, module_of
 from support.round_trip import assert_cached_equals_full, assert_round_trip
-from support.tiny import SIZE, YARN, ids, logits
+from support.tiny import SIZE, YARN, drawn_model, ids, logits
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -73,17 +73,7 @@ OTHERS = {"qwen3_5": {"layer_types": ["full_attention"] * 2}}
 
 
 def model_of(family, **parameters):
-    """A model whose weights and biases are drawn, the same for every table."""
-    config = copy.deepcopy(CONFIGS[family])
-    if parameters:
-        config = type(config).from_dict({**config.to_dict(), "rope_parameters": parameters})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights += 0.1 * torch.randn(weights.shape, generator=generator)
-    return model
+    return drawn_model(CONFIGS[family], **parameters)
 
 
 def text_model(family, **parameters):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
 from support.round_trip import assert_cached_equals_full, assert_round_trip
-from support.tiny import SIZE, YARN, logits
+from support.tiny import SIZE, YARN, drawn_model, logits
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -56,20 +55,8 @@ every_family = pytest.mark.parametrize("family", CONFIGS)
 METHODS = ("p_rope:p=0.5", "abf:factor=50:replace_scaling=true", "yarn:factor=80:replace_scaling=true", "pi:factor=2")
 
 
-def drawn(model):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights += 0.1 * torch.randn(weights.shape, generator=generator)
-    return model.eval()
-
-
 def model_of(family, **parameters):
-    config = copy.deepcopy(CONFIGS[family])
-    if parameters:
-        config = type(config).from_dict({**config.to_dict(), "rope_parameters": parameters})
-    torch.manual_seed(0)
-    return drawn(AutoModelForCausalLM.from_config(config))
+    return drawn_model(CONFIGS[family], **parameters)
 
 
 @every_family

@@ -83,6 +83,25 @@ def tiny_model(
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
+def drawn_model(config: PreTrainedConfig, **parameters: Any) -> PreTrainedModel:
+    """A model whose weights and biases are drawn, the same for every table.
+
+    Args:
+        config: the config of the model.
+        **parameters: ``rope_parameters`` in place of those of the config.
+    """
+    config = copy.deepcopy(config)
+    if parameters:
+        config = type(config).from_dict({**config.to_dict(), "rope_parameters": parameters})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.1 * torch.randn(weights.shape, generator=generator)
+    return model
+
+
 def small(family: str = "llama", **changes: Any) -> PreTrainedModel:
     """A tiny model that reads the bundled tokenizer's ids."""
     return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
