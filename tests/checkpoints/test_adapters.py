@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
-from support.patches import edit_json, lora
+from support.patches import edit_json, lora, patched_model
 from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -275,8 +275,7 @@ def notes_in(folder):
 
 
 def test_the_model_card_says_once_how_the_adapter_is_loaded(tmp_path):
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
+    model = patched_model("yarn:factor=4")
     tuned = lora(model)
     tuned.save_pretrained(tmp_path / "plain")
     plain = (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
@@ -308,8 +307,7 @@ def test_the_model_card_that_a_folder_has_keeps_its_text_and_gets_the_patch_of_t
 
 
 def test_the_card_of_a_whole_model_is_left_alone(tmp_path):
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
+    model = patched_model("yarn:factor=4")
     (tmp_path / "README.md").write_text("My model.", encoding="utf-8")
     rope_patch.save(model, tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == "My model."

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forks import together
-from support.tiny import ids, logits, tiny_model
+from support.patches import patched_model
+from support.tiny import ids, logits
 
 import rope_patch
 
@@ -18,8 +19,7 @@ pytestmark = pytest.mark.slow
 def save_in_every_way(rank, root):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = tiny_model()
-    rope_patch.apply(model, "yarn", factor=4)
+    model = patched_model("yarn", factor=4)
     rope_patch.save(model, root / "flag", is_main_process=rank == 0)  # accelerate's idiom
     rope_patch.save(model, root / "every")
     if rank == 0:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from support.tiny import tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch import PatchError
@@ -36,8 +36,7 @@ def length_of(folder):
 
 def test_save_raises_the_length_of_a_tokenizer_that_is_given_or_copied(plain, tokenizer, tmp_path):
     for name, given in (("given", tokenizer), ("copied", None)):
-        model = AutoModelForCausalLM.from_pretrained(plain)
-        rope_patch.apply(model, "yarn", target_length=256)
+        model = rope_patch.load(plain, "yarn", target_length=256)
         rope_patch.save(model, tmp_path / name, tokenizer=given)
         assert length_of(tmp_path / name) == 256
         rope_patch.verify(tmp_path / name)
@@ -45,8 +44,7 @@ def test_save_raises_the_length_of_a_tokenizer_that_is_given_or_copied(plain, to
 
 
 def test_a_tokenizer_that_stays_in_the_folder_is_raised_too(plain, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(plain)
-    rope_patch.apply(model, "yarn", target_length=256)
+    model = rope_patch.load(plain, "yarn", target_length=256)
     for tokenizer in (None, False):
         rope_patch.save(model, plain, tokenizer=tokenizer)
         assert length_of(plain) == 256
@@ -54,8 +52,7 @@ def test_a_tokenizer_that_stays_in_the_folder_is_raised_too(plain, tmp_path):
 
 
 def test_damaged_settings_of_a_tokenizer_lose_no_model(plain, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(plain)
-    rope_patch.apply(model, "yarn", target_length=256)
+    model = rope_patch.load(plain, "yarn", target_length=256)
     (plain / "tokenizer_config.json").write_text("[]")
     rope_patch.save(model, plain)
     assert rope_patch.inspect(plain).record is not None
@@ -63,8 +60,7 @@ def test_damaged_settings_of_a_tokenizer_lose_no_model(plain, tmp_path):
 
 def test_a_tokenizer_that_was_raised_before_is_restored_to_the_first_length(plain, tmp_path):
     patch_folder(plain, "yarn", tmp_path / "once", target_length=128)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "once")
-    rope_patch.apply(model, "yarn", target_length=256, replace=True)
+    model = rope_patch.load(tmp_path / "once", "yarn", target_length=256, replace=True)
     rope_patch.save(model, tmp_path / "twice", tokenizer=AutoTokenizer.from_pretrained(tmp_path / "once"))
     assert (length_of(tmp_path / "once"), length_of(tmp_path / "twice")) == (128, 256)
     restore_folder(tmp_path / "twice", tmp_path / "restored")
@@ -76,8 +72,7 @@ def test_a_tokenizer_that_was_raised_before_is_restored_to_the_first_length(plai
 def test_a_longer_length_and_a_context_that_is_not_stated_leave_the_tokenizer_alone(length, plain, tokenizer, tmp_path):
     patch_folder(plain, "p_rope", tmp_path / "unstated")
     assert length_of(tmp_path / "unstated") == 64
-    model = AutoModelForCausalLM.from_pretrained(plain)
-    rope_patch.apply(model, "yarn", target_length=256)
+    model = rope_patch.load(plain, "yarn", target_length=256)
     tokenizer.model_max_length = length
     rope_patch.save(model, tmp_path / "longer", tokenizer=tokenizer)
     assert AutoTokenizer.from_pretrained(tmp_path / "longer").model_max_length == length
@@ -91,8 +86,7 @@ def test_verify_raises_where_the_tokenizer_cuts_below_the_stated_context(plain, 
 
 
 def test_the_checkpoints_of_a_trainer_are_raised_too(plain, tokenizer, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(plain)
-    rope_patch.apply(model, "yarn", target_length=256)
+    model = rope_patch.load(plain, "yarn", target_length=256)
     model.save_pretrained(tmp_path / "checkpoint-1")
     tokenizer.save_pretrained(tmp_path / "checkpoint-1")
     RopePatchCallback().put_beside(model, tmp_path / "checkpoint-1")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.commands import invoke, run
 from support.gguf_files import write_toy
-from support.patches import patched_model
+from support.patches import patched_model, saved_with
 from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, GraniteConfig, Olmo3Config, PhiConfig
 
@@ -33,11 +33,7 @@ BUNDLED = rope_patch.data_path("assets") / "llama"
 def written(folder, family="llama", **changes):
     """A checkpoint as plain transformers saves it, with other keys in its config.json."""
     model = AutoModelForCausalLM.from_config(OLMO3) if family == "olmo3" else tiny_model(family)
-    model.save_pretrained(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    return folder
+    return saved_with(model, folder, **changes)
 
 
 def patched(folder, method, family="llama", **options):

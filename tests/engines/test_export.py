@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.commands import fail, run
 from support.gguf_files import write_toy
+from support.patches import edit_json
 from support.subsets import byte_level_llama, covering
 from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
@@ -184,8 +185,7 @@ def test_an_adapter_beside_its_patched_base(adapter, base, tmp_path):
     "change", [{"modules_to_save": ["embed_tokens"]}, {"use_dora": True}, {"bias": "all"}, {"lora_bias": True}]
 )
 def test_adapters_that_engines_do_not_take(adapter, tmp_path, change):
-    path = adapter[0] / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    edit_json(adapter[0] / "adapter_config.json", lambda config: config.update(change))
     with pytest.raises(ValueError, match=r"whole modules|DoRA|biases"):
         export(adapter[0], tmp_path / "out", to="vllm", lora=True)
     assert not (tmp_path / "out").exists()
@@ -276,9 +276,8 @@ def test_two_tables_are_exported_as_the_long_one_with_a_sentence(base, tmp_path)
 
 def test_an_altered_record_is_not_exported(base, tmp_path):
     run("apply", base, "pi:factor=4", "-o", tmp_path / "patched")
-    config = config_of(tmp_path / "patched")
-    config["rope_parameters"]["factor"] = config["rope_scaling"]["factor"] = 3.0
-    (tmp_path / "patched" / "config.json").write_text(json.dumps(config))
+    forms = ("rope_parameters", "rope_scaling")
+    edit_json(tmp_path / "patched" / "config.json", lambda config: [config[form].update(factor=3.0) for form in forms])
     with pytest.raises(rope_patch.PatchError, match="tables"):
         export(tmp_path / "patched", tmp_path / "out", to="vllm")
 

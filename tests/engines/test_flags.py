@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.commands import fail, run
 from support.gguf_files import write_toy
+from support.patches import edit_json, patched_model
 from support.tiny import SIZE, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma4Config, Olmo3Config, Qwen3_5Config
 
@@ -40,8 +41,7 @@ def option(lines, name):
 
 
 def expected(method, family="llama", **options):
-    model = tiny_model(family)
-    rope_patch.apply(model, method, target_length=256, **options)
+    model = patched_model(method, family, target_length=256, **options)
     return {table.layer_type: table for table in inspect_model(model).tables}
 
 
@@ -165,11 +165,9 @@ def test_a_share_that_sglang_does_not_see_is_refused(tmp_path):
     """Its code fails there: 6 factors, and 8 pairs of features that it rotates."""
     share = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     tiny_model("phi3", partial_rotary_factor=0.75, rope_parameters=share).save_pretrained(tmp_path / "phi3")
-    path = tmp_path / "phi3" / "config.json"
-    config = json.loads(path.read_text())
     assert flags(tmp_path / "phi3", "pi:factor=4", "sglang", target_length=256).lines
-    del config["partial_rotary_factor"]  # it stays in rope_parameters, where transformers 5 reads it
-    path.write_text(json.dumps(config))
+    # It stays in rope_parameters, where transformers 5 reads it.
+    edit_json(tmp_path / "phi3" / "config.json", lambda config: config.pop("partial_rotary_factor"))
     with pytest.raises(ValueError, match="longrope"):
         flags(tmp_path / "phi3", "pi:factor=4", "sglang", target_length=256)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.patches import cos_sin, method_for, module_of
+from support.patches import cos_sin, method_for, module_of, patched_model
 from support.round_trip import assert_cached_equals_full
 from support.tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, logits, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
@@ -203,8 +203,7 @@ def test_configs_that_are_apart_share_nothing_of_a_patch():
 
 
 def test_a_table_off_by_a_hundred_thousandth_is_noticed():
-    model = tiny_model()
-    rope_patch.apply(model, "pi:factor=4")
+    model = patched_model("pi:factor=4")
     plain = type(model)(model.config)
     rope_patch.verify(plain)
     module_of(plain).inv_freq.mul_(1 + 1e-5)
@@ -213,8 +212,7 @@ def test_a_table_off_by_a_hundred_thousandth_is_noticed():
 
 
 def test_a_lost_record_is_noticed():
-    model = tiny_model()
-    rope_patch.apply(model, "pi:factor=4")
+    model = patched_model("pi:factor=4")
     del model.config.rope_patch
     for attempt in (rope_patch.verify, lambda model: rope_patch.apply(model, "pi:factor=4")):
         with pytest.raises(PatchError, match="record"):
@@ -228,12 +226,13 @@ def test_ambient_dtype_and_device_play_no_part(name):
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert rope_patch.apply(model, name).record == expected
+        rope_patch.verify(model)
     finally:
         torch.set_default_dtype(torch.float32)
     other = tiny_model()
     with torch.device("meta"):
         assert rope_patch.apply(other, name).record == expected
-    rope_patch.verify(other)
+        rope_patch.verify(other)
 
 
 def test_a_patch_is_a_straight_line():
@@ -268,8 +267,7 @@ def test_stock_attributes_are_there():
     assert ours.original_inv_freq.dtype == torch.float32
     assert ours.attention_scaling == pytest.approx(1.13863, abs=1e-5)  # 0.1 ln 4 + 1
     assert ours.max_seq_len_cached == stock.max_seq_len_cached
-    mixed = tiny_model("gemma3")
-    rope_patch.apply(mixed, "pi:factor=4")
+    mixed = patched_model("pi:factor=4", "gemma3")
     assert module_of(mixed).rope_type == {"full_attention": "linear", "sliding_attention": "default"}
     assert module_of(mixed).full_attention_inv_freq[0] == 0.25
     with pytest.raises(AttributeError):
@@ -320,8 +318,7 @@ def test_an_encoding_of_the_right_frequencies_with_another_attention_scaling_is_
         def rope_parameters(self, table):
             return {"rope_type": "linear", "rope_theta": table.rope_theta, "factor": 4.0}  # whose scaling is always 1
 
-    model = tiny_model()
-    rope_patch.apply(model, Sharpened())
+    model = patched_model(Sharpened())
     assert model.config.rope_parameters["rope_type"] == "longrope"
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from support.patches import cos_sin, module_of
-from support.round_trip import assert_cached_equals_full, assert_round_trip
+from support.round_trip import assert_identity_cache_and_round_trip, assert_same_as_transformers, scaled_types
 from support.tiny import SIZE, YARN, drawn_model, ids, logits
 from transformers import (
     AutoModelForCausalLM,
@@ -72,8 +72,8 @@ every_axes = pytest.mark.parametrize("family", AXES)
 OTHERS = {"qwen3_5": {"layer_types": ["full_attention"] * 2}}
 
 
-def model_of(family, **parameters):
-    return drawn_model(CONFIGS[family], **parameters)
+def model_of(family):
+    return drawn_model(CONFIGS[family])
 
 
 def text_model(family, **parameters):
@@ -163,28 +163,15 @@ def test_a_forward_pass_that_computes_something_else_is_of_no_known_layout():
 
 
 @every_family
-@pytest.mark.parametrize(("method", "parameters"), [("yarn:factor=4", YARN), ("pi:factor=4", {"rope_type": "linear"})])
+@scaled_types
 def test_the_effect_is_that_of_transformers_own_type(family, method, parameters):
-    plain = {"rope_type": "default", "rope_theta": 1e4}
-    scaled = {**plain, "factor": 4.0, **parameters}
-    model = model_of(family, **plain)
-    before = logits(model)
-    rope_patch.apply(model, method, target_length=256)
-    assert torch.equal(logits(model), logits(model_of(family, **scaled)))
-    assert not torch.allclose(logits(model), before, atol=1e-4)
+    assert_same_as_transformers(CONFIGS[family], method, parameters)
 
 
 @every_family
 @pytest.mark.parametrize("method", ["yarn:factor=4:replace_scaling=true", "p_rope:p=0.5", "truncated"])
 def test_identity_cache_and_round_trip(family, method, tmp_path):
-    model = model_of(family)
-    before = logits(model)
-    for same in ("default", "p_rope:p=1"):
-        with rope_patch.patched(model, same):
-            assert torch.equal(logits(model), before)
-    with rope_patch.patched(model, method):
-        assert_cached_equals_full(model)
-    assert_round_trip(model, tmp_path, method)
+    assert_identity_cache_and_round_trip(model_of(family), tmp_path, method)
 
 
 def test_layers_without_rotary_embeddings_are_left_alone():

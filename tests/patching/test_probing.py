@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from support.patches import module_of, patched_model
+from support.patches import edit_json, module_of, patched_model
 from support.round_trip import assert_round_trip
 from support.subsets import needs_transformers
 from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
@@ -264,12 +264,13 @@ def test_a_target_is_checked_and_a_factor_left_out_filled_in(monkeypatch):
 
 def test_a_record_is_carried_out_as_it_is(tmp_path):
     """Whatever the rule on targets says today: a folder of yesterday holds a table that somebody trained with."""
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=8", target_length=512)
+    model = patched_model("yarn:factor=8", target_length=512)
     rope_patch.save(model, tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    config["max_position_embeddings"] = config["rope_patch"]["target_length"] = 4096
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+
+    def lengthen(config):
+        config["max_position_embeddings"] = config["rope_patch"]["target_length"] = 4096
+
+    edit_json(tmp_path / "out" / "config.json", lengthen)
     assert rope_patch.load(tmp_path / "out").config.max_position_embeddings == 4096
 
 
@@ -341,8 +342,7 @@ def test_a_target_below_what_a_scaled_checkpoint_reaches_is_refused():
 
 
 def test_edits_of_the_config_are_named_when_they_are_dropped(monkeypatch):
-    model = tiny_model()
-    rope_patch.apply(model, "pi:factor=2", target_length=128)
+    model = patched_model("pi:factor=2", target_length=128)
     model.config.rope_parameters["factor"] = 4.0
     model.config.max_position_embeddings = 256
     warnings = heard(monkeypatch)

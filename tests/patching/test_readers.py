@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.round_trip import assert_cached_equals_full, assert_round_trip
+from support.round_trip import assert_identity_cache_and_round_trip, assert_same_as_transformers, scaled_types
 from support.tiny import SIZE, YARN, drawn_model, logits
 from transformers import (
     AutoModelForCausalLM,
@@ -55,30 +55,21 @@ every_family = pytest.mark.parametrize("family", CONFIGS)
 METHODS = ("p_rope:p=0.5", "abf:factor=50:replace_scaling=true", "yarn:factor=80:replace_scaling=true", "pi:factor=2")
 
 
-def model_of(family, **parameters):
-    return drawn_model(CONFIGS[family], **parameters)
+def model_of(family):
+    return drawn_model(CONFIGS[family])
 
 
 @every_family
 @pytest.mark.parametrize("method", METHODS)
 def test_identity_cache_and_round_trip(family, method, tmp_path):
-    model = model_of(family)
-    before = logits(model)
-    with rope_patch.patched(model, "default"):
-        assert torch.equal(logits(model), before)
-    with rope_patch.patched(model, method):
-        assert_cached_equals_full(model)
-    assert_round_trip(model, tmp_path, method)
+    assert_identity_cache_and_round_trip(model_of(family), tmp_path, method)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v3-halves", "minicpm3"])
-@pytest.mark.parametrize(("method", "parameters"), [("yarn:factor=4", YARN), ("pi:factor=4", {"rope_type": "linear"})])
+@scaled_types
 def test_the_effect_is_that_of_transformers_own_type(family, method, parameters):
     """Without mscale_all_dim the softmax scale does not depend on the type."""
-    plain = {"rope_type": "default", "rope_theta": 1e4}
-    model = model_of(family, **plain)
-    rope_patch.apply(model, method, target_length=256)
-    assert torch.equal(logits(model), logits(model_of(family, **{**plain, "factor": 4.0, **parameters})))
+    assert_same_as_transformers(CONFIGS[family], method, parameters)
 
 
 def test_the_softmax_scale_is_kept_by_hand(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import prepare_model_for_kbit_training
-from support.patches import cos_sin, lora, method_for, module_of
+from support.patches import cos_sin, lora, method_for, module_of, patched_model
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -185,8 +185,7 @@ def test_dispatched_over_devices(tmp_path, family):
     before = logits(model)
     with rope_patch.patched(model, "yarn:factor=4") as patch:
         assert module_of(model)._hf_hook is stock._hf_hook
-        plain = tiny_model(family)
-        rope_patch.apply(plain, "yarn:factor=4")
+        plain = patched_model("yarn:factor=4", family)
         assert torch.allclose(logits(model), logits(plain), atol=1e-6)
         assert_table(model, patch)
     assert torch.equal(logits(model), before)
@@ -220,8 +219,7 @@ def test_compiled(family, name):
     """One graph, no break, no recompilation with the length or from step to step."""
     from torch._dynamo.testing import CompileCounter
 
-    model = tiny_model(family)
-    rope_patch.apply(model, method_for(family, name))
+    model = patched_model(method_for(family, name), family)
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)  # raises where the graph breaks

@@ -22,7 +22,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
-from support.patches import edit_json, module_of
+from support.patches import edit_json, module_of, saved_with
 from support.tiny import LLAMA3, YARN, ids, tiny_config, tiny_model
 
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -73,19 +73,6 @@ def case(*threads: str, cause: str, figure: str, program: str | None = None) -> 
     return enter
 
 
-def saved(model: PreTrainedModel, folder: Path, **config: Any) -> Path:
-    """Save a model, and change its config.json: a value of None takes a key out."""
-    model.save_pretrained(folder)
-
-    def change(data: dict[str, Any]) -> None:
-        data.update(config)
-        for key in [key for key, value in config.items() if value is None]:
-            del data[key]
-
-    edit_json(folder / "config.json", change)
-    return folder
-
-
 def extended(family: str = "llama", **changes: Any) -> PreTrainedModel:
     """A tiny model whose context is four times that of its original table, by YaRN unless ``changes`` say otherwise."""
     return tiny_model(family, **{"rope_parameters": YARN, "max_position_embeddings": 256, **changes})
@@ -132,7 +119,7 @@ class FastLlama(LlamaForCausalLM):
     figure="training loss 5 to 11 times as high",
 )
 def table_of_a_fork_is_not_filled(folder: Path) -> Pair:
-    path = saved(tiny_model(), folder / "plain")
+    path = saved_with(tiny_model(), folder / "plain")
     torch.use_deterministic_algorithms(True)  # fresh memory then holds NaN; otherwise it may hold the right table
     try:
         broken = FastLlama.from_pretrained(path)
@@ -185,7 +172,7 @@ def table_is_zero(folder: Path) -> Pair:
     figure="cos off by 0.78 within 2,048 positions in float16 (gpt-neox)",
 )
 def table_is_cast_with_the_weights(folder: Path) -> Pair:
-    path = saved(tiny_model(), folder / "plain")
+    path = saved_with(tiny_model(), folder / "plain")
     healthy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     return Pair((tiny_model().to(torch.bfloat16),), (healthy.eval(),))
 
@@ -384,7 +371,7 @@ def saved_tokenizer_cuts_at_the_old_context(folder: Path) -> Pair:
     pair = []
     for length in (64, 256):
         tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama", model_max_length=length)
-        path = saved(extended(vocab_size=len(tokenizer)), folder / str(length))
+        path = saved_with(extended(vocab_size=len(tokenizer)), folder / str(length))
         tokenizer.save_pretrained(path)
         pair.append((path,))
     return Pair(*pair)
@@ -416,8 +403,8 @@ def converter_drops_the_scaling(folder: Path) -> Pair:
 )
 def base_is_stated_twice(folder: Path) -> Pair:
     model = tiny_model(rope_parameters=LARGE_BASE)
-    broken = saved(model, folder / "broken", rope_theta=10000.0)
-    return Pair((broken,), (saved(model, folder / "healthy", rope_theta=500000.0),))
+    broken = saved_with(model, folder / "broken", rope_theta=10000.0)
+    return Pair((broken,), (saved_with(model, folder / "healthy", rope_theta=500000.0),))
 
 
 # --- folders that another program reads otherwise ---------------------------------------------------------------------
@@ -435,9 +422,9 @@ _SCALING = {key: value for key, value in _LLAMA3_LARGE.items() if key != "rope_t
 )
 def folder_of_transformers_5(folder: Path) -> Pair:
     model = extended(rope_parameters=_LLAMA3_LARGE)
-    broken = saved(model, folder / "broken")
+    broken = saved_with(model, folder / "broken")
     both = {"rope_theta": 500000.0, "rope_scaling": _SCALING}
-    return Pair((broken,), (saved(model, folder / "healthy", **both),))
+    return Pair((broken,), (saved_with(model, folder / "healthy", **both),))
 
 
 @case(
@@ -449,7 +436,7 @@ def folder_of_transformers_5(folder: Path) -> Pair:
 )
 def stated_attention_factor_is_ignored(folder: Path) -> Pair:
     broken = extended(rope_parameters={**YARN, "attention_factor": 1.0})
-    return Pair((saved(broken, folder / "broken"),), (saved(extended(), folder / "healthy"),))
+    return Pair((saved_with(broken, folder / "broken"),), (saved_with(extended(), folder / "healthy"),))
 
 
 @case(
@@ -466,10 +453,10 @@ def scaling_of_sliding_layers_is_dropped(folder: Path) -> Pair:
         rope_parameters = {"full_attention": full, "sliding_attention": sliding}
         model = olmo3(rope_parameters)
         scaling = {key: value for key, value in full.items() if key != "rope_theta"}
-        pair.append((saved(model, folder / str(scaled)),))
+        pair.append((saved_with(model, folder / str(scaled)),))
         if not scaled:
             older = {"rope_theta": 500000.0, "rope_scaling": scaling, "rope_parameters": None}
-            saved(model, pair[-1][0], **older)
+            saved_with(model, pair[-1][0], **older)
     return Pair(*pair)
 
 
@@ -492,5 +479,5 @@ def olmo3(rope_parameters: dict[str, Any]) -> PreTrainedModel:
     program="mlx",
 )
 def yarn_is_ignored(folder: Path) -> Pair:
-    broken = saved(extended("gemma2"), folder / "broken", rope_theta=10000.0, rope_scaling=YARN)
-    return Pair((broken,), (saved(tiny_model("gemma2"), folder / "healthy"),))
+    broken = saved_with(extended("gemma2"), folder / "broken", rope_theta=10000.0, rope_scaling=YARN)
+    return Pair((broken,), (saved_with(tiny_model("gemma2"), folder / "healthy"),))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
 
 import rope_patch
 from rope_patch import METHODS
@@ -39,6 +42,19 @@ def edit_json(path, change):
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
+
+
+def saved_with(model: PreTrainedModel, folder: Path, **config: Any) -> Path:
+    """Save a model, and change its config.json: a value of None takes a key out."""
+    model.save_pretrained(folder)
+
+    def change(data: dict[str, Any]) -> None:
+        data.update(config)
+        for key in [key for key, value in config.items() if value is None]:
+            del data[key]
+
+    edit_json(folder / "config.json", change)
+    return folder
 
 
 def patched_model(method, family="llama", **options):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from support.tiny import ids, logits
+from support.tiny import YARN, drawn_model, ids, logits
 
 STATED_BY_SAVING = ("dtype", "architectures")
 
@@ -36,3 +37,29 @@ def assert_cached_equals_full(model: Any) -> None:
     done = model.generate(ids(20), **options, return_dict_in_generate=True)
     full = logits(model, done.sequences)[:, 19:-1]
     torch.testing.assert_close(torch.stack(done.logits, 1), full, rtol=1e-4, atol=1e-4)
+
+
+def assert_identity_cache_and_round_trip(model: Any, folder: Path, method: str) -> None:
+    """Check that identities keep the logits, and that a method is right in cached generation and in a folder."""
+    before = logits(model)
+    for same in ("default", "p_rope:p=1"):
+        with rope_patch.patched(model, same):
+            assert torch.equal(logits(model), before)
+    with rope_patch.patched(model, method):
+        assert_cached_equals_full(model)
+    assert_round_trip(model, folder, method)
+
+
+def assert_same_as_transformers(config: Any, method: str, parameters: dict[str, Any]) -> None:
+    """Check that a patch of a plain table gives the logits of transformers' own scaled type, which are others."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    model = drawn_model(config, **plain)
+    before = logits(model)
+    rope_patch.apply(model, method, target_length=256)
+    assert torch.equal(logits(model), logits(drawn_model(config, **{**plain, "factor": 4.0, **parameters})))
+    assert not torch.allclose(logits(model), before, atol=1e-4)
+
+
+scaled_types = pytest.mark.parametrize(
+    ("method", "parameters"), [("yarn:factor=4", YARN), ("pi:factor=4", {"rope_type": "linear"})]
+)
