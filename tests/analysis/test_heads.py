@@ -29,8 +29,6 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PhimoeConfig,
     Qwen2MoeConfig,
     SmolLM3Config,
@@ -332,14 +330,8 @@ def golden(order, *, layer=1, back=1):
         layer: which of the three it is.
         back: how far the head "previous" looks.
     """
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **{**SIZE, "num_hidden_layers": 3, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT},
-            head_dim=64,
-            attention_bias=True,
-        )
-    ).eval()
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT}
+    model = tiny_model(**sizes, head_dim=64, attention_bias=True)
     table, planted = geometric(1e4, 64), model.model.layers[layer].self_attn
     with torch.no_grad():
         embeddings = model.model.embed_tokens.weight

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.states import model_of, text
 from support.tiny import LLAMA3, ids, tiny_model
-from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_patch
@@ -23,20 +22,13 @@ TAU = 2 * math.pi
 
 def planted(key_angle, query_angle, key_radius, query_radius):
     """A Llama whose queries and keys are the same for every token: (layers, heads, pairs) angles and radii."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // GROUPS,
-            head_dim=2 * PAIRS,
-            max_position_embeddings=CONTEXT,
-            attention_bias=True,
-        )
-    ).eval()
+    model = tiny_model(
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        head_dim=2 * PAIRS,
+        max_position_embeddings=CONTEXT,
+        attention_bias=True,
+    )
     for index, layer in enumerate(model.model.layers):
         for projection, angle, radius in (("k_proj", key_angle, key_radius), ("q_proj", query_angle, query_radius)):
             linear = getattr(layer.self_attn, projection)

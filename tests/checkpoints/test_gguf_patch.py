@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.gguf_files import quantized, rewritten, stated, write_toy
+from support.patches import lora
 from support.subsets import byte_level_llama
 from support.tiny import ids, logits, tiny_model
 from transformers import AutoTokenizer
@@ -312,11 +313,8 @@ def test_the_vocabulary_of_the_file_is_saved_beside_the_model(base, tmp_path, to
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
 def test_an_adapter_that_was_trained_on_a_file_is_loaded_onto_it(base, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
     model = rope_patch.load(base, "yarn:factor=4")
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
-    trained = get_peft_model(model, config).eval()
+    trained = lora(model)
     rope_patch.save(trained, tmp_path / "adapter")
     again = rope_patch.load(tmp_path / "adapter").eval()
     assert torch.equal(logits(again, TOKENS), logits(trained, TOKENS))

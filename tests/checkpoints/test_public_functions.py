@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from peft import LoraConfig, get_peft_model
-from support.patches import edit_json
+from support.patches import edit_json, lora
 from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
@@ -23,8 +22,7 @@ def saved(tmp_path_factory):
     tiny_model().save_pretrained(root / "base")
     model = rope_patch.load(root / "base", "yarn:factor=4", target_length=256)
     rope_patch.save(model, root / "patched")
-    adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    rope_patch.save(adapter, root / "adapter")
+    rope_patch.save(lora(model), root / "adapter")
     return root
 
 

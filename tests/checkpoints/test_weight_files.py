@@ -7,9 +7,8 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.patches import patched_model
+from support.patches import lora, patched_model
 from support.tiny import SIZE, logits, tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -121,7 +120,7 @@ def test_a_model_that_plain_transformers_would_load_otherwise_is_not_saved(chang
 
 
 def test_the_base_inside_a_peft_model_is_saved_when_the_adapter_is_merged_or_unloaded(tmp_path):
-    model = get_peft_model(patched_model("p_rope"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model = lora(patched_model("p_rope"))
     with pytest.raises(PatchError, match="merge_and_unload"):
         rope_patch.save(model.get_base_model(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -174,4 +173,4 @@ def test_weights_that_bitsandbytes_repacked_are_not_saved(double, tmp_path):
         rope_patch.save(model, tmp_path / "after")
     assert not (tmp_path / "after").exists()
     assert torch.equal(logits(model), expected)  # not repacked back, either
-    rope_patch.save(get_peft_model(model, LoraConfig(r=2)), tmp_path / "adapter")  # which holds no such weights
+    rope_patch.save(lora(model), tmp_path / "adapter")  # which holds no such weights

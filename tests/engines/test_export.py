@@ -6,10 +6,9 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support.commands import fail, run
 from support.gguf_files import write_toy
-from support.patches import edit_json
+from support.patches import edit_json, lora
 from support.subsets import byte_level_llama, covering
 from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
@@ -50,12 +49,9 @@ def base(tmp_path):
 
 @pytest.fixture
 def adapter(base, tmp_path):
-    model = get_peft_model(
-        rope_patch.load(base, "p_rope:p=0.5"),
-        LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False),
-    )
+    model = lora(rope_patch.load(base, "p_rope:p=0.5"))
     rope_patch.save(model, tmp_path / "adapter")
-    return tmp_path / "adapter", logits(model.eval())
+    return tmp_path / "adapter", logits(model)
 
 
 def config_of(folder):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support.commands import fail, run
 from support.gguf_files import saved
-from support.tiny import LLAMA3, ids, logits, tiny_model
+from support.patches import lora
+from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, StableLmConfig
 
 import rope_patch
@@ -83,7 +83,7 @@ def test_a_patched_folder_becomes_a_file_that_computes_the_same(tmp_path, conver
 def test_a_method_on_the_way_an_adapter_and_a_model_in_memory_give_the_same_table(tmp_path, converter):
     folder, out = saved(tmp_path / "folder"), tmp_path / "out.gguf"
     patched = rope_patch.load(folder, "p_rope:p=0.5")
-    tuned = get_peft_model(rope_patch.load(folder, "p_rope:p=0.5"), LoraConfig(target_modules=["q_proj"]))
+    tuned = lora(rope_patch.load(folder, "p_rope:p=0.5"))
     rope_patch.save(tuned, tmp_path / "adapter")
     for source, method in ((folder, "p_rope:p=0.5"), (tmp_path / "adapter", None), (patched, None)):
         export(source, out, to="gguf", converter=converter, method=method, overwrite=True)
@@ -143,9 +143,8 @@ def test_what_llama_cpp_cannot_express_is_refused_before_anything_is_converted(
 
 
 def test_an_unknown_family_and_a_table_that_changes_are_refused(tmp_path, converter):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     with pytest.raises(ValueError, match="stablelm"):
-        model = AutoModelForCausalLM.from_config(StableLmConfig(**sizes))
+        model = AutoModelForCausalLM.from_config(StableLmConfig(**SIZE))
         export(model, tmp_path / "o.gguf", to="gguf", converter=converter)
     dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match="dynamic"):

@@ -14,7 +14,7 @@ from scipy import stats
 from support.commands import invoke
 from support.evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
 from support.forks import forked
-from support.patches import module_of
+from support.patches import lora, module_of
 from support.prompting import HAY
 from support.scored import spy_ids
 
@@ -271,19 +271,10 @@ def test_the_command_writes_json_and_a_report(tmp_path):
     assert json.loads(again.stdout) == data
 
 
-def adapter_of(base, method, folder):
-    """Save an adapter of random weights that was trained under a method; the patched base."""
-    from peft import LoraConfig, get_peft_model
-
-    model = rope_patch.load(base, method, dtype=torch.float32)
-    torch.manual_seed(0)
-    rope_patch.save(get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)), folder)
-    return model
-
-
 def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
     folder, out = tmp_path / "adapter", tmp_path / "out"
-    model = adapter_of(ASSETS / "llama", "yarn:factor=4", folder)
+    model = rope_patch.load(ASSETS / "llama", "yarn:factor=4", dtype=torch.float32)
+    rope_patch.save(lora(model), folder)
     asked = ["--methods", "default pi", "--lengths", "512", "--samples", "1", "--windows", "1", "--depths", "0.5"]
     result = command(folder, *asked, "-o", out, "--no-report")
     assert result.exit_code == 0, result.output

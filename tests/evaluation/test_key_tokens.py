@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.patches import lora
 from support.scored import bold_model, naive
 from support.tiny import ids
 
@@ -140,11 +141,8 @@ def test_all_methods_of_a_comparison_share_the_key_tokens_of_the_unpatched_model
 
 
 def test_an_adapter_does_not_choose(bundled):
-    from peft import LoraConfig, get_peft_model
-
     model = bold_model()
     suite = EvalSuite(EvalSpec([96], windows=1, samples=1, depths=[0.5], longppl=True), bundled[1])
     suite.windows = [TokenDocument("text", torch.cat([ids(48, 1)[0]] * 2))]  # said again: the far ones are needed
     before = suite.choose_key_tokens(model, context=96)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    assert suite.choose_key_tokens(adapted, context=96).sha256 == before.sha256 and before.tokens
+    assert suite.choose_key_tokens(lora(model), context=96).sha256 == before.sha256 and before.tokens

@@ -28,10 +28,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
-from peft import LoraConfig, get_peft_model
 from support import prompting
 from support.commands import invoke
 from support.largest import Largest
+from support.patches import lora
 from support.subsets import covering
 from support.task_index import TASKS, build, defaults, our_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
@@ -264,9 +264,7 @@ def test_only_the_named_layer_types_are_patched():
 
 
 def test_an_adapter_brings_its_patch(tmp_path, checkpoint):
-    base = AutoModelForCausalLM.from_pretrained(checkpoint)
-    rope_patch.apply(base, "abf:rope_theta=500000")
-    adapted = get_peft_model(base, LoraConfig(r=2, init_lora_weights=False))
+    adapted = lora(rope_patch.load(checkpoint, "abf:rope_theta=500000"))
     rope_patch.save(adapted, tmp_path / "adapter")
     asked = requests("loglikelihood", *PAIRS)
     expected = lm(HFLM, adapted, logits_cache=False).loglikelihood(asked)
@@ -283,7 +281,7 @@ def test_an_adapter_brings_its_patch(tmp_path, checkpoint):
 def test_an_adapter_is_not_put_on_tables_that_it_was_not_trained_under(tmp_path, checkpoint):
     def adapter_under(method, name, *, on=checkpoint):
         model = rope_patch.load(on, method, replace=method is not None)
-        tuned = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False))
+        tuned = lora(model)
         tuned.save_pretrained(tmp_path / name) if method is None else rope_patch.save(tuned, tmp_path / name)
         return str(tmp_path / name)
 

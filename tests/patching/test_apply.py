@@ -12,7 +12,17 @@ import pytest
 import torch
 from support.patches import cos_sin, method_for, module_of, patched_model
 from support.round_trip import assert_cached_equals_full
-from support.tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, logits, tiny_config, tiny_model
+from support.tiny import (
+    ARCHITECTURES,
+    CONFIGS,
+    LLAMA3,
+    MIXED_ARCHITECTURES,
+    SIZE,
+    YARN,
+    logits,
+    tiny_config,
+    tiny_model,
+)
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -327,8 +337,7 @@ def test_an_encoding_of_the_right_frequencies_with_another_attention_scaling_is_
 def test_p_is_not_read_as_the_shape_of_attention(tmp_path):
     from transformers import PhiConfig, PhiForCausalLM
 
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = PhiForCausalLM(PhiConfig(**sizes, num_attention_heads=2, partial_rotary_factor=1.0)).eval()
+    model = PhiForCausalLM(PhiConfig(**SIZE, partial_rotary_factor=1.0)).eval()
     rope_patch.apply(model, "p_rope", p=0.75)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(PhiForCausalLM.from_pretrained(tmp_path)), logits(model))
