@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import invoke, run
+from support.prompting import TOKENIZER
 from support.subsets import full
 from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,38 +32,33 @@ TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
 TEXTS = {"one": TEXT[:2500], "two": TEXT[2500:5000]}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "llama")
-
-
 # --- the text
 
 
-def test_rows_are_equal_parts_of_every_text(tokenizer):
-    rows = read_rows(tokenizer, {**TEXTS, "three": TEXT[:900]}, window=64, tokens=64 * 9)
+def test_rows_are_equal_parts_of_every_text():
+    rows = read_rows(TOKENIZER, {**TEXTS, "three": TEXT[:900]}, window=64, tokens=64 * 9)
     assert rows.ids.shape == (9, 64) and rows.groups == ("one",) * 3 + ("two",) * 3 + ("three",) * 3
-    assert set(rows.ids[:, 0].tolist()) == {tokenizer.bos_token_id}
-    whole = torch.tensor(tokenizer(TEXTS["one"], add_special_tokens=False).input_ids)
+    assert set(rows.ids[:, 0].tolist()) == {TOKENIZER.bos_token_id}
+    whole = torch.tensor(TOKENIZER(TEXTS["one"], add_special_tokens=False).input_ids)
     assert torch.equal(rows.ids[0, 1:], whole[:63]) and torch.equal(rows.ids[2, 1:], whole[-63:])
-    assert read_rows(tokenizer, TEXTS, window=64).sha256 != rows.sha256
+    assert read_rows(TOKENIZER, TEXTS, window=64).sha256 != rows.sha256
 
 
-def test_rows_fit_the_shortest_text_and_the_context(tokenizer):
-    short = len(tokenizer("a b c d e f g h", add_special_tokens=False).input_ids)
-    rows = read_rows(tokenizer, {"long": TEXT, "short": "a b c d e f g h"})
+def test_rows_fit_the_shortest_text_and_the_context():
+    short = len(TOKENIZER("a b c d e f g h", add_special_tokens=False).input_ids)
+    rows = read_rows(TOKENIZER, {"long": TEXT, "short": "a b c d e f g h"})
     assert rows.ids.shape == (2, short + 1)
-    assert read_rows(tokenizer, TEXTS, context=48).ids.shape[1] == 48
-    assert read_rows(tokenizer, TEXTS, window=64, tokens=1).ids.shape == (2, 64)
+    assert read_rows(TOKENIZER, TEXTS, context=48).ids.shape[1] == 48
+    assert read_rows(TOKENIZER, TEXTS, window=64, tokens=1).ids.shape == (2, 64)
 
 
-def test_the_builtin_texts_are_five_kinds(tokenizer):
+def test_the_builtin_texts_are_five_kinds():
     texts = builtin_domains()
     assert tuple(texts) == DOMAINS
     assert sum("\u4e00" <= letter <= "\u9fff" for letter in texts["chinese"]) > 2000
     assert " perché " in texts["italian"] and " because " in texts["english"]
     compile(texts["python"], "python.txt", "exec")
-    assert set(read_rows(tokenizer, window=256).groups) == set(DOMAINS)
+    assert set(read_rows(TOKENIZER, window=256).groups) == set(DOMAINS)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +70,20 @@ def test_the_builtin_texts_are_five_kinds(tokenizer):
         ({"short": "Hello there"}, {"window": 500}, "500"),
     ],
 )
-def test_texts_that_cannot_be_read(tokenizer, sources, options, message):
+def test_texts_that_cannot_be_read(sources, options, message):
     with pytest.raises(ValueError, match=message):
-        read_rows(tokenizer, sources, **options)
+        read_rows(TOKENIZER, sources, **options)
 
 
 # --- the p sweep
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_point_of_the_p_sweep_is_the_patch_and_its_perplexity(tokenizer, family):
+def test_a_point_of_the_p_sweep_is_the_patch_and_its_perplexity(family):
     model = small(family)
-    rows = read_rows(tokenizer, TEXTS, window=64, tokens=256)
+    rows = read_rows(TOKENIZER, TEXTS, window=64, tokens=256)
     got = capture(model, rows.ids)
-    windows, edges, name = sweep_text(tokenizer, TEXTS, 64)
+    windows, edges, name = sweep_text(TOKENIZER, TEXTS, 64)
     assert edges == (0, 64, 256) and name == "one, two"
     base, point = sweep_p(model, got, windows, edges, [0.5])
     with rope_patch.patched(model, "p_rope:p=0.5") as patch:
@@ -107,12 +103,12 @@ def test_a_point_of_the_p_sweep_is_the_patch_and_its_perplexity(tokenizer, famil
     assert rope_patch.inspect(model).record is None
 
 
-def test_the_p_sweep_goes_on_from_the_patch_in_place(tokenizer):
+def test_the_p_sweep_goes_on_from_the_patch_in_place():
     model = small(rope_parameters=YARN)
-    rows = read_rows(tokenizer, TEXTS, window=64, tokens=128)
+    rows = read_rows(TOKENIZER, TEXTS, window=64, tokens=128)
     rope_patch.apply(model, "truncated")
     table = rope_patch.inspect(model).tables[0].inv_freq
-    windows, edges, _ = sweep_text(tokenizer, TEXTS, 64)
+    windows, edges, _ = sweep_text(TOKENIZER, TEXTS, 64)
     base, point = sweep_p(model, capture(model, rows.ids), windows, edges, [0.9])
     assert torch.equal(rope_patch.inspect(model).tables[0].inv_freq, table)
     resting = set(unrotated(table).nonzero().flatten().tolist())
@@ -120,9 +116,9 @@ def test_the_p_sweep_goes_on_from_the_patch_in_place(tokenizer):
     assert base.perplexity[0] == pytest.approx(perplexity(model, windows, window=256, buckets=edges).between(0, 64))
 
 
-def test_the_half_chord_by_hand(tokenizer):
+def test_the_half_chord_by_hand():
     model = small()
-    rows = read_rows(tokenizer, TEXTS, window=64, tokens=128)
+    rows = read_rows(TOKENIZER, TEXTS, window=64, tokens=128)
     layer = capture(model, rows.ids).layers[0]
     turned = half_chord(layer)
     # Over many turns the mean of |sin| is 2/pi; far below a turn it is f L / 4.
@@ -159,25 +155,25 @@ def test_advice_takes_the_smallest_p_that_is_significantly_below_the_tolerance()
 # --- the whole
 
 
-def test_the_public_function_reads_a_text_or_several_by_name(tokenizer):
+def test_the_public_function_reads_a_text_or_several_by_name():
     model = small()
-    named = analyzed(model, tokenizer, p_values=[])
+    named = analyzed(model, p_values=[])
     assert named.rows.name == "one, two" and set(named.rows.groups) == set(TEXTS)
-    single = rope_patch.analyze(model, tokenizer, TEXTS["one"], window=64, tokens=128, p_values=[])
+    single = rope_patch.analyze(model, TOKENIZER, TEXTS["one"], window=64, tokens=128, p_values=[])
     assert single.capture.rows == 2 and single.p_sweep == ()
     assert rope_patch.inspect(model).record is None
 
 
-def analyzed(model, tokenizer, *, resume=None, **chosen):
-    return rope_patch.analyze(model, tokenizer, TEXTS, window=64, tokens=256, resume=resume, **chosen)
+def analyzed(model, *, resume=None, **chosen):
+    return rope_patch.analyze(model, TOKENIZER, TEXTS, window=64, tokens=256, resume=resume, **chosen)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4"])
-def test_every_part_is_there(tokenizer, family):
+def test_every_part_is_there(family):
     progress, announced = [], []
     model = small(family, **({"vocab_size_per_layer_input": 1024} if family == "gemma4" else {}))
     with listen(lambda stage, tokens: progress.append((stage, tokens)), on_more=announced.append):
-        result = analyzed(model, tokenizer, p_values=[0.5])
+        result = analyzed(model, p_values=[0.5])
     out = json.loads(result.to_json())
     assert len(out["heads"]) == sum(layer.query.heads for layer in result.capture.layers)
     assert out["findings"] == findings(result) and findings(result)[-1] == result.advice.reason
@@ -188,7 +184,7 @@ def test_every_part_is_there(tokenizer, family):
     assert all(result.token_text(int(token)) for view in result.single_heads for token in view.token_ids)
 
 
-def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
+def test_finished_parts_are_kept(tmp_path, monkeypatch):
     model = small()
 
     def stop(stage, tokens):
@@ -196,15 +192,15 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with listen(stop), pytest.raises(KeyboardInterrupt):
-        analyzed(model, tokenizer, resume=tmp_path)
+        analyzed(model, resume=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"capture.npz", "finished.jsonl"}
     calls = []
     monkeypatch.setattr(engine, "capture", lambda *a, **k: calls.append(a) or capture(*a, **k))
-    result = analyzed(model, tokenizer, resume=tmp_path)
+    result = analyzed(model, resume=tmp_path)
     first = Capture.from_npz(tmp_path / "capture.npz")
     assert not calls and torch.equal(result.capture.layers[0].key.mean, first.layers[0].key.mean)
     with rope_patch.patched(model, "nope"):  # another table is measured anew
-        analyzed(model, tokenizer, resume=tmp_path)
+        analyzed(model, resume=tmp_path)
     assert len(calls) == 1
 
 
@@ -219,9 +215,9 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
         ({"layers": [7]}, "layers"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(tokenizer, tmp_path, options, message):
+def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        analyzed(small(), tokenizer, resume=tmp_path / "out", **options)
+        analyzed(small(), resume=tmp_path / "out", **options)
     assert not list(tmp_path.rglob("*.npz"))
 
 
@@ -250,10 +246,10 @@ def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tokenizer):
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("analyze") / "tiny"
     small().save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
     return path
 
 

@@ -7,8 +7,8 @@ import threading
 import gguf
 import pytest
 from support.gguf_files import write_toy
+from support.prompting import TOKENIZER
 from support.tiny import tiny_model
-from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.checkpoints.gguf_file import Key, write_gguf
@@ -19,8 +19,7 @@ from rope_patch.engines import export
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """A small model with a tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
-    return write_toy(tiny_model(vocab_size=1024), tmp_path_factory.mktemp("reader") / "m.gguf", tokenizer)
+    return write_toy(tiny_model(vocab_size=1024), tmp_path_factory.mktemp("reader") / "m.gguf", TOKENIZER)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.gguf_files import quantized, rewritten, stated, write_toy
 from support.patches import lora
+from support.prompting import TOKENIZER
 from support.subsets import byte_level_llama
 from support.tiny import ids, logits, tiny_model
 from transformers import AutoTokenizer
@@ -31,15 +32,10 @@ TOKENS = ids(48) % 96
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, tokenizer):
+def base(tmp_path_factory):
     """A GGUF of the tiny Llama in Q4_1: context 64, base 1e4, heads of 16."""
     folder = tmp_path_factory.mktemp("base")
-    plain = write_toy(tiny_model(vocab_size=1024), folder / "plain.gguf", tokenizer)
+    plain = write_toy(tiny_model(vocab_size=1024), folder / "plain.gguf", TOKENIZER)
     return quantized(plain, folder / "base.gguf", "Q4_1")
 
 
@@ -304,10 +300,10 @@ def test_a_changed_factor_is_found(base, tmp_path):
 
 
 @byte_level_llama
-def test_the_vocabulary_of_the_file_is_saved_beside_the_model(base, tmp_path, tokenizer):
+def test_the_vocabulary_of_the_file_is_saved_beside_the_model(base, tmp_path):
     rope_patch.save(rope_patch.load(base, "yarn:factor=4"), tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert again("The pass key is 79132.").input_ids == tokenizer("The pass key is 79132.").input_ids
+    assert again("The pass key is 79132.").input_ids == TOKENIZER("The pass key is 79132.").input_ids
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

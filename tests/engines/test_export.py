@@ -25,7 +25,6 @@ from rope_patch.patching.verify import inspect_model
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
 METHODS = ["pi:factor=4", "abf", "yarn:factor=5:attention_factor=1.5", "p_rope:p=0.5", "truncated"]
-NEOX = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
 
 
 def strong_model(family, **changes):
@@ -130,7 +129,7 @@ def test_the_command_says_what_was_checked(base, tmp_path):
 
 
 def test_an_unknown_family_is_unverified(tmp_path):
-    first = saved(AutoModelForCausalLM.from_config(GPTNeoXConfig(**NEOX, rotary_pct=0.5)), tmp_path / "base")
+    first = saved(AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZE, rotary_pct=0.5)), tmp_path / "base")
     report = export(first, tmp_path / "out", to="vllm", method="pi:factor=2")
     assert report["checked_against"] == UNVERIFIED and report["shown_by"] is None
 

@@ -8,7 +8,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from support.number_tokenizers import KINDS, tokenizer_of
-from support.prompting import bold
+from support.prompting import TOKENIZER, bold
 from support.scored import naive, spy_ids
 from support.task_index import our_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,23 +42,22 @@ def llama():
     return AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(LLAMA)
+def lm(model, *, max_length=512, **options):
+    return RopePatchLM(pretrained=model, tokenizer=TOKENIZER, device="cpu", max_length=max_length, **options)
 
 
 # --- the scores of the engine
 
 
-def test_first_choice_and_log_probabilities_are_those_of_the_engine(llama, tokenizer):
+def test_first_choice_and_log_probabilities_are_those_of_the_engine(llama):
     names = {"rope_passkey": "passkey", "rope_niah": "niah"}
-    model = RopePatchLM(pretrained=llama, tokenizer=tokenizer, device="cpu", max_length=512, batch_size=4)
+    model = lm(llama, batch_size=4)
     options = {"samples": 3, "seed": 4, "depths": [0.0, 0.5, 0.9, 1.0]}
     plain = evaluated(model, list(names), **options)
     read = evaluated(model, list(names), first_choice=True, **options)
     shares = []
     for name, task in names.items():
-        engine = retrieval(llama, tokenizer, task, lengths=[512], **options)
+        engine = retrieval(llama, TOKENIZER, task, lengths=[512], **options)
         scores = read["results"][name]
         assert scores["first_choice_512,none"] == pytest.approx(engine.first_choice(512))
         expected = [(cell.samples[i].logprob, cell.samples[i].first_choice) for i in range(3) for cell in engine.cells]
@@ -71,11 +70,11 @@ def test_first_choice_and_log_probabilities_are_those_of_the_engine(llama, token
     assert any(0 < share < 1 for share in shares), "a score that could be seen to differ"
 
 
-def test_of_several_values_all_have_to_be_first_choice(llama, tokenizer):
-    model = RopePatchLM(pretrained=llama, tokenizer=tokenizer, device="cpu", max_length=512)
+def test_of_several_values_all_have_to_be_first_choice(llama):
+    model = lm(llama)
     options = {"samples": 6, "seed": 0, "depths": [0.2, 0.9]}
     result = evaluated(model, ["rope_niah_multivalue"], first_choice=True, **options)
-    engine = retrieval(llama, tokenizer, "multivalue", lengths=[512], **options)
+    engine = retrieval(llama, TOKENIZER, "multivalue", lengths=[512], **options)
     whole = [all(sample.first_choice for sample in haystack) for haystack in engine.haystacks(512)]
     assert result["results"]["rope_niah_multivalue"]["first_choice_512,none"] == pytest.approx(sum(whole) / 6)
     joined = [sum(sample.logprob for sample in haystack) for haystack in engine.haystacks(512)]
@@ -137,15 +136,15 @@ def test_other_requests_are_those_of_hf_beside_an_answer():
         assert (score, greedy) == (pytest.approx(wanted, abs=1e-4), best)
 
 
-def test_documents_of_another_tokenizer_are_an_error(llama, tokenizer):
-    model = RopePatchLM(pretrained=llama, tokenizer=tokenizer, device="cpu")
-    prompt = PromptMaker(tokenizer, "noise").prompts("passkey", 100, [0.5])[0]
+def test_documents_of_another_tokenizer_are_an_error(llama):
+    model = lm(llama)
+    prompt = PromptMaker(TOKENIZER, "noise").prompts("passkey", 100, [0.5])[0]
     with pytest.raises(ValueError, match="tokenizer"):
         model.loglikelihood([right_answer(prompt.text, prompt.target, prompt.answer + 1)], disable_tqdm=True)
 
 
-def test_the_answer_of_every_kind_of_task_can_be_cut(tokenizer):
-    model = RopePatchLM(pretrained=bold().eval(), tokenizer=tokenizer, device="cpu", max_length=1024)
+def test_the_answer_of_every_kind_of_task_can_be_cut():
+    model = lm(bold().eval(), max_length=1024)
     options = {"length": 1024, "samples": 1, "depths": [0.5], "seed": 0, "haystack": "builtin", "pretrained": LLAMA}
     docs = [
         doc
@@ -168,8 +167,8 @@ def test_it_is_off_by_default_and_takes_only_true_or_false():
         our_tasks(samples=1, first_choice=1).load(["rope_passkey"])
 
 
-def test_nothing_is_scored_where_answers_are_only_predicted(llama, tokenizer):
-    model = RopePatchLM(pretrained=llama, tokenizer=tokenizer, device="cpu", max_length=512)
+def test_nothing_is_scored_where_answers_are_only_predicted(llama):
+    model = lm(llama)
     result = evaluated(model, ["rope_passkey"], predict_only=True, first_choice=True, samples=1, depths=[0.5])
     assert not any("first_choice" in metric for metric in result["results"]["rope_passkey"])
     assert len(result["samples"]["rope_passkey"][0]["filtered_resps"]) == 2

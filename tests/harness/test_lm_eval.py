@@ -32,6 +32,7 @@ from support import prompting
 from support.commands import invoke
 from support.largest import Largest
 from support.patches import lora
+from support.prompting import TOKENIZER
 from support.subsets import covering
 from support.task_index import TASKS, build, defaults, our_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
@@ -63,13 +64,8 @@ PAIRS = [
 bold = functools.partial(prompting.bold, max_position_embeddings=128)
 
 
-@functools.cache
-def tokenizer():
-    return AutoTokenizer.from_pretrained(LLAMA)
-
-
 def lm(kind=RopePatchLM, model=None, **options):
-    return kind(pretrained=bold() if model is None else model, tokenizer=tokenizer(), device="cpu", **options)
+    return kind(pretrained=bold() if model is None else model, tokenizer=TOKENIZER, device="cpu", **options)
 
 
 def requests(kind, *arguments):
@@ -90,7 +86,7 @@ def checkpoint(tmp_path_factory):
     """The folder of a tiny model with its tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
     bold().save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
     return str(folder)
 
 
@@ -309,7 +305,7 @@ def test_what_does_not_fit_raises_before_anything_runs():
     ran = []
     model.model.get_input_embeddings().register_forward_pre_hook(lambda *_: ran.append(1))
     text = DOCUMENT.rstrip()
-    count = len(tokenizer()(text)["input_ids"])
+    count = len(TOKENIZER(text)["input_ids"])
     with pytest.raises(ValueError, match="max_length="):
         model.loglikelihood(requests("loglikelihood", ("short", " one"), (text, " x")))
     with pytest.raises(ValueError, match=f"a prompt of {count} tokens and 5 to generate"):
@@ -319,7 +315,7 @@ def test_what_does_not_fit_raises_before_anything_runs():
 
 def test_what_just_fits_runs():
     text = DOCUMENT.rstrip()
-    count = len(tokenizer()(text)["input_ids"])
+    count = len(TOKENIZER(text)["input_ids"])
     model = lm(max_length=count + 5)
     assert model.generate_until(requests("generate_until", (text, greedy(5))))
     assert lm(max_length=count).loglikelihood(requests("loglikelihood", (text, " x")))  # its last token is not read
@@ -437,7 +433,7 @@ def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(asked,
 
 @functools.cache
 def cached_maker(haystack, bos):
-    return PromptMaker(tokenizer(), haystack, prefix=() if bos is False else None)
+    return PromptMaker(TOKENIZER, haystack, prefix=() if bos is False else None)
 
 
 @pytest.fixture(scope="module")
@@ -459,7 +455,7 @@ def test_scores_are_those_of_the_engine(yarn):
     ours, theirs = (run_tasks(lm(kind, yarn, batch_size=4), list(names), **options) for kind in (RopePatchLM, HFLM))
     assert ours["results"] == theirs["results"]
     for name, task in names.items():
-        engine = retrieval(yarn, tokenizer(), task, lengths=(512,), **options)
+        engine = retrieval(yarn, TOKENIZER, task, lengths=(512,), **options)
         assert ours["results"][name]["512,none"] == pytest.approx(engine.accuracy(512))
         cells = engine.cells[:1] if lm_eval_tasks.TASKS[task].joined else engine.cells
         expected = [cell.samples[i].output for i in range(2) for cell in cells]
@@ -492,7 +488,7 @@ def test_perplexity_is_that_of_the_engine(yarn):
     rows = perplexity_documents(length=256, windows=3, stride=100, text=None, pretrained=LLAMA)
     nll, tokens, size = 0.0, 0, 0
     for row in rows:
-        table = scored(yarn, tokenizer()(row["context"] + row["continuation"])["input_ids"], row["context_tokens"])
+        table = scored(yarn, TOKENIZER(row["context"] + row["continuation"])["input_ids"], row["context_tokens"])
         nll += float(table[0, row["context_tokens"] :].sum())
         tokens, size = tokens + row["tokens"], size + row["bytes"]
     for results in found.values():
@@ -513,7 +509,7 @@ def test_windows_are_spread_over_the_text_and_cut_at_words(length, stride, windo
     rows = perplexity_documents(**options, pretrained=LLAMA)
     wanted = length // 2 if stride is None else stride
     assert len(rows) == (windows or 32)
-    at, tokens = len(rows[0]["context"]), len(tokenizer()(text)["input_ids"])
+    at, tokens = len(rows[0]["context"]), len(TOKENIZER(text)["input_ids"])
     for row in rows:
         whole = row["context"] + row["continuation"]
         found = text.index(whole) + len(row["context"])
@@ -531,7 +527,7 @@ def test_windows_are_spread_over_the_text_and_cut_at_words(length, stride, windo
         assert abs(len(rest) - wanted) <= 24
         assert row["bytes"] == len(row["continuation"].encode())
         assert row["words"] == len(row["continuation"].split())
-    left = len(tokenizer()(text[at:])["input_ids"])
+    left = len(TOKENIZER(text[at:])["input_ids"])
     assert left < 400 or (windows or 32) * wanted + length > tokens - 400, "the last window ends near the end"
     assert rows[0]["context"] == text[: len(rows[0]["context"])]
 

@@ -47,12 +47,10 @@ def refused(model, message, method="p_rope:p=0.5", **options):
 
 # --- tables that nothing uses -----------------------------------------------------------------------------------------
 
-SMALL = {key: SIZE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
-
 
 def test_a_falcon_with_alibi_is_refused():
-    refused(built(FalconConfig(**SMALL, alibi=True)), "FalconForCausalLM does not use its rotary embedding")
-    rope_patch.apply(built(FalconConfig(**SMALL)), "p_rope:p=0.5")
+    refused(built(FalconConfig(**SIZE, alibi=True)), "FalconForCausalLM does not use its rotary embedding")
+    rope_patch.apply(built(FalconConfig(**SIZE)), "p_rope:p=0.5")
 
 
 def test_a_smollm3_without_rotary_layers_is_refused():
@@ -202,8 +200,7 @@ def test_reasons_name_the_model():
 def test_a_decoder_that_is_an_output_layer(tmp_path):
     from transformers import ModernBertDecoderConfig
 
-    sizes = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
-    config = ModernBertDecoderConfig(**sizes, global_attn_every_n_layers=2, local_attention=16)
+    config = ModernBertDecoderConfig(**SIZE, global_attn_every_n_layers=2, local_attention=16)
     model = built(config)
     rope_patch.apply(model, "p_rope:p=0.5")
     rope_patch.verify(model)
@@ -280,7 +277,7 @@ def test_a_record_is_carried_out_as_it_is(tmp_path):
 def t5gemma():
     from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 
-    part = SIZE | {"head_dim": 16, "num_key_value_heads": 2}
+    part = SIZE | {"head_dim": 16}
     torch.manual_seed(0)
     return T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=dict(part), decoder=dict(part), vocab_size=96)).eval()
 

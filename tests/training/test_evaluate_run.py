@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.evaluated import perplexity_of, result_of, retrieval_of
+from support.prompting import TOKENIZER
 from support.recipe_runs import LLAMA, recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rope_patch.training.evaluate_run import changes, evaluate_model, metrics, score, suite_of
 
@@ -66,7 +67,7 @@ def options(*words):
 
 def test_an_evaluation_is_numbers_by_length(capfd):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).train()
-    numbers = metrics(evaluate_model(suite_of(options(), AutoTokenizer.from_pretrained(LLAMA)), model))
+    numbers = metrics(evaluate_model(suite_of(options(), TOKENIZER), model))
     assert model.training, "left as it was"
     assert list(numbers) == ["score", "retrieval_48", "retrieval_64", "perplexity_0_48", "perplexity_48_64"]
     assert "evaluating: " in capfd.readouterr().err
@@ -75,4 +76,4 @@ def test_an_evaluation_is_numbers_by_length(capfd):
 @pytest.mark.parametrize("word", ["evaluation.windows=90000", "evaluation.lengths=16"])
 def test_what_cannot_be_evaluated_is_said_before_any_training(word):
     with pytest.raises(ValueError, match="evaluation"):
-        suite_of(options(word), AutoTokenizer.from_pretrained(LLAMA))
+        suite_of(options(word), TOKENIZER)

@@ -18,9 +18,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from support.forks import forked
 from support.gguf_files import write_toy
+from support.prompting import TOKENIZER
 from support.recipe_runs import LLAMA, SMALL, losses, recipe
 from support.tiny import ids
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
+from transformers import AutoModelForCausalLM, TrainerState
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
@@ -56,7 +57,7 @@ def done(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
 def test_an_adapter_is_trained_on_a_gguf_file(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
-    file = write_toy(model, tmp_path / "base.gguf", AutoTokenizer.from_pretrained(LLAMA))
+    file = write_toy(model, tmp_path / "base.gguf", TOKENIZER)
     finetune(options(tmp_path / "run", f"model.name={file}"))
     trained = rope_patch.load(tmp_path / "run")
     assert rope_patch.verify(trained).method == "yarn:factor=4"
@@ -82,7 +83,7 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
 
 def test_before_is_the_patched_model_and_after_is_what_was_saved(done):
     """The scores are those that the engines give for the model in memory and for the folder loaded anew."""
-    suite = suite_of(options("x"), AutoTokenizer.from_pretrained(LLAMA))
+    suite = suite_of(options("x"), TOKENIZER)
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     before, after = done.results["before"], done.results["after"]
@@ -230,7 +231,7 @@ def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
     base, small = tmp_path / "base", ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
-    rope_patch.save(model, base, tokenizer=AutoTokenizer.from_pretrained(LLAMA))
+    rope_patch.save(model, base, tokenizer=TOKENIZER)
     own = (f"model.name={base}", "patch.method=null", *small)
     for wrong in ("patch.replace=true", "patch.target_length=2048"):
         with pytest.raises(ValueError, match=r"own yarn:factor=4"):
@@ -304,7 +305,7 @@ def test_ways_to_train(words, tmp_path):
     assert all(map(math.isfinite, losses(result))) and len(losses(result)) == 2
     model = rope_patch.load(result.folder, dtype=torch.float32)
     assert str(locate(model).record.to_method()) == (result.results["patch"] or "default")
-    suite = suite_of(options("x", *words), AutoTokenizer.from_pretrained(LLAMA))
+    suite = suite_of(options("x", *words), TOKENIZER)
     assert metrics(suite.run(model)) == pytest.approx(result.results["after"], abs=1e-4)
 
 

@@ -11,10 +11,11 @@ import re
 import datasets
 import pytest
 import torch
+from support.prompting import TOKENIZER
 from support.recipe_runs import recipe
 from support.scored import bold_model
 from support.tiny import ARCHITECTURES, ids, tiny_config
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, TrainingArguments
+from transformers import AutoModelForCausalLM, Gemma3Config, TrainingArguments
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
@@ -30,11 +31,6 @@ from rope_patch.training.trainer import LongTrainer
 
 LLAMA = rope_patch.data_path("assets") / "llama"
 SENTENCE = "The quick brown fox jumps over the lazy dog, and number {} sleeps. "
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(LLAMA)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +55,7 @@ def stories(tmp_path):
     return jsonl(tmp_path / "stories.jsonl", [story(i) for i in range(12)])
 
 
-def packed(asked, tokenizer, folder):
+def packed(asked, folder, tokenizer=TOKENIZER):
     folder.mkdir()
     return make_rows(asked, tokenizer, folder, quiet=True)
 
@@ -91,8 +87,8 @@ TALK = messages(("system", "Be brief."), ("user", "hi 12"), ("assistant", "yo ma
 
 
 @pytest.fixture
-def chatty(tokenizer):
-    chatty_tokenizer = copy.deepcopy(tokenizer)
+def chatty():
+    chatty_tokenizer = copy.deepcopy(TOKENIZER)
     chatty_tokenizer.chat_template = TEMPLATE
     return chatty_tokenizer
 
@@ -162,10 +158,10 @@ def test_files_and_folders_of_every_kind(tmp_path, kind):
 # --- rows on disk
 
 
-def test_rows_are_those_of_the_documents(stories, tmp_path, tokenizer):
-    rows = packed(options(stories, "data.shuffle=false"), tokenizer, tmp_path / "work")
+def test_rows_are_those_of_the_documents(stories, tmp_path):
+    rows = packed(options(stories, "data.shuffle=false"), tmp_path / "work")
     assert len(rows) == 8 and set(rows.column_names) == {"input_ids", "labels", "position_ids", "attention_mask"}
-    stream = [token for document in encode(tokenizer, [story(0), story(1)]) for token in document.ids.tolist()]
+    stream = [token for document in encode(TOKENIZER, [story(0), story(1)]) for token in document.ids.tolist()]
     assert flat(rows) == stream[: 8 * 128]
     row = rows[3]
     assert row["position_ids"].tolist() == list(range(128)) and row["attention_mask"].tolist() == [1] * 128
@@ -175,28 +171,28 @@ def test_rows_are_those_of_the_documents(stories, tmp_path, tokenizer):
     assert flat(again) == flat(rows), "a resumed run reads the rows that it began with, and packs none"
 
 
-def test_positions_of_pose_come_from_the_seed_and_the_row(stories, tmp_path, tokenizer):
+def test_positions_of_pose_come_from_the_seed_and_the_row(stories, tmp_path):
     asked = options(stories, "data.positions=pose", "data.chunks=3", "patch.target_length=777", "train.seed=3")
-    rows = packed(asked, tokenizer, tmp_path / "work")
+    rows = packed(asked, tmp_path / "work")
     for index in range(8):
         expected = skipped_positions(random.Random(f"3/{index}"), 128, 777, 3)
         assert torch.equal(rows[index]["position_ids"], expected)
 
 
-def test_short_documents_are_refused_unless_allowed(tmp_path, tokenizer):
+def test_short_documents_are_refused_unless_allowed(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [story(i, 3) for i in range(60)])
     asked = options(source, "train.steps=1", "data.shuffle=false")
     with pytest.raises(ValueError, match=r"the longest of \d+ read has \d+ tokens, a row has 128"):
-        packed(asked, tokenizer, tmp_path / "work")
+        packed(asked, tmp_path / "work")
     assert not (tmp_path / "work" / "rows.arrow").exists()
     allowed = options(source, "train.steps=1", "data.shuffle=false", "data.allow_short=true")
-    assert len(packed(allowed, tokenizer, tmp_path / "allowed")) == 2
+    assert len(packed(allowed, tmp_path / "allowed")) == 2
 
 
 def test_conversations_become_rows(tmp_path, chatty):
     source = jsonl(tmp_path / "a.jsonl", [TALK] * 60, "messages")
     words = ["data.column=messages", "data.learn=assistant", "data.boundaries=apart", "data.allow_short=true"]
-    rows = packed(options(source, *words, "data.length=64"), chatty, tmp_path / "work")
+    rows = packed(options(source, *words, "data.length=64"), tmp_path / "work", chatty)
     tokens, labels = conversation(chatty, TALK, "assistant")
     stream = flat(rows)
     assert stream == (tokens * 60)[: len(stream)] and "attention_mask" not in rows.column_names
@@ -292,10 +288,10 @@ def test_without_a_method_a_model_keeps_its_own_table_and_says_so():
     assert str(locate(replaced).record.to_method()) == "yarn:factor=4:replace_scaling=true"
 
 
-def test_data_that_ends_is_read_again(tmp_path, tokenizer):
+def test_data_that_ends_is_read_again(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [story(i, 6) for i in range(4)])  # about 560 tokens
     with pytest.warns(UserWarning, match="the data ends before the run does"):
-        rows = packed(options(source, "train.steps=16"), tokenizer, tmp_path / "work")
+        rows = packed(options(source, "train.steps=16"), tmp_path / "work")
     assert len(flat(rows)) == 32 * 128
 
 
