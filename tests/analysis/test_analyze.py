@@ -298,7 +298,6 @@ def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
         (("--p", "half"), "p"),
         (("--tokens", "1"), "tokens"),
         (("--text", "/nowhere"), "nowhere"),
-        (("--dtype", "int3"), "dtype"),
     ],
 )
 def test_wrong_words(folder, tmp_path, given, message):

@@ -359,9 +359,9 @@ def golden(order, *, layer=1, back=1):
     return model
 
 
-def golden_rows(rows=2, tokens=100):
+def golden_rows():
     """A text in which the sink's token stands at one position and nowhere else."""
-    token_ids = torch.randint(8, 96, (rows, tokens), generator=torch.Generator().manual_seed(5))
+    token_ids = torch.randint(8, 96, (2, 100), generator=torch.Generator().manual_seed(5))
     token_ids[:, SINK_AT] = SINK_TOKEN
     return token_ids
 

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from support.fresh import stock_logits
-from support.patches import edit_json, lora, method_for, module_of, patched_model
+from support.patches import edit_json, lora, method_for, module_of, patched_model, saved_with
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -119,8 +119,7 @@ def test_another_machines_last_bit_is_no_alarm(change, same):
 
 @pytest.fixture
 def base_folder(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return saved_with(tiny_model(), tmp_path / "base")
 
 
 @pytest.fixture

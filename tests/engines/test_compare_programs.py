@@ -37,9 +37,7 @@ def written(folder, family="llama", **changes):
 
 
 def patched(folder, method, family="llama", **options):
-    model = patched_model(method, family, **options)
-    rope_patch.save(model, folder)
-    return folder
+    return rope_patch.save(patched_model(method, family, **options), folder)
 
 
 def rows(source, program):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.commands import fail, run
 from support.gguf_files import write_toy
-from support.patches import edit_json, lora
+from support.patches import edit_json, lora, saved_with
+from support.prompting import TOKENIZER
 from support.subsets import byte_level_llama, covering
 from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
@@ -36,14 +37,9 @@ def strong_model(family, **changes):
     return model
 
 
-def saved(model, folder):
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def base(tmp_path):
-    return saved(strong_model("llama"), tmp_path / "base")
+    return saved_with(strong_model("llama"), tmp_path / "base")
 
 
 @pytest.fixture
@@ -63,7 +59,7 @@ TO = [*((family, "vllm") for family in ARCHITECTURES), ("llama", "hf"), ("gemma3
 @covering(2, family_to=TO, method=METHODS)
 def test_the_same_table_is_read_back(family_to, method, tmp_path):
     family, to = family_to
-    first, out = saved(strong_model(family), tmp_path / "base"), tmp_path / "out"
+    first, out = saved_with(strong_model(family), tmp_path / "base"), tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(first)
     try:
         rope_patch.apply(model, method, target_length=256)
@@ -105,14 +101,14 @@ def test_both_encodings_and_the_keys_of_engines(base, tmp_path):
 def test_yarn_stays_native_where_the_tables_of_engines_are_long_enough(tmp_path):
     for factor, kind in ((4.0, "yarn"), (2.0, "longrope")):  # 64 * factor positions, for a context of 256
         stated = tiny_model(rope_parameters=YARN | {"factor": factor}, max_position_embeddings=256)
-        report = export(saved(stated, tmp_path / f"base-{factor}"), tmp_path / str(factor), to="vllm")
+        report = export(saved_with(stated, tmp_path / f"base-{factor}"), tmp_path / str(factor), to="vllm")
         assert [table["rope_type"] for table in report["tables"]] == [kind]
 
 
 def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
     # vLLM would rotate half of each head where transformers' Llama rotates all of it.
     encoded = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    first = saved(tiny_model(rope_parameters=encoded), tmp_path / "base")
+    first = saved_with(tiny_model(rope_parameters=encoded), tmp_path / "base")
     assert inspect_model(model_without_weights(first)).tables[0].rotary_dim == 16
     export(first, tmp_path / "out", to="vllm")
     config = config_of(tmp_path / "out")
@@ -129,7 +125,7 @@ def test_the_command_says_what_was_checked(base, tmp_path):
 
 
 def test_an_unknown_family_is_unverified(tmp_path):
-    first = saved(AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZE, rotary_pct=0.5)), tmp_path / "base")
+    first = saved_with(AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZE, rotary_pct=0.5)), tmp_path / "base")
     report = export(first, tmp_path / "out", to="vllm", method="pi:factor=2")
     assert report["checked_against"] == UNVERIFIED and report["shown_by"] is None
 
@@ -190,13 +186,13 @@ def test_adapters_that_engines_do_not_take(adapter, tmp_path, change):
 def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path):
     """With its table, its vocabulary, and weights of the type that is asked for."""
     plain, first, out = tmp_path / "plain.gguf", tmp_path / "a.gguf", tmp_path / "out"
-    tokenizer, text = AutoTokenizer.from_pretrained(BUNDLED), "Once upon a time, there was a dog."
-    write_toy(AutoModelForCausalLM.from_pretrained(BUNDLED), plain, tokenizer)
+    text = "Once upon a time, there was a dog."
+    write_toy(AutoModelForCausalLM.from_pretrained(BUNDLED), plain, TOKENIZER)
     patch_gguf(plain, "yarn:factor=4", first, target_length=1024)
     run("export", first, "--to", "hf", "--dtype", "bfloat16", "-o", out)
     stock = AutoModelForCausalLM.from_pretrained(out).eval()
     assert torch.equal(logits(stock), logits(rope_patch.load(first, dtype=torch.bfloat16).eval()))
-    assert AutoTokenizer.from_pretrained(out)(text).input_ids == tokenizer(text).input_ids
+    assert AutoTokenizer.from_pretrained(out)(text).input_ids == TOKENIZER(text).input_ids
     with pytest.raises(ValueError, match="GGUF"):
         export(first, tmp_path / "b.gguf", to="gguf")
 
@@ -214,7 +210,7 @@ def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path):
 
 
 def test_tables_that_sglang_would_lose_are_refused(tmp_path):
-    first = saved(tiny_model("gemma2"), tmp_path / "base")
+    first = saved_with(tiny_model("gemma2"), tmp_path / "base")
     with pytest.raises(ValueError, match="rope_theta"):
         export(first, tmp_path / "out", to="sglang", method="yarn:factor=4")
     assert not (tmp_path / "out").exists()
@@ -222,7 +218,7 @@ def test_tables_that_sglang_would_lose_are_refused(tmp_path):
 
 
 def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):
-    first = saved(tiny_model("gemma3"), tmp_path / "base")
+    first = saved_with(tiny_model("gemma3"), tmp_path / "base")
     export(first, tmp_path / "full", to="sglang", method="pi:factor=4")
     full = config_of(tmp_path / "full")
     assert (full["rope_local_base_freq"], full["rope_scaling"]["rope_type"]) == (10000.0, "longrope")

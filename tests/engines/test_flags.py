@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.commands import fail, run
 from support.gguf_files import write_toy
-from support.patches import edit_json, patched_model
+from support.patches import edit_json, patched_model, saved_with
 from support.tiny import SIZE, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma4Config, Olmo3Config, Qwen3_5Config
 
@@ -31,8 +31,7 @@ METHODS = [
 
 @pytest.fixture
 def base(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return saved_with(tiny_model(), tmp_path / "base")
 
 
 def option(lines, name):
@@ -82,13 +81,6 @@ def test_tables_per_layer_type_are_stated_together(tmp_path):
     for key, value in json.loads(option(written.lines, "--hf-overrides")).items():
         setattr(config, key, value)
     assert_same(read_by_transformers(config), expected("yarn:factor=4", "gemma3"))
-
-
-def test_what_an_engine_would_lose_is_refused(tmp_path):
-    tiny_model("gemma2").save_pretrained(tmp_path / "gemma2")
-    with pytest.raises(ValueError, match="rope_theta"):
-        flags(tmp_path / "gemma2", "yarn:factor=4", "sglang", target_length=256)
-    assert flags(tmp_path / "gemma2", "abf", "sglang", target_length=256).shown_by.startswith("SGLang 0.5.23")
 
 
 def test_llama_cpp_takes_a_base_linear_scaling_and_yarn(base):
@@ -147,7 +139,9 @@ def test_options_that_reach_every_other_layer_are_refused(method, tmp_path):
 def test_sglang_takes_the_scaling_of_olmo_3_at_the_top_of_its_config(tmp_path):
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
     AutoModelForCausalLM.from_config(Olmo3Config(**SIZE, **layers)).save_pretrained(tmp_path)
-    settings = flags(tmp_path, "yarn:factor=4", "sglang", target_length=256).settings
+    written = flags(tmp_path, "yarn:factor=4", "sglang", target_length=256)
+    settings = written.settings
+    assert written.shown_by.startswith("SGLang 0.5.23")
     assert (settings["rope_scaling"]["rope_type"], settings["rope_scaling"]["rope_theta"]) == ("yarn", 500000.0)
     assert "rope_parameters" not in settings
     with pytest.raises(ValueError, match="rope_theta"):

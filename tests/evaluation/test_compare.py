@@ -255,19 +255,15 @@ def texts(tmp_path_factory):
     return ["--text", str(folder / "text.txt"), "--haystack", str(folder / "hay.txt")]
 
 
-def command(*arguments):
-    return invoke("compare", *map(str, arguments))
-
-
 def test_the_command_writes_json_and_a_report(tmp_path):
     out = tmp_path / "out"
     asked = ["--methods", "default pi:factor=4", "--lengths", "64, 128", "--samples", "1", "--windows", "2", "-o", out]
-    result = command(ASSETS / "llama", *asked)
+    result = invoke("compare", ASSETS / "llama", *asked)
     assert result.exit_code == 0 and "passkey 128" in result.output
     data = json.loads((out / "comparison.json").read_text())
     assert [row["method"] for row in data["rows"]] == ["default", "pi:factor=4"]
     assert (out / "report.html").read_text().startswith("<!DOCTYPE html>")
-    again = command(ASSETS / "llama", *asked, "--json", "--no-report")
+    again = invoke("compare", ASSETS / "llama", *asked, "--json", "--no-report")
     assert json.loads(again.stdout) == data
 
 
@@ -276,7 +272,7 @@ def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tm
     model = rope_patch.load(ASSETS / "llama", "yarn:factor=4", dtype=torch.float32)
     rope_patch.save(lora(model), folder)
     asked = ["--methods", "default pi", "--lengths", "512", "--samples", "1", "--windows", "1", "--depths", "0.5"]
-    result = command(folder, *asked, "-o", out, "--no-report")
+    result = invoke("compare", folder, *asked, "-o", out, "--no-report")
     assert result.exit_code == 0, result.output
     data = json.loads((out / "comparison.json").read_text())
     yarn, pi = (row["tables"][0]["inv_freq"] for row in data["rows"])
@@ -298,7 +294,9 @@ def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tm
     ],
 )
 def test_the_command_refuses_before_it_writes(tmp_path, arguments, message):
-    result = command(ASSETS / "llama", "--methods", "default", "--lengths", "64", *arguments, "-o", tmp_path / "out")
+    result = invoke(
+        "compare", ASSETS / "llama", "--methods", "default", "--lengths", "64", *arguments, "-o", tmp_path / "out"
+    )
     assert result.exit_code != 0 and message in result.stderr
     assert not (tmp_path / "out").exists()
 
@@ -326,7 +324,7 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, texts, m
     if kind == signal.SIGINT:
         assert "again" in said.read_text() and "Traceback" not in said.read_text()
     assert journal.read_bytes().count(b"\n") == 4, "it was stopped on the way"
-    assert command(*asked[1:]).exit_code == 0
+    assert invoke(*asked).exit_code == 0
     assert journal.read_bytes().count(b"\n") == 2 * (3 + 2), "nothing was measured twice"
 
 

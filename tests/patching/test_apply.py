@@ -285,7 +285,7 @@ def test_stock_attributes_are_there():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_cast_table_is_repaired(dtype, caplog):
+def test_a_cast_table_is_repaired(dtype):
     model = tiny_model().to(dtype)
     exact = tiny_model().model.rotary_emb.inv_freq
     assert not torch.equal(module_of(model).inv_freq.float(), exact)

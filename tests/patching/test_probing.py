@@ -31,8 +31,8 @@ from rope_patch.checkpoints.folder_patch import model_without_weights
 from rope_patch.patching import locate as locating
 
 
-def built(config, seed=0):
-    torch.manual_seed(seed)
+def built(config):
+    torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from peft import prepare_model_for_kbit_training
 from support.patches import cos_sin, lora, method_for, module_of, patched_model
+from support.subsets import full
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -20,7 +21,6 @@ from rope_patch import METHODS
 SOME = pytest.mark.parametrize(
     ("family", "name"), [("llama", "yarn"), ("llama", "p_rope"), ("gemma3", "yarn"), ("gemma3", "truncated")]
 )
-FULL = pytest.mark.full
 
 
 def assert_table(model, patch):
@@ -210,7 +210,7 @@ def test_gradients_with_and_without_checkpointing(family):
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(f, n, marks=() if (f, n) in (("llama", "yarn"), ("gemma3", "p_rope")) else FULL)
+        (f, n) if (f, n) in (("llama", "yarn"), ("gemma3", "p_rope")) else full(f, n)
         for f in ARCHITECTURES
         for n in METHODS
     ],

@@ -201,7 +201,7 @@ CONFIGS = {
 
 
 def launched(name, monkeypatch):
-    """The arguments and environment that ``accelerate launch`` makes of a config."""
+    """The arguments that ``accelerate launch`` makes of a config, and its environment in this process."""
     parser = launch_command_parser()
     words = ["--config_file", str(FOLDER / f"{name}.yaml"), *(("--machine_rank", "1") if "nodes" in name else ())]
     asked = parser.parse_args([*words, "recipes/finetune_lora.py"])
@@ -218,13 +218,13 @@ def launched(name, monkeypatch):
     for key, value in environment.items():
         if key.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_")):
             monkeypatch.setenv(key, value)
-    return asked, config, environment
+    return asked, config
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_launch_config_is_what_accelerate_reads(name, monkeypatch):
     processes, shared = CONFIGS[name]
-    asked, config, _ = launched(name, monkeypatch)
+    asked, config = launched(name, monkeypatch)
     assert load_config_from_file(str(FOLDER / f"{name}.yaml")).num_processes == processes == asked.num_processes
     assert asked.mixed_precision == "bf16" and config.num_machines == (2 if "nodes" in name else 1)
     parallelism = (

@@ -42,6 +42,8 @@ DOMAINS = LLAMA.parent / "domains"
 TEXTS = [f"data.source={DOMAINS}", f"evaluation.text={DOMAINS}", f"evaluation.haystack={DOMAINS}"]
 """Read in a fraction of the time that the built-in text takes, which the smoke run reads."""
 
+QUICK = ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
+
 
 def options(out, *words):
     return recipe(*SMALL, *TEXTS, f"output={out}", *words)
@@ -146,22 +148,20 @@ def test_two_commands_do_not_work_in_one_folder(tmp_path):
 
 def test_a_mistake_costs_nothing(tmp_path):
     """A run that never got to a checkpoint gives its folder up to the corrected command."""
-    small = ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
     (tmp_path / "short.txt").write_text("A short text. " * 5)
     for wrong in ("patch.layer_types=[nonsense]", "train.scheduler=steady", f"data.source={tmp_path / 'short.txt'}"):
         with pytest.raises(ValueError):
-            finetune(options(tmp_path / "run", wrong, *small))
-    assert finetune(options(tmp_path / "run", *small)).results["steps"] == 1
+            finetune(options(tmp_path / "run", wrong, *QUICK))
+    assert finetune(options(tmp_path / "run", *QUICK)).results["steps"] == 1
 
 
 @pytest.mark.slow
 def test_restart_deletes_the_earlier_run_once_the_new_one_is_sound(done, tmp_path):
     shutil.copytree(done.folder, tmp_path / "run")
-    words = ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
     with pytest.raises((ValueError, OSError)):
-        finetune(options(tmp_path / "run", *words, "model.name=./nowhere"), restart=True)
+        finetune(options(tmp_path / "run", *QUICK, "model.name=./nowhere"), restart=True)
     assert (tmp_path / "run" / "results.json").exists() and (tmp_path / "run" / "work" / "checkpoint-4").exists()
-    result = finetune(options(tmp_path / "run", *words), restart=True)
+    result = finetune(options(tmp_path / "run", *QUICK), restart=True)
     assert result.results["steps"] == 1 and not (tmp_path / "run" / "work" / "checkpoint-4").exists()
 
 
@@ -228,23 +228,23 @@ def test_a_run_goes_on_with_its_own_rows(tmp_path):
 
 @pytest.mark.slow
 def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
-    base, small = tmp_path / "base", ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
+    base = tmp_path / "base"
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     rope_patch.save(model, base, tokenizer=TOKENIZER)
-    own = (f"model.name={base}", "patch.method=null", *small)
+    own = (f"model.name={base}", "patch.method=null", *QUICK)
     for wrong in ("patch.replace=true", "patch.target_length=2048"):
         with pytest.raises(ValueError, match=r"own yarn:factor=4"):
             finetune(options(tmp_path / "a", *own, wrong))
     unchanged = finetune(options(tmp_path / "a", *own, "patch.target_length=512"))
     assert unchanged.results["patch"] == "yarn:factor=4" and unchanged.results["target_length"] == 1024
     other = finetune(
-        options(tmp_path / "b", f"model.name={base}", "patch.method=pi:factor=4", "patch.replace=true", *small)
+        options(tmp_path / "b", f"model.name={base}", "patch.method=pi:factor=4", "patch.replace=true", *QUICK)
     )
     loaded = rope_patch.load(other.folder, dtype=torch.float32)
     assert str(locate(loaded).record.to_method()) == "pi:factor=4"
     with pytest.raises(ValueError, match="is an adapter: merge it into its base first"):
-        finetune(options(tmp_path / "c", f"model.name={other.folder}", *small))
+        finetune(options(tmp_path / "c", f"model.name={other.folder}", *QUICK))
 
 
 @pytest.mark.slow
