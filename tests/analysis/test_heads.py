@@ -158,7 +158,7 @@ def loops(rows, layers, window):
     }
 
 
-def assert_looped(layer, expected, atol=2e-5):
+def assert_looped(layer, expected):
     """Compare with what loops found; what loops did not find is -1 or 0."""
     for name, values in expected.items():
         if not numpy.size(values):
@@ -170,7 +170,7 @@ def assert_looped(layer, expected, atol=2e-5):
             got = got[:, : values.shape[1]]
         if values.dtype == int:
             assert got.tolist() == values.tolist(), name
-        numpy.testing.assert_allclose(got, values, rtol=2e-5, atol=atol, err_msg=f"{name} of layer {layer.index}")
+        numpy.testing.assert_allclose(got, values, rtol=2e-5, atol=2e-5, err_msg=f"{name} of layer {layer.index}")
 
 
 def compare_to_loops(model, rows, windows, monkeypatch, **options):

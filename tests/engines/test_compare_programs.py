@@ -27,7 +27,6 @@ from rope_patch.engines.program_readings import PROGRAMS
 
 SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "reading_rules.json"
 OLMO3 = Olmo3Config(**SIZE, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
-BUNDLED = rope_patch.data_path("assets") / "llama"
 
 
 def written(folder, family="llama", **changes):

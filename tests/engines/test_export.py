@@ -28,9 +28,9 @@ BUNDLED = rope_patch.data_path("assets") / "llama"
 METHODS = ["pi:factor=4", "abf", "yarn:factor=5:attention_factor=1.5", "p_rope:p=0.5", "truncated"]
 
 
-def strong_model(family, **changes):
+def strong_model(family):
     """A random model whose logits feel every weight, norms and biases included."""
-    model = tiny_model(family, **changes)
+    model = tiny_model(family)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)

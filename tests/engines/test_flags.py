@@ -39,8 +39,8 @@ def option(lines, name):
     return words[words.index(name) + 1]
 
 
-def expected(method, family="llama", **options):
-    model = patched_model(method, family, target_length=256, **options)
+def expected(method, family="llama"):
+    model = patched_model(method, family, target_length=256)
     return {table.layer_type: table for table in inspect_model(model).tables}
 
 

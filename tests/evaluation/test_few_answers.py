@@ -21,13 +21,13 @@ from rope_patch.evaluation.shown_answers import (
 DEPTHS = (0.0, 0.5, 1.0)
 
 
-def scores(right, lengths=(64, 128, 256), task="passkey", first=None):
+def scores(right, first=None):
     """Two haystacks at three depths of each length: so many answers are right, from the last one asked backwards.
 
     The output names length, haystack and depth. ``first``: how many are first choice; by default the right ones.
     """
     cells = []
-    for length, count in zip(lengths, right, strict=True):
+    for length, count in zip((64, 128, 256), right, strict=True):
         read = count if first is None else first
         for at, depth in enumerate(DEPTHS):
             places = [3 * haystack + at for haystack in range(2)]
@@ -36,7 +36,7 @@ def scores(right, lengths=(64, 128, 256), task="passkey", first=None):
                 for i in places
             ]
             cells.append(RetrievalCell(length, depth, tuple(samples)))
-    return result_of(None, RetrievalResult(task, tuple(cells), 0, "noise", "", None, ()))
+    return result_of(None, RetrievalResult("passkey", tuple(cells), 0, "noise", "", None, ()))
 
 
 def shown(pairs):

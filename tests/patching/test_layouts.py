@@ -20,16 +20,16 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 from transformers.models.glm4v.configuration_glm4v import Glm4vTextConfig
-from transformers.models.glm4v.modeling_glm4v import Glm4vTextModel, Glm4vTextRotaryEmbedding
+from transformers.models.glm4v.modeling_glm4v import Glm4vTextModel
 from transformers.models.hunyuan_vl.configuration_hunyuan_vl import HunYuanVLTextConfig
-from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLRotaryEmbedding, HunYuanVLTextModel
+from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLTextModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding, Qwen2VLTextModel
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLTextRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 import rope_patch
 from rope_patch.modeling.trainable_table import TrainableTable
@@ -60,13 +60,13 @@ every_family = pytest.mark.parametrize("family", CONFIGS)
 
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 AXES = {
-    "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLTextModel, Qwen2VLRotaryEmbedding),
-    "qwen2_5_vl": (Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding),
-    "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextModel, Qwen3VLTextRotaryEmbedding),
-    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding),
-    "glm4v": (Glm4vTextConfig, Glm4vTextModel, Glm4vTextRotaryEmbedding),
+    "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLTextModel),
+    "qwen2_5_vl": (Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel),
+    "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextModel),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5TextModel),
+    "glm4v": (Glm4vTextConfig, Glm4vTextModel),
     # The two features of a pair lie on different axes here.
-    "hunyuan_vl": (HunYuanVLTextConfig, HunYuanVLTextModel, HunYuanVLRotaryEmbedding),
+    "hunyuan_vl": (HunYuanVLTextConfig, HunYuanVLTextModel),
 }
 every_axes = pytest.mark.parametrize("family", AXES)
 OTHERS = {"qwen3_5": {"layer_types": ["full_attention"] * 2}}
@@ -78,19 +78,19 @@ def model_of(family):
 
 def text_model(family, **parameters):
     """The text decoder of a model with several position axes, its weights the same for every table."""
-    config, cls, _ = AXES[family]
+    config, cls = AXES[family]
     torch.manual_seed(0)
     return cls(config(**SIZE, head_dim=16, **OTHERS.get(family, {}), rope_parameters={**SECTIONS, **parameters})).eval()
 
 
-def image_positions(batch=2, tokens=24):
-    """Positions (3, batch, tokens) of a text with an image of 4 x 3 patches in it: its axes differ."""
-    time, height, width = (torch.arange(tokens) for _ in range(3))
+def image_positions():
+    """Positions (3, 2, 24) of a text with an image of 4 x 3 patches in it: its axes differ."""
+    time, height, width = (torch.arange(24) for _ in range(3))
     patch = torch.arange(12)
     time[6:18], height[6:18], width[6:18] = 6, 6 + patch // 3, 6 + patch % 3
     for axis in (time, height, width):
         axis[18:] = torch.arange(10, 16)
-    return torch.stack((time, height, width))[:, None].expand(3, batch, tokens)
+    return torch.stack((time, height, width))[:, None].expand(3, 2, 24)
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def test_axes_by_hand():
     positions = torch.tensor([1, 20, 300])[:, None, None]
     by_family = {"qwen2_vl": [1.0, 2.0, 3.0, 0.3], "qwen3_vl": [1.0, 2.0, 3.0, 0.001]}
     for family, angles in by_family.items():
-        config, cls, _ = AXES[family]
+        config, cls = AXES[family]
         size = {**SIZE, "hidden_size": 32, "head_dim": 8}
         model = cls(config(**size, rope_parameters={**SECTIONS, "mrope_section": [1, 1, 2]}))
         rope_patch.apply(model, "table", values=[1.0, 0.1, 0.01, 0.001])

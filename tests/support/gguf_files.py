@@ -110,7 +110,7 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def rewritten(path: Path, out: Path, keys: Any = None, pieces: Any = None, drop: Any = ()) -> Path:
+def rewritten(path: Path, out: Path, keys: Any = None, pieces: Any = None) -> Path:
     """Write a copy of a GGUF file with other keys or tensors.
 
     Args:
@@ -118,12 +118,9 @@ def rewritten(path: Path, out: Path, keys: Any = None, pieces: Any = None, drop:
         out: the file that is written.
         keys: keys that replace those of their names, or are added.
         pieces: tensors in place of those of the file; None keeps them.
-        drop: beginnings of the names of keys that are left out.
     """
     reader = open_gguf(path)
-    keys = {
-        key.name: key for key in [*reader.keys.values(), *(keys or [])] if not key.name.startswith(tuple(drop) or "\0")
-    }
+    keys = {key.name: key for key in [*reader.keys.values(), *(keys or [])]}
     return write_gguf(out, list(keys.values()), list(reader.pieces) if pieces is None else pieces, overwrite=True)
 
 

@@ -159,8 +159,8 @@ def test_labels_shifted_before_a_cut_give_the_loss_of_the_whole(monkeypatch):
     assert model(**batch, shift_labels=ahead).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def arguments(folder, **changes):
-    return TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True, **changes)
+def arguments(folder):
+    return TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True)
 
 
 def test_what_devices_cannot_share_is_refused(tmp_path, monkeypatch):

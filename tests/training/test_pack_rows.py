@@ -29,7 +29,6 @@ from rope_patch.training.models import load_model, prepare, target_pattern
 from rope_patch.training.pack_rows import conversation, make_rows, open_source
 from rope_patch.training.trainer import LongTrainer
 
-LLAMA = rope_patch.data_path("assets") / "llama"
 SENTENCE = "The quick brown fox jumps over the lazy dog, and number {} sleeps. "
 
 
@@ -82,7 +81,6 @@ TEMPLATE = (
 )
 FORGETFUL = TEMPLATE.replace("m.content", "(m.content if loop.last else m.content.split('|')[-1])")
 RUNNING_ON = "{% for m in messages %}{{ m.content }}{% endfor %}"
-STRICT = "{{ raise_exception('roles must take turns') }}"
 TALK = messages(("system", "Be brief."), ("user", "hi 12"), ("assistant", "yo man"), ("user", "34"), ("assistant", "5"))
 
 
@@ -205,14 +203,14 @@ def test_conversations_become_rows(tmp_path, chatty):
 # --- what is trained
 
 
-def arguments(folder, **changes):
+def arguments(folder):
     given = {"per_device_train_batch_size": 1, "max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no"}
     given |= {"learning_rate": 1e-2, "logging_steps": 1, "lr_scheduler_type": "constant"}
-    return TrainingArguments(folder, **(given | changes))
+    return TrainingArguments(folder, **given)
 
 
-def trained(model, folder, count=2):
-    rows = [{"input_ids": row, "labels": row} for row in (ids(24, batch=1, seed=i)[0] for i in range(count))]
+def trained(model, folder):
+    rows = [{"input_ids": row, "labels": row} for row in (ids(24, batch=1, seed=i)[0] for i in range(2))]
     trainer = LongTrainer(model, arguments(folder), rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -35,8 +35,8 @@ def stream(tokenizer):
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def sampler(tokenizer, stream, seed=0):
-    return recipe.Sampler(tokenizer, stream, random.Random(seed))
+def sampler(tokenizer, stream):
+    return recipe.Sampler(tokenizer, stream, random.Random(0))
 
 
 # --- tokenizer
