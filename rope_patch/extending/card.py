@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from rope_patch import __version__
+from rope_patch.engines.program_readings import PROGRAMS
 from rope_patch.evaluation.compare import Comparison, Row, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
@@ -131,7 +132,8 @@ def _name(row: Row) -> str:
 def programs_of(outcome: Extended) -> str:
     """Return what other programs compute from the folder."""
     if not outcome.programs:
-        return "transformers 4, vLLM, SGLang and llama.cpp compute the same table from its config."
+        *names, last = (program.name for program in PROGRAMS.values())
+        return f"{', '.join(names)} and {last} compute the same table from its config."
     sentences = "".join(f"\n- {sentence.replace(str(outcome.output), 'THIS FOLDER')}" for sentence in outcome.programs)
     return f"Other programs (`rope-patch doctor` shows all):\n{sentences}"
 

@@ -78,7 +78,7 @@ def test_the_card_and_the_record_say_why(extended):
         assert page.count(part) == 1
     share = after.scores.retrieval["passkey"].first_choice(512)
     assert re.search(rf"passkey prompts of 512 tokens whose answer is first choice \| \S+ \| {share:.2f} ", page)
-    assert record["other_programs"] == [] and "vLLM, SGLang and llama.cpp compute the same table" in page
+    assert record["other_programs"] == [] and "vLLM, SGLang, llama.cpp and MLX compute the same table" in page
     again = parse(ExtendOptions, ["--recipe", str(outcome.output / "extend.yaml"), "-o", "again"])
     assert again.settings == outcome.options
     assert record["options"] == json.loads(json.dumps(to_dict(outcome.options)))
@@ -99,7 +99,7 @@ def test_the_card_says_it_where_the_unpatched_model_fails_within_its_trained_len
 def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, extended, tmp_path):
     with rope_patch.patched(llama, "mrrope", factor=2.0, target_length=512):
         rope_patch.save(llama, tmp_path / "model", tokenizer=TOKENIZER)
-    (sentence,) = other_programs(tmp_path / "model")
+    (sentence,) = (one for one in other_programs(tmp_path / "model") if one.startswith("llama.cpp"))
     assert re.fullmatch(
         r"llama\.cpp \(\w+\) computes another table from the config: it does not read the type longrope, and computes "
         r"plain RoPE\. Run: rope-patch export \S+/model --to gguf --converter PATH -o FILE\.gguf",
