@@ -214,4 +214,28 @@ KV_CACHE = (
         "hidden = (distance < 0) | (distance >= window)",
         "hidden = (distance < 0) | (distance > window)",
     ),
+    Mutation(
+        "doctor_ends_well_where_a_check_could_not_be_made",
+        "rope_patch/diagnosis/check.py",
+        "return 3 if self.found(UNKNOWN) else 0",
+        "return 0",
+    ),
+    Mutation(
+        "what_transformers_refuses_does_not_count",
+        "rope_patch/diagnosis/programs.py",
+        "counts=row.program == OURS",
+        "counts=False",
+    ),
+    Mutation(
+        "a_wrong_table_of_a_patched_model_is_in_order",
+        "rope_patch/diagnosis/in_memory.py",
+        "    if measured.problem is None:\n        yield Check(\n",
+        "    if measured.problem is None or subject.location.record is not None:\n        yield Check(\n",
+    ),
+    Mutation(
+        "the_short_table_is_not_looked_at",
+        "rope_patch/diagnosis/in_memory.py",
+        "measure(location.module, location.layout, record.short_tables, device, reach=reach)",
+        "measure(location.module, location.layout, {}, device, reach=reach)",
+    ),
 )

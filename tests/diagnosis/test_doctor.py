@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.patches import edit_json, lora, module_of, patched_model
@@ -170,6 +171,14 @@ def a_folder_over_a_patched_one(folder):
     rope_patch.save(rope_patch.load(folder, "yarn:factor=4"), folder / "patched")
     tiny_model().save_pretrained(folder / "patched")
     return folder / "patched"
+
+
+@broken(f"transformers {transformers.__version__}", "refuses this checkpoint")
+def a_folder_on_which_attention_fails(folder):
+    edit_json(
+        folder / "config.json", lambda config: config.update(rope_parameters=YARN | {"partial_rotary_factor": 0.5})
+    )
+    return folder
 
 
 @broken("adapter", "never saw")

@@ -318,7 +318,6 @@ def test_a_share_on_which_attention_fails_is_said(tmp_path):
         AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
     first = compare_programs(folder).rows[0]
     assert (first.program, first.verdict, len(first.built.inv_freq)) == ("transformers-5", "refuses", 4)
-    assert invoke("doctor", folder).exit_code == 1
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
     AutoModelForCausalLM.from_config(PhiConfig(**SIZE)).save_pretrained(tmp_path / "phi")  # it turns a share
     AutoConfig.for_model("glm4_moe", **SIZE, **experts).save_pretrained(tmp_path / "experts")  # cannot run on meta
