@@ -31,7 +31,8 @@ from transformers.utils import logging as hf_logging
 
 import engine_code
 from measuring import command, environment, write
-from rope_patch.checkpoints.folder_patch import model_without_weights, patch_folder
+from rope_patch.checkpoints.folder_patch import patch_folder
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines import export
 from rope_patch.engines.verified_versions import UNVERIFIED
 from rope_patch.methods import MethodLike, Table, as_method

@@ -382,7 +382,7 @@ def main() -> None:
     from transformers.utils import logging
 
     from measuring import environment
-    from rope_patch.engines.program_readings import PROGRAMS
+    from rope_patch.engines.tables_by_program import PROGRAMS
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

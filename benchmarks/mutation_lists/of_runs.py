@@ -13,7 +13,7 @@ EVALUATION = (
     ),
     Mutation(
         "beginnings_under_the_short_table_are_not_in_the_total",
-        "rope_patch/evaluation/window_losses.py",
+        "rope_patch/evaluation/perplexity_result.py",
         "total_nll=document.total_nll - sum(document.nll[: len(first.nll)]) + sum(first.nll),",
         "total_nll=document.total_nll,",
     ),

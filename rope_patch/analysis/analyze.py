@@ -17,10 +17,10 @@ from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead, read_single_heads
-from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source, TokenDocument
 from rope_patch.evaluation.domains import read_rows
+from rope_patch.evaluation.time_budget import default_tokens
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.options.analyze import P_TOLERANCE, P_VALUES

@@ -21,7 +21,7 @@ from rope_patch.evaluation.documents import Source, TokenDocument, documents, en
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, change_sentence
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.window_losses import PerplexityResult
+from rope_patch.evaluation.perplexity_result import PerplexityResult
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.state_statistics import Capture, LayerCapture
 from rope_patch.options.analyze import P_TOLERANCE

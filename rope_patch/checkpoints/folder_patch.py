@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE, RECORD_FILE, adapter_base, read_record
-from rope_patch.checkpoints.gguf import put_table, unpack
-from rope_patch.checkpoints.gguf_table import read_gguf
-from rope_patch.checkpoints.source_files import check_older_keys, config_json, load_config, naming_checkpoint
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, adapter_base, read_record
+from rope_patch.checkpoints.gguf import unpack
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
 from rope_patch.methods import MethodLike
@@ -28,46 +27,7 @@ from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 
 # The config is written anew. A record, and what export.json says, are about the folder that they are in.
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")
-MOST_LAYERS = 10_000
-"""A config that states more layers is refused: far more than any model has, and building them takes minutes."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
-
-
-def model_without_weights(source: str | Path, *, beside_adapter: bool = False, checked: bool = True) -> PreTrainedModel:
-    """Return a checkpoint's model without weights, on the meta device.
-
-    Its tables are those that the config describes, or those that a GGUF file holds.
-
-    Args:
-        source: folder, hub id or GGUF file.
-        beside_adapter: whether the folder may hold an adapter beside the model; the adapter is not loaded.
-        checked: whether to refuse a patched checkpoint whose config tells transformers 4 and 5 different tables.
-
-    Raises:
-        OSError: nothing can be loaded, or there is no such repository; the message says what to do.
-        ValueError: there is no such folder, no checkpoint in it, or it is not a causal language model.
-        PatchError: the config of a patched checkpoint tells transformers 4 and 5 different tables, and ``checked`` is
-            set.
-    """
-    if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
-        if (Path(source) / CONFIG_FILE).is_file():
-            raise ValueError(
-                f"{source} holds an adapter beside its base model: load both with rope_patch.load, or move the adapter "
-                "into a folder of its own"
-            )
-        raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
-    config = load_config(source)
-    if checked:
-        check_older_keys(config_json(source), source)
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ValueError(f"{source}: num_hidden_layers must be at most {MOST_LAYERS}, its config says {layers}")
-    with torch.device("meta"), naming_checkpoint(source):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    if is_gguf(source):
-        model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
-        put_table(model, read_gguf(source), Path(source))
-    return model
 
 
 def patch_folder(

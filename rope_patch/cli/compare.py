@@ -28,9 +28,9 @@ def compare(words: Sequence[str]) -> None:
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
-    from rope_patch.evaluation.budget import comparison_within
     from rope_patch.evaluation.spec import check_tasks
     from rope_patch.evaluation.suite import EvalSuite
+    from rope_patch.evaluation.time_budget import comparison_within
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
     from rope_patch.patching.verify import trained_length

@@ -35,9 +35,9 @@ def fit(words: Sequence[str]) -> None:
     options = parse(FitOptions, words)
     from rope_patch import fitting
     from rope_patch.checkpoints.folder_patch import patch_folder
-    from rope_patch.evaluation.budget import default_tokens
     from rope_patch.evaluation.compare import environment
     from rope_patch.evaluation.spec import what_is_lost
+    from rope_patch.evaluation.time_budget import default_tokens
     from rope_patch.fitting.fit_cost import spec_within_tokens, tokens_to_fit
     from rope_patch.runtime.folders import check_source, holds_files, locked_output, write_atomically
 

@@ -41,7 +41,7 @@ def _plain(head_dim: int, rope_theta: float) -> Any:
 
 def _table_of(model: str) -> Any:
     """Return the table of a checkpoint, read from its config; of several, the one that methods patch by default."""
-    from rope_patch.checkpoints.folder_patch import model_without_weights
+    from rope_patch.checkpoints.model_without_weights import model_without_weights
     from rope_patch.patching.locate import locate
     from rope_patch.tables import choose_layer_types
 

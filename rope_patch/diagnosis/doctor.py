@@ -12,16 +12,16 @@ from torch import nn
 
 from rope_patch import checkpoints
 from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
-from rope_patch.checkpoints.folder_patch import model_without_weights
 from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.checkpoints.gguf_table import layers_in
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import stated_length
 from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check, Diagnosis
 from rope_patch.diagnosis.in_memory import Subject, layers_of, unreadable
 from rope_patch.diagnosis.programs import programs_agree
-from rope_patch.engines.program_readings import PROGRAMS
+from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.errors import in_one_line
 from rope_patch.patching.install import reapply
 from rope_patch.patching.locate import PatchError, locate

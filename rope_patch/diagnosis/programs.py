@@ -11,7 +11,7 @@ import transformers
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
 from rope_patch.engines.compare_programs import AGREES, OURS, REFERENCE, ProgramReading, compare_programs
 from rope_patch.engines.compare_programs import DIFFERS as OTHER_TABLE
-from rope_patch.engines.program_readings import PROGRAMS
+from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.engines.verified_versions import UNVERIFIED
 
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, scaling_keys
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
+from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
 from rope_patch.engines.folders import exported_config, read_tables
 from rope_patch.engines.program_contexts import kind_of
-from rope_patch.engines.program_readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
-from rope_patch.engines.program_rules import SHARE, Built, relative_difference
+from rope_patch.engines.tables_by_program import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.engines.verified_versions import check_version
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import text_part
@@ -117,7 +117,7 @@ def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAM
 
     Args:
         source: the folder, hub id or GGUF file that the programs read.
-        programs: the programs to compare, keys of :data:`~rope_patch.engines.program_readings.PROGRAMS`.
+        programs: the programs to compare, keys of :data:`~rope_patch.engines.tables_by_program.PROGRAMS`.
 
     Raises:
         OSError: there is nothing that can be read.

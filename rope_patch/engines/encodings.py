@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch import frequencies
-from rope_patch.engines.program_rules import DIALECTS, RefusesError, build
+from rope_patch.engines.dialect_tables import DIALECTS, RefusesError, build
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.encode import change_for_readers, completed
 from rope_patch.patching.locate import Location
@@ -27,7 +27,7 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
     """Return ``rope_parameters`` from which transformers 4 and 5, and perhaps engines, read a table.
 
     The table's own encoding is returned if all of them build the table from it, by
-    :mod:`~rope_patch.engines.program_rules`. Other tables are written in the longrope form. It must state a single
+    :mod:`~rope_patch.engines.dialect_tables`. Other tables are written in the longrope form. It must state a single
     context, or engines would switch between two tables, and its scaling as ``short_mscale`` and ``long_mscale``, or
     they would compute one of their own. ``proportional``, which transformers 4 does not know, is left only on Gemma 4:
     it is that family's own type, and version 4 does not know the family, either.

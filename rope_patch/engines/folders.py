@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
-from rope_patch.checkpoints.folder_patch import copy_with_new_config, model_without_weights
+from rope_patch.checkpoints.folder_patch import copy_with_new_config
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
 from rope_patch.engines.lora import copy_adapter

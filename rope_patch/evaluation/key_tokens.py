@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.read_across_processes import BatchReader
 from rope_patch.evaluation.spec import DEFAULT_WINDOWS
 from rope_patch.methods import Default
 from rope_patch.modeling.inputs import check_ids

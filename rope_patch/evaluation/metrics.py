@@ -14,9 +14,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import paired_means, paired_shares, ratio_of_sums
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
+from rope_patch.evaluation.perplexity_result import PerplexityResult
 from rope_patch.evaluation.retrieval import effective_prompts
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.evaluation.window_losses import PerplexityResult
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.registry import Registry
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.window_losses import SCHEMA, DocumentSums, PerplexityResult, Window
+from rope_patch.evaluation.perplexity_result import SCHEMA, DocumentSums, PerplexityResult, Window
+from rope_patch.evaluation.read_across_processes import BatchReader
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
 from rope_patch.evaluation.generate_answers import Answer, answer_prompts
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.read_across_processes import BatchReader
 from rope_patch.evaluation.spec import check_tasks
 from rope_patch.evaluation.tasks import TASKS, Task
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, model_hash

@@ -22,10 +22,10 @@ from rope_patch.evaluation.key_tokens import (
     tokens_of_spec,
 )
 from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.perplexity_result import PerplexityResult, with_beginnings
 from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.spec import check_tasks, tokens_to_read
-from rope_patch.evaluation.window_losses import PerplexityResult, with_beginnings
 from rope_patch.modeling.scoring import CacheFactory, name_of
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.two_tables import switch_of

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from rope_patch import __version__
-from rope_patch.engines.program_readings import PROGRAMS
+from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import Comparison, Row, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_patch.evaluation.budget import default_tokens, tokens_within
 from rope_patch.evaluation.compare import Comparison, Row, compare, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.evaluation.time_budget import default_tokens, tokens_within
 from rope_patch.extending.choose_method import Choice, MethodEvaluator, shortened_name
 from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from rope_patch.engines.compare_programs import DIFFERS, REFUSES, UNVERIFIED, ProgramReading, compare_programs
-from rope_patch.engines.program_readings import PROGRAMS
+from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.patching.verify import inspect_model
 from rope_patch.planning import plan

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rope_patch.checkpoints.folder_patch import model_without_weights
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.packaged import data_path
 from rope_patch.planning.shapes import Layer, Linear, Shape
 

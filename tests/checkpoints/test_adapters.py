@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import PatchError, checkpoints
-from rope_patch.checkpoints.folder_patch import model_without_weights, patch_folder, verify_folder
+from rope_patch.checkpoints.folder_patch import patch_folder, verify_folder
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from support.commands import fail, invoke
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.evaluation import budget
+from rope_patch.evaluation import time_budget as budget
 
 BUNDLED = str(rope_patch.data_path("assets") / "llama")
 DOMAINS = str(rope_patch.data_path("assets") / "domains")  # shorter than the built-in text
@@ -30,7 +30,7 @@ def reads_by_default(monkeypatch, tokens):
 
 @pytest.fixture(autouse=True)
 def a_thousand_tokens_a_second(monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 1000.0)
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
 
 
 def test_compare_leaves_out_lengths_but_keeps_its_methods(tmp_path):
@@ -43,7 +43,7 @@ def test_compare_leaves_out_lengths_but_keeps_its_methods(tmp_path):
 
 
 def test_compare_says_what_would_fit_where_not_even_the_shortest_length_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 500.0)
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 500.0)
     words = ("compare", BUNDLED, "--methods", "default", "--lengths", "128 512", "-o", tmp_path / "out", *FEW)
     line = fail(*words, "--budget", "1s")
     assert "at least 640 tokens" in line and "1.5 times what fits into the time" in line

@@ -8,7 +8,7 @@ import pytest
 from support.broken import CASES
 
 from rope_patch import doctor
-from rope_patch.engines.program_readings import PROGRAMS
+from rope_patch.engines.tables_by_program import PROGRAMS
 
 SAID = {
     "table_of_a_fork_is_not_filled": ("table in use", "never filled", "compute the buffer again"),

@@ -23,7 +23,7 @@ import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.engines import export
 from rope_patch.engines.compare_programs import OTHER_KEYS, compare_programs
-from rope_patch.engines.program_readings import PROGRAMS
+from rope_patch.engines.tables_by_program import PROGRAMS
 
 SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "reading_rules.json"
 OLMO3 = Olmo3Config(**SIZE, layer_types=["sliding_attention", "full_attention"], sliding_window=16)

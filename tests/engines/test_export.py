@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 
 import rope_patch
 import rope_patch.engines
-from rope_patch.checkpoints.folder_patch import model_without_weights, verify_folder
+from rope_patch.checkpoints.folder_patch import verify_folder
 from rope_patch.checkpoints.gguf_patch import patch_gguf
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines import export, folders
 from rope_patch.engines.compare_programs import compare_programs
 from rope_patch.engines.flags import flags

@@ -193,7 +193,7 @@ def test_where_nothing_will_do_nothing_is_written(tmp_path):
 
 
 def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 1000.0)
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
     result = invoke(*arguments, "--budget", "6s", "--no-report", "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 4, result.output
@@ -257,7 +257,7 @@ def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, change
 def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apart(
     tmp_path, monkeypatch, budget, warned
 ):
-    monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 1000.0)
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn", *budget]
     result = invoke(*arguments, "--fit" if not budget else "--no-report", "--dry-run", "--dtype", "float32")
     assert result.exit_code == 0, result.output

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
-from rope_patch.checkpoints.folder_patch import model_without_weights
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.patching import locate as locating
 
 

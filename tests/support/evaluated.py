@@ -7,9 +7,9 @@ import statistics
 
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.perplexity_result import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
-from rope_patch.evaluation.window_losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.kv_evaluation.kv_check import kv_check
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits

@@ -4,7 +4,7 @@ A program reads the config in its own way before it builds a table: transformers
 SGLang the config that transformers 5 completes, and llama.cpp the keys that its converter writes into a GGUF file. Some
 model classes leave things out. There are rules only for families on which they were compared with the program's own
 code; on any other family a program is "unverified", and nothing is guessed. These are functions of dictionaries,
-without models; :mod:`~rope_patch.engines.program_rules` builds the tables.
+without models; :mod:`~rope_patch.engines.dialect_tables` builds the tables.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch import frequencies
+from rope_patch.engines.dialect_tables import DIALECTS, MSCALE, SHARE, Built, RefusesError, build
 from rope_patch.engines.program_contexts import StatedContext, kind_of, other_contexts
-from rope_patch.engines.program_rules import DIALECTS, MSCALE, SHARE, Built, RefusesError, build
 from rope_patch.engines.verified_versions import ENGINES
 from rope_patch.tables import RotaryTable
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from support.tiny import tiny_model
 
-from rope_patch.evaluation import budget
-from rope_patch.evaluation.budget import (
+from rope_patch.evaluation import time_budget as budget
+from rope_patch.evaluation.spec import spec_within, tokens_computed, tokens_to_read, what_is_lost
+from rope_patch.evaluation.time_budget import (
     FILLED_SHARE,
     MEASURING_SECONDS,
     default_tokens,
     tokens_per_second,
     tokens_within,
 )
-from rope_patch.evaluation.spec import spec_within, tokens_computed, tokens_to_read, what_is_lost
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import ResultCache
 from rope_patch.runtime.text import parse_duration

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from rope_patch.evaluation.batches import reading_processes
 from rope_patch.evaluation.key_tokens import tokens_of_spec
+from rope_patch.evaluation.read_across_processes import reading_processes
 from rope_patch.evaluation.spec import (
     SCALABLE,
     smallest_spec,

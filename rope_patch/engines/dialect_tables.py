@@ -2,7 +2,7 @@
 
 Every program has a function from a dictionary to a table, which is like transformers' own, but leaves out or adds
 something. :data:`DIALECTS` holds the differences, found in the versions below, whose code was run or read.
-``encodings`` chooses by them an encoding that all engines read alike, and ``program_readings`` computes by them the
+``encodings`` chooses by them an encoding that all engines read alike, and ``tables_by_program`` computes by them the
 tables of a whole config. The functions are pure.
 
 *Sources*: transformers 4.57.1 ``modeling_rope_utils.py``; vLLM 0.33.0

@@ -1,0 +1,54 @@
+"""Build the model of a checkpoint without its weights, to read its rotary table from the config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE
+from rope_patch.checkpoints.gguf import put_table
+from rope_patch.checkpoints.gguf_table import read_gguf
+from rope_patch.checkpoints.source_files import check_older_keys, config_json, load_config, naming_checkpoint
+from rope_patch.runtime.folders import is_gguf
+
+MOST_LAYERS = 10_000
+"""A config that states more layers is refused: far more than any model has, and building them takes minutes."""
+
+
+def model_without_weights(source: str | Path, *, beside_adapter: bool = False, checked: bool = True) -> PreTrainedModel:
+    """Return a checkpoint's model without weights, on the meta device.
+
+    Its tables are those that the config describes, or those that a GGUF file holds.
+
+    Args:
+        source: folder, hub id or GGUF file.
+        beside_adapter: whether the folder may hold an adapter beside the model; the adapter is not loaded.
+        checked: whether to refuse a patched checkpoint whose config tells transformers 4 and 5 different tables.
+
+    Raises:
+        OSError: nothing can be loaded, or there is no such repository; the message says what to do.
+        ValueError: there is no such folder, no checkpoint in it, or it is not a causal language model.
+        PatchError: the config of a patched checkpoint tells transformers 4 and 5 different tables, and ``checked`` is
+            set.
+    """
+    if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
+        if (Path(source) / CONFIG_FILE).is_file():
+            raise ValueError(
+                f"{source} holds an adapter beside its base model: load both with rope_patch.load, or move the adapter "
+                "into a folder of its own"
+            )
+        raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
+    config = load_config(source)
+    if checked:
+        check_older_keys(config_json(source), source)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"{source}: num_hidden_layers must be at most {MOST_LAYERS}, its config says {layers}")
+    with torch.device("meta"), naming_checkpoint(source):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    if is_gguf(source):
+        model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
+        put_table(model, read_gguf(source), Path(source))
+    return model
