@@ -111,7 +111,7 @@ def naming_checkpoint(source: str | Path) -> Iterator[None]:
             raise
         raise ValueError(
             f"{source} holds no causal language model: load it with its own class of transformers, and give that model "
-            "to rope_patch.apply, rope_patch.verify or rope_patch.save"
+            "to rope_patch.apply, rope_patch.doctor or rope_patch.save"
         ) from error
 
 

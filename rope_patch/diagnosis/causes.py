@@ -42,6 +42,12 @@ def cause(
         return "the module is not the one that this config describes", RELOAD
     expected = table.inv_freq
     if _same(found, expected):
+        if math.isclose(scaling, measured.expected.attention_scaling, rel_tol=1e-4):
+            return (
+                "the frequencies and the attention factor are right at position 1, and angles further on are not: "
+                "positions are rounded, clamped or shifted before they reach the table",
+                RELOAD,
+            )
         return (
             f"the frequencies are right, but cos and sin are multiplied by {scaling:.6g} and not by "
             f"{measured.expected.attention_scaling:.6g}: attention logits are off by a factor of "
@@ -64,15 +70,18 @@ def cause(
             return f"it is the table of the {kind} layers", f"{RELOAD}, with rope_parameters of the right layer types"
     if not bool(torch.isfinite(found).all()):
         return _NEVER_FILLED
+    if torch.allclose(found, expected, rtol=1e-3, atol=frequencies.UNROTATED):
+        off = float(((found - expected).abs() / expected.clamp_min(frequencies.UNROTATED)).max())
+        return f"it is nearly the table: its frequencies are off by up to {off:.1e} of their size", RELOAD
     if torch.allclose(found.sort().values, expected.sort().values, rtol=1e-4, atol=frequencies.UNROTATED):
         return (
             "the same frequencies in another order: the pairs of features are matched wrongly, as where the rotated "
             "features are expected to be neighbours",
             "convert the weights again with the order of pairs that this model class expects",
         )
-    if _is_garbage(found, expected):
-        return _NEVER_FILLED
-    return plain(found, table) or _divided(found, expected) or ("it is a table of another kind", RELOAD)
+    if (known := plain(found, table) or _divided(found, expected)) is not None:
+        return known
+    return _NEVER_FILLED if _is_garbage(found, expected) else ("it is a table of another kind", RELOAD)
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

@@ -16,6 +16,7 @@ from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.checkpoints.gguf_table import layers_in
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import stated_length
+from rope_patch.checkpoints.weight_files import check_weights
 from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check, Diagnosis
@@ -136,11 +137,13 @@ def _on_disk(folder: Path, model: nn.Module) -> list[Check]:
 def _of_adapter(source: str) -> Diagnosis:
     """Check an adapter's folder, and whether its record fits the base model that it names."""
     try:
+        base = adapter_base(source)
+        if base != source:  # else the weights are checked with those of the model beside the adapter
+            check_weights(Path(source))
         record = read_record(source)
-    except PatchError as error:
+    except (PatchError, OSError) as error:
         wrong = Check("adapter", DIFFERS, str(error))
         return Diagnosis(source, None, {}, {}, (wrong,))
-    base = adapter_base(source)
     model = model_without_weights(base, beside_adapter=True)
     beside = _on_disk(Path(source), model) if base == source else []
     try:

@@ -213,7 +213,7 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
     build, computed = ROPE_INIT_FUNCTIONS.get(stated), plain(table.inv_freq, table)
     if build is None or "proportional" in stated:
         if stated != "default" or table.is_geometric or computed is None:
-            computes = "plain RoPE of the base that is stated" if table.is_geometric else "a table of its own"
+            computes = f"plain RoPE of base {table.rope_theta:g}" if table.is_geometric else "a table of its own"
             yield Check(f"config{where}", HOLDS, f"the model's class computes {computes} (rope_type {stated!r})")
             return
         expected = f"plain RoPE with a base of {table.rope_theta:g}"
@@ -287,7 +287,9 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
         held, first = original_tables(module)[kind].detach().float().cpu(), table.inv_freq
         # At the length of the context itself, transformers would not go back to the first state.
         module, context = copy.deepcopy(module), table.context - 1
-        if held.shape == first.shape and not torch.allclose(held, first, rtol=1e-5, atol=frequencies.UNROTATED):
+        # A longrope module chooses its table anew in every forward pass, so that what it holds does not matter.
+        moved = table.rope_type != "longrope" and held.shape == first.shape
+        if moved and not torch.allclose(held, first, rtol=1e-5, atol=frequencies.UNROTATED):
             yield Check(
                 f"dynamic {name}",
                 DIFFERS,

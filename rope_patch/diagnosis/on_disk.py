@@ -31,7 +31,8 @@ def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         "; ".join(wrong),
         "rope_scaling and rope_theta that repeat rope_parameters",
         "transformers 5 takes rope_scaling in place of rope_parameters where both are there; others take the other",
-        "take out the keys that are wrong",
+        "state the whole table in rope_parameters, rope_theta among its keys, and take out rope_scaling and the "
+        "rope_theta beside it",
     )
 
 
@@ -41,6 +42,9 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         check_weights(folder)
     except OSError as error:
         yield Check("weights files", DIFFERS, str(error), meaning="the model cannot be loaded as it was saved")
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield Check("weights files", UNKNOWN, "they are no safetensors files: pickled ones (*.bin) are not opened")
         return
     # Tensors that the model does not know are only warned of: each warning becomes a check that does not count.
     with warnings.catch_warnings(record=True) as remarks:
@@ -64,7 +68,7 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
 def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     """Check that a head which the config ties to the embedding is not stored with other values."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight:
+    if head is None or head.weight is not embedding.weight or not any(folder.glob("*.safetensors")):
         return
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     rows = {}

@@ -156,7 +156,7 @@ def flags(
         OSError: there is nothing that can be read.
     """
     if program not in WRITERS:
-        raise ValueError(f"unknown program {program!r}. Known: {', '.join(WRITERS)}")
+        raise ValueError(f"no options are known for {program!r}, only for {', '.join(WRITERS)}")
     if is_gguf(source) and program != "llama.cpp":
         raise ValueError(f"{source} is a GGUF file, which {program} options do not fit: give the checkpoint's folder")
     model = model_without_weights(source)

@@ -49,21 +49,19 @@ def test_doctor_says_what_holds(checkpoint, tmp_path):
     tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
     found = json.loads(run("doctor", tmp_path / "mixed", "--json"))
     assert [table["layer_type"] for table in found["tables"]] == ["full_attention", "sliding_attention"]
-    assert found["tables"][1]["inv_freq"][0] == 1 and found["ok"] is True
+    assert found["ok"] is True
     assert [check["state"] for check in found["checks"] if check["counts"]] == ["holds"] * 9
 
 
 def test_doctor_says_what_differs_by_its_exit_status(checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "cut")
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"")
     differs = invoke("doctor", tmp_path / "cut")
     assert differs.exit_code == 1
     assert differs.stdout.splitlines()[3].startswith("NOT OK: 1 of ") and "differs  weights files: " in differs.stdout
     patched = tmp_path / "p"
     run("apply", checkpoint, "p_rope:p=0.5", "-o", patched)
-    assert "What other programs compute (this counts only with --for PROGRAM):" in run("doctor", patched)
-    assert run("doctor", patched, "--for", "vllm")
+    assert "What other programs compute" in run("doctor", patched, "--for", "vllm")
     counted = invoke("doctor", patched, "--for", "vllm", "--for", "llama.cpp")
     assert counted.exit_code == 1 and "differs  llama.cpp" in counted.stdout.partition("What other programs")[0]
 
@@ -79,7 +77,6 @@ def test_apply_doctor_restore(checkpoint, tmp_path):
     assert torch.equal(logits(plain), logits(reference))
     assert plain.config.max_position_embeddings == 256
     assert run("doctor", out).startswith(f"{out}: patched with abf:rope_theta=500000\n")
-    assert json.loads(run("doctor", out, "--json"))["method"] == "abf:rope_theta=500000"
     run("restore", out, "-o", tmp_path / "again")
     again, first = ((folder / "config.json").read_text() for folder in (tmp_path / "again", checkpoint))
     assert json.loads(again) == json.loads(first)

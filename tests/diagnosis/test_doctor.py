@@ -188,6 +188,13 @@ def an_adapter_on_another_base(folder):
     return folder / "adapter"
 
 
+@broken("adapter", "adapter_model.safetensors")
+def an_adapter_that_was_cut(folder):
+    rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), folder / "adapter")
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    return folder / "adapter"
+
+
 @pytest.mark.parametrize("build", BROKEN, ids=lambda build: build.__name__)
 def test_what_is_broken_is_named(build, folder):
     found = doctor(build(folder))
@@ -227,11 +234,12 @@ def test_what_decides_nothing_is_a_note():
     assert str(found).count("note ") == 2
 
 
-def test_what_cannot_be_known_is_no_fault():
+def test_what_cannot_be_known_is_no_fault(folder):
     with torch.device("meta"):
         unfilled = LlamaForCausalLM(tiny_config("llama"))
         other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=8))
-    for model, reason in ((unfilled, "meta device"), (other, "no rotary table")):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    for model, reason in ((unfilled, "meta device"), (other, "no rotary table"), (folder, "not opened")):
         found = doctor(model)
         assert found.status == 3 and reason in found.found("unknown")[0].found
 

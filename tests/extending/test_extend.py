@@ -336,7 +336,4 @@ def test_a_text_for_few_windows_is_used_as_it_is(tmp_path):
     with listen(on_sentence=said.append):
         run = Run(tiny_model(vocab_size=1024, max_position_embeddings=256), TOKENIZER, options, tmp_path / "out")
     assert 0 < len(run.suite.windows) < 4
-    assert said == [
-        f"the text has room for {len(run.suite.windows)} windows of 512 tokens only, which tell small differences "
-        "poorly; a longer one (--text) has more"
-    ]
+    assert said[0].startswith(f"the text has room for {len(run.suite.windows)} windows of 512 tokens only")
