@@ -136,8 +136,8 @@ def _on_disk(folder: Path, model: nn.Module) -> list[Check]:
 
 def _of_adapter(source: str) -> Diagnosis:
     """Check an adapter's folder, and whether its record fits the base model that it names."""
+    base = adapter_base(source)
     try:
-        base = adapter_base(source)
         if base != source:  # else the weights are checked with those of the model beside the adapter
             check_weights(Path(source))
         record = read_record(source)
