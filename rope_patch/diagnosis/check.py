@@ -114,7 +114,8 @@ class Diagnosis:
         if differing:
             return f"NOT OK: {differing} of {count} checks differ"
         if unknown:
-            return f"UNKNOWN: {unknown} of {count} checks could not be made, the others hold"
+            others = ", the others hold" if unknown < count else ""
+            return f"UNKNOWN: {unknown} of {count} checks could not be made{others}"
         return f"OK: {count} of {count} checks hold"
 
     def __repr__(self) -> str:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, scaling_keys
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
 from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
@@ -63,53 +61,18 @@ class ProgramReading:
     reasons: tuple[str, ...] = ()
     fix: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the reading as a dict for JSON."""
-        known, built = PROGRAMS.get(self.program), self.built
-        return {
-            "program": self.program,
-            "version": known.version if known else transformers.__version__,
-            "about_version": (known.note or None) if known else None,
-            "layer_type": self.layer_type,
-            "layers": list(self.layers),
-            "verdict": self.verdict,
-            "table": None if built is None else frequencies.fingerprint(built.inv_freq, built.attention_scaling),
-            "pairs": None if built is None else len(built.inv_freq),
-            "unrotated": None if built is None else int(frequencies.unrotated(built.inv_freq).sum()),
-            "largest_relative_difference": self.difference,
-            "attention_scaling": None if built is None else built.attention_scaling,
-            "context": None if built is None else built.context,
-            "positions": None if built is None else built.positions,
-            "reasons": list(self.reasons),
-            "fix": self.fix,
-        }
-
 
 @dataclass(frozen=True)
 class ProgramComparison:
     """The tables that all programs compute from one checkpoint.
 
     Attributes:
-        source: the folder, hub id or file that the programs read.
-        model_class: the class of the model, as transformers 5 loads it.
-        method: the method string of the patch; None if the checkpoint is not patched.
         rows: the readings of the reference first, then those of each program.
         notes: sentences on what is unusual about the checkpoint.
     """
 
-    source: str
-    model_class: str
-    method: str | None
     rows: tuple[ProgramReading, ...]
     notes: tuple[str, ...]
-
-    @property
-    def agrees(self) -> bool:
-        """Whether no program computes another table; programs that refuse, or are unverified, compute none.
-
-        A difference of transformers' own reader on a GGUF file does not count, since such files are llama.cpp's.
-        """
-        return all(row.verdict != DIFFERS or row.program == OURS for row in self.rows)
 
 
 def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> ProgramComparison:
@@ -154,7 +117,7 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated.tables, layers, partial(_fix, source, name, model, stated))
     notes = (*about_two_tables(inspection.record), *_about_truncate(stated), *inspection.warnings)
-    return ProgramComparison(str(source), inspection.model_class, inspection.method, tuple(rows), notes)
+    return ProgramComparison(tuple(rows), notes)
 
 
 _SHARE_FIX = (
@@ -310,7 +273,7 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
         if name == "llama.cpp":
             continue
         rows += _rows(name, Reading(unverified="what it reads of a GGUF file was not compared"), tables, layers, str)
-    return ProgramComparison(str(source), found.model_class, found.method, tuple(rows), found.warnings)
+    return ProgramComparison(tuple(rows), found.warnings)
 
 
 _BASE_ALONE = (

@@ -33,7 +33,6 @@ class Program:
         name: the name of the program, as its users write it.
         version: the version whose code was compared.
         families: the model types on which it was compared.
-        note: a remark on the version that a reader should know.
         multimodal: the model types of multimodal checkpoints whose ``text_config`` it reads as the same config alone;
             of vLLM and SGLang this was read in their source, of the others it was compared.
     """
@@ -41,7 +40,6 @@ class Program:
     name: str
     version: str
     families: frozenset[str]
-    note: str = ""
     multimodal: frozenset[str] = frozenset()
 
 
@@ -67,23 +65,28 @@ _CONVERTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_te
 
 PROGRAMS: dict[str, Program] = {
     "transformers-4": Program("transformers 4", "4.57.1", frozenset(_OLDER), multimodal=frozenset({"gemma3"})),
+    # From 0.30.0 on (PR #56446) it obeys attention_factor, mscale and mscale_all_dim of YaRN.
     "vllm": Program(
         "vLLM",
         ENGINES["vllm"].version,
         ENGINES["vllm"].reads,
-        "after PR #56446, which made it obey attention_factor, mscale and mscale_all_dim of YaRN (from 0.30.0 on)",
         frozenset({"gemma3", "gemma4"}),
     ),
+    # Run with transformers 5.19, which it asks for.
     "sglang": Program(
         "SGLang",
         ENGINES["sglang"].version,
         ENGINES["sglang"].reads,
-        "with transformers 5.19, which it asks for",
         frozenset({"gemma3"}),
     ),
-    "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "through its own converter, convert_hf_to_gguf.py"),
+    # What its own converter, convert_hf_to_gguf.py, makes of a folder.
+    "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED),
     "mlx": Program(
-        "MLX", "0.32.2", frozenset({*_OLDER, "gemma4_text"}), "the package mlx-lm", frozenset({"gemma3", "gemma4"})
+        # The package mlx-lm.
+        "MLX",
+        "0.32.2",
+        frozenset({*_OLDER, "gemma4_text"}),
+        frozenset({"gemma3", "gemma4"}),
     ),
 }
 """The programs whose reading is known, by the name that ``rope-patch doctor --for`` takes."""

@@ -34,9 +34,6 @@ ADJECTIVES = """
 """
 """Adjectives of keys and words of two parts, such as ``quiet-river``."""
 
-TRAINING_NEEDLES = 4
-"""Number of needles in a training prompt that asks for all of them at once: as many as RULER has (arXiv:2404.06654)."""
-
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 TASKS: Registry[Task] = Registry("retrieval task", "rope_patch.tasks", ("source", "questions"))
