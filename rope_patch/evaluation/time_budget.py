@@ -146,7 +146,7 @@ def tokens_per_second(
         model: a causal language model.
         length: length of the rows that will be read [tokens].
         rows: number of rows in a batch; a batch is tried only if a single row took little time.
-        chunk: length of a forward pass [tokens]; None for whole rows.
+        chunk: length of a forward pass [tokens]; None for that of :meth:`Reader.default_chunk`.
     """
     reader = Reader(model)
     if reader.dynamic:  # such a model reads whole rows, one at a time
@@ -155,7 +155,8 @@ def tokens_per_second(
     def seconds(count: int, size: int) -> float:
         ids = (torch.arange(count * size) % reader.vocabulary).view(count, size)
         started = time.perf_counter()
-        losses(reader, ids, [1] * count, chunk=chunk)  # its result is on the CPU, so a GPU has finished
+        # The result is on the CPU, so a GPU has finished.
+        losses(reader, ids, [1] * count, chunk=chunk or reader.default_chunk(size))
         return time.perf_counter() - started
 
     with in_eval_mode(model):

@@ -28,6 +28,10 @@ from rope_patch.runtime.progress import Progress
 from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
+SLIDING_CHUNK = 4096
+"""Length of a forward pass through layers with shorter sliding windows [tokens]."""
+FLOATS_AT_ONCE = 1 << 21
+"""Number of float32 logits that a loss is computed of at one time: 8 MB, which malloc of glibc takes from its heap."""
 
 
 def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:
@@ -83,9 +87,21 @@ class Reader:
         self.vocabulary: int = self.head.out_features if packed else weight.shape[0]
         self.rotary = next((part for part in model.modules() if isinstance(part, PatchedRotary)), model)
         self.dynamic = _is_dynamic(model)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        window = getattr(config, "sliding_window", None)
+        self.sliding_window: int | None = window if "sliding_attention" in kinds else None
         self.cache_argument = cache_argument(self.decoder)
         self.device = device_of(owner.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
+
+    def default_chunk(self, tokens: int) -> int:
+        """Return how many of some tokens a forward pass reads where no chunk is asked for: all of them, if possible.
+
+        Read at once, a layer with a sliding window computes the scores of all pairs of tokens, and masks most of them.
+        """
+        if self.sliding_window is None or self.dynamic:
+            return tokens
+        return min(tokens, max(SLIDING_CHUNK, self.sliding_window))
 
     def new_cache(self, capacity: int | None = None) -> DynamicCache:
         """Return an empty cache, in which sliding layers keep only the tokens of their windows.
@@ -148,10 +164,17 @@ class Reader:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does it."""
+        return self._scaled(self._head(hidden))
+
+    def _head(self, hidden: Tensor) -> Tensor:
         weight = self.head.weight
         # The packed weight of a quantized head has an integer dtype, and its layer takes states as they are.
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        logits: Tensor = self.call(self.head, hidden.to(device_of(self.head), dtype)).float()
+        out: Tensor = self.call(self.head, hidden.to(device_of(self.head), dtype))
+        return out
+
+    def _scaled(self, out: Tensor) -> Tensor:
+        logits = out.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -175,10 +198,20 @@ class Reader:
         return losses, best
 
     def _score_slice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Score one slice of states; its logits are freed before those of the next slice are made."""
-        logits = self.logits(hidden)
-        target_ids = targets.to(logits.device)
-        return torch.nn.functional.cross_entropy(logits, target_ids, reduction="none"), logits.argmax(-1)
+        """Score one slice of states; its logits are freed before those of the next slice are made.
+
+        The head is one product for all states. What follows is done for a few states at a time: on a CPU each larger
+        tensor is new memory, and to map its pages takes longer than to compute it.
+        """
+        out = self._head(hidden)
+        few = max(1, FLOATS_AT_ONCE // out.shape[-1])
+        parts = []
+        for products, ids in zip(out.split(few), targets.to(out.device).split(few), strict=True):
+            logits = self._scaled(products)
+            loss = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
+            parts.append((loss, logits.max(-1).indices))
+        losses, best = map(torch.cat, zip(*parts, strict=True))
+        return losses, best
 
 
 @torch.no_grad()

@@ -131,6 +131,14 @@ def test_the_cache_of_chunks_forgets_what_sliding_layers_do_not_read():
     assert sliding < model.config.sliding_window == 16 and full == 60
 
 
+def test_windows_of_a_model_with_sliding_layers_are_read_in_chunks_unless_asked_otherwise(monkeypatch):
+    monkeypatch.setattr(scoring, "SLIDING_CHUNK", 20)
+    hybrid, rows = bold_model("gemma3"), ids(60, batch=2)
+    chunked, whole = perplexity(hybrid, rows), perplexity(hybrid, rows, chunk=60)
+    assert (chunked.chunk, perplexity(bold_model(), rows).chunk) == (20, 60)
+    assert chunked.nll == pytest.approx(whole.nll, abs=1e-6)
+
+
 # --- windows, buckets, errors of the mean
 
 
