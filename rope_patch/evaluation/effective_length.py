@@ -101,8 +101,7 @@ class EffectiveLengths:
             haystacks = "haystack" if self.samples == 1 else "haystacks"
             sentence += (
                 f" With {self.samples} {haystacks} at each length no effective length of retrieval can be shown, even "
-                f"if all prompts are answered: it takes at least {needed} haystacks (samples={needed}, --samples "
-                f"{needed})."
+                f"if all prompts are answered: it takes at least {needed}."
             )
         return sentence
 

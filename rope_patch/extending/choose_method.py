@@ -14,7 +14,8 @@ from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, chang
 from rope_patch.evaluation.number_format import percent, perplexity_text, relative
 
 REACHED_SHARE = 0.5
-"""A method reaches the target if it answers this share of what the unpatched model answers within its context."""
+"""A method reaches the target if it answers this share of what the unpatched model answers within its context, and is
+not behind in retrieval if it answers this share of what the best method answers."""
 
 FLAT_RATIO = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
@@ -209,6 +210,9 @@ class MethodEvaluator:
     def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:
         """Return the methods that do not differ significantly from the best, and the metrics in which the others do.
 
+        A method that answers less than the :data:`REACHED_SHARE` of what the best answers is behind without
+        significance too, since a handful of prompts cannot show any.
+
         Args:
             evaluated: the methods to compare, the best first.
         """
@@ -220,6 +224,8 @@ class MethodEvaluator:
                 else min(remaining, key=lambda one: one.perplexity)
             )
             behind = [one for one in remaining if one is not best and self._sign(one.label, best.label, metric) < 0]
+            if metric == "retrieval" and best.answered >= REACHED_SHARE:
+                behind += [one for one in remaining if one.answered < REACHED_SHARE * best.answered]
             by += [name] if behind else []
             remaining = [one for one in remaining if one not in behind]
         return remaining, " and ".join(by)

@@ -50,8 +50,8 @@ def extend(
 
     Candidates are measured by successive halving: all of them on little text and few prompts, the better half on twice
     as much, until two are left and differ significantly. Chosen is the one that answers the most prompts at the target
-    length; where prompts do not decide, the lowest perplexity there does, and then whether every loader knows
-    its formula. It must not raise perplexity within the trained context by more than the tolerance. Where no method
+    length; where prompts do not decide, the lowest perplexity there does, and then the lowest cost within the trained
+    context. It must not raise perplexity within the trained context by more than the tolerance. Where no method
     will do, nothing is written, and the choice says what would help.
 
     Finished work is kept in ``OUTPUT.work``: after Ctrl-C or a crash the same call goes on where it was.

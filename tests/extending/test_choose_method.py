@@ -20,8 +20,8 @@ EDGES = (0, *range(2, 33, 2))  # a sixteenth of the target each
 SPREAD = [0.02 * (i % 5 - 2) for i in range(10)]  # of ten windows around their mean
 
 
-def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.0, trained=False):
-    """A method that reads ten windows with these losses up to and behind 16 tokens, and answers so many of 20 prompts.
+def row(method, within=2.0, end=2.0, right=(20, 20), spread=0.0, trained=False, prompts=20):
+    """A method that reads ten windows with these losses up to and behind 16 tokens, and answers so many prompts.
 
     The losses of other methods differ from those by the same in every window, unless they have a spread of their own.
     """
@@ -39,10 +39,10 @@ def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.
     )
     text = PerplexityResult(within, 0.1, 310, None, 10, 32, 32, 32, buckets, tuple(documents))
     cells = tuple(
-        RetrievalCell(n, 0.5, tuple(answered("1", "1", i < hits, -1.0) for i in range(20)))
+        RetrievalCell(n, 0.5, tuple(answered("1", "1", i < hits, -1.0) for i in range(prompts)))
         for n, hits in zip((TRAINED, TARGET), right, strict=True)
     )
-    table = RotaryTable(torch.ones(2), 1.0, rope_type=rope_type, rope_theta=1e4, max_position_embeddings=TRAINED)
+    table = RotaryTable(torch.ones(2), 1.0, rope_type="yarn", rope_theta=1e4, max_position_embeddings=TRAINED)
     scores = result_of(text, RetrievalResult("passkey", cells, 0, "text", "", None, ()))
     return Row(method, scores, (table,), trained)
 
@@ -85,6 +85,13 @@ def test_the_least_costly_wins_between_those_that_nothing_tells_apart():
     clear = choose(row("mrrope", within=2.008), row("yarn", within=2.003, end=2.05))
     assert clear.method == "mrrope"
     assert "lowers that" not in choose(row("yarn", within=1.99)).cost
+
+
+def test_one_answer_of_three_is_behind_three_although_no_interval_says_so():
+    few = dict(unpatched=row("default", end=4.0, right=(2, 0), prompts=3))
+    found = choose(row("yarn", right=(3, 1), prompts=3), row("abf", within=2.005, right=(3, 3), prompts=3), **few)
+    assert found.method == "abf"
+    assert found.reason.endswith("; ahead of yarn in retrieval")
 
 
 @pytest.mark.parametrize(("rise", "chosen"), [(0.0099, "yarn"), (0.0101, None)])
