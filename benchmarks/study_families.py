@@ -1,0 +1,446 @@
+"""Compare rotary tables on a Llama and on a hybrid with sliding windows: SmolLM2-135M and Gemma 3 270M.
+
+    python benchmarks/study_families.py --novels FOLDER --wikitext FILE -o benchmarks/results/study_families.json
+
+Both checkpoints must be in build (``make smollm2-checkpoint gemma3-checkpoint``). FOLDER holds novels as text files,
+of which three are held out for evaluation; FILE is the test part of WikiText-2. The study is a list of cells, which
+``--list`` shows with the minutes that each one is expected to take; ``--cells 'gemma3-text-*'`` chooses some. A
+finished cell is a file in build/study_families and is not measured again. The report is of what is finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import fnmatch
+import itertools
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from transformers import AutoTokenizer
+
+import rope_patch
+from measuring import command, environment, write
+from public_checkpoint import BUILD, CHECKPOINTS
+from rope_patch.evaluation.documents import spread_windows
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.runtime.folders import write_atomically
+
+HELD_OUT = ("moby_dick.txt", "pride_and_prejudice.txt", "sherlock_holmes.txt")
+WINDOWS = 3
+DEPTHS = (0.0, 1 / 3, 2 / 3, 1.0)
+LORA_ROWS, LORA_TOKENS = 200, 2048
+
+P_VALUES = ("0.9", "0.75", "0.625", "0.5", "0.25", "0")
+EXTENDING = {
+    "gemma3": (
+        "yarn:factor=2", "ntk:factor=2", "abf:factor=4", "abf:factor=16", "pi:factor=2", "pi:factor=8",
+        "mrrope:factor=2", "truncated:context=32768", "yarn:factor=2+p_rope:p=0.75",
+    ),
+    "smollm2": ("yarn:factor=2", "abf:factor=4", "yarn:factor=2+p_rope:p=0.9"),
+}  # fmt: skip
+SCHEMES = ("fp8", "int4-token", "kivi-2")
+KEYS_ALONE = ("k=int4;v=none", "k=none;v=int4", "k=int4.hadamard;v=none", "k=int4.channel32;v=none", "k=int4.pre;v=none")
+"""Schemes that show where the cost of int4-token comes from."""
+
+LLAMA_LAYERS = 30
+PLACES: dict[str, Sequence[int]] = {
+    "all": range(LLAMA_LAYERS),
+    "every second": range(1, LLAMA_LAYERS, 2),
+    "every third": range(2, LLAMA_LAYERS, 3),
+    "every sixth": range(5, LLAMA_LAYERS, 6),
+    "first half": range(LLAMA_LAYERS // 2),
+    "last half": range(LLAMA_LAYERS // 2, LLAMA_LAYERS),
+    **{f"layers {first} to {first + 4}": range(first, first + 5) for first in range(0, LLAMA_LAYERS, 5)},
+}
+"""Layers of SmolLM2 that get a table of their own; "every sixth" is where Gemma 3 has its full attention."""
+WINDOW, SINKS = 512, 4
+"""The window that layers of SmolLM2 are limited to in some cells, and the first tokens that they see besides."""
+WINDOWED = {
+    "windows": (),
+    "windows, patched where full": PLACES["every sixth"],
+    "windows, patched where sliding": tuple(sorted({*range(LLAMA_LAYERS)} - {*PLACES["every sixth"]})),
+}
+"""Cells in which all but every sixth layer of SmolLM2 see a window only, and the layers that are patched."""
+
+
+class Cell(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        model: the checkpoint, a key of ``public_checkpoint.CHECKPOINTS``.
+        kind: a key of :data:`MEASURES`.
+        length: the length of windows, prompts or rows [tokens].
+        table: a method string.
+        where: the layers that get the table: those that ``apply`` chooses, "sliding_attention", a key of
+            :data:`PLACES` or one of :data:`WINDOWED`.
+        window: the one window that a long cell reads; all of them where it is None.
+        adapted: whether the model is measured after LoRA.
+    """
+
+    model: str
+    kind: str
+    length: int
+    table: str = "default"
+    where: str = ""
+    window: int | None = None
+    adapted: bool = False
+
+    @property
+    def name(self) -> str:
+        """The stem of the file of its result."""
+        parts = [self.model, self.kind, str(self.length), self.table, self.where.replace(" ", "_").replace(",", "")]
+        parts += [f"window{self.window}"] if self.window is not None else []
+        return "-".join([part for part in parts if part] + ["lora"] * self.adapted)
+
+    @property
+    def tokens(self) -> float:
+        """The number of tokens that it reads, of which a step of training counts three times."""
+        prompts = sum(1 - depth for depth in DEPTHS) + 1
+        return {
+            "text": self.length * (WINDOWS if self.window is None else 1),
+            "wiki": self.length * 8 * WINDOWS,
+            "heads": 100_000.0,
+            "caches": self.length * (4 + prompts) * (1 + len(SCHEMES + KEYS_ALONE)),
+            "train": 3 * LORA_ROWS * LORA_TOKENS,
+        }.get(self.kind, samples_of(self.length) * prompts * self.length)
+
+
+def samples_of(length: int) -> int:
+    """Return the number of haystacks of a length."""
+    return 2 if length <= 16384 else 1
+
+
+def all_cells() -> Iterator[Cell]:
+    """Yield the cells of the study, the cheapest of the most telling ones first."""
+    sweep = [f"p_rope:p={p}" for p in P_VALUES]
+    yield Cell("smollm2", "text", 8192)
+    for where in PLACES:
+        yield Cell("smollm2", "text", 8192, "p_rope:p=0.75", where)
+    for table in ("p_rope:p=0.9", "p_rope:p=0.5"):
+        yield Cell("smollm2", "text", 8192, table, "all")
+        yield Cell("smollm2", "text", 8192, table, "every sixth")
+    yield Cell("smollm2", "text", 8192, "default", "windows")
+    for table, where in itertools.product(("p_rope:p=0.75", "p_rope:p=0.5"), list(WINDOWED)[1:]):
+        yield Cell("smollm2", "text", 8192, table, where)
+    for table in ("default", *sweep, *EXTENDING["gemma3"]):
+        yield Cell("gemma3", "text", 8192, table)
+    for table in ("p_rope:p=0.75", "p_rope:p=0.5", "p_rope:p=0.25", "yarn:factor=2"):
+        yield Cell("gemma3", "text", 8192, table, "sliding_attention")
+    for table in ("default", "yarn:factor=2", "abf:factor=4", "p_rope:p=0.75", "p_rope:p=0.5"):
+        yield Cell("gemma3", "wiki", 1024, table)
+    yield Cell("gemma3", "heads", 4096)
+    for table in ("default", "p_rope:p=0.75", "p_rope:p=0.5"):
+        yield Cell("gemma3", "caches", 4096, table)
+    yield Cell("smollm2", "caches", 4096)
+    long = ("default", "yarn:factor=2", "abf:factor=4", "p_rope:p=0.75", "abf:factor=16", "ntk:factor=2",
+            "p_rope:p=0.625", "yarn:factor=2+p_rope:p=0.75", "pi:factor=8", "mrrope:factor=2", "pi:factor=2")  # fmt: skip
+    for table in long:
+        yield Cell("gemma3", "text", 65536, table, window=0)
+    for task, length in itertools.product(("passkey", "niah_multikey_2"), (4096, 16384, 32768, 65536)):
+        for table in long[:4]:
+            yield Cell("gemma3", task, length, table)
+    for length in (4096, 8192, 16384):
+        for table in ("default", *EXTENDING["smollm2"]):
+            yield Cell("smollm2", "niah_multikey_2", length, table)
+    for window in range(1, WINDOWS):
+        for table in long[:4]:
+            yield Cell("gemma3", "text", 65536, table, window=window)
+    for table in ("p_rope:p=0.75", "yarn:factor=2", "default"):
+        yield Cell("gemma3", "train", LORA_TOKENS, table)
+        yield Cell("gemma3", "text", 8192, table, adapted=True)
+        yield Cell("gemma3", "text", 65536, table, window=0, adapted=True)
+        yield Cell("gemma3", "passkey", 65536, table, adapted=True)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Where everything is.
+
+    Attributes:
+        novels: a folder of text files.
+        wikitext: a text file.
+        root: the folder of the results.
+    """
+
+    novels: Path
+    wikitext: Path
+    root: Path
+
+    def folder(self, cell: Cell) -> Path:
+        """Return the folder of a cell's checkpoint."""
+        return BUILD / cell.model / CHECKPOINTS[cell.model].model
+
+    def path(self, cell: Cell) -> Path:
+        """Return the file of a cell's result."""
+        return self.root / f"{cell.name}.json"
+
+    def parts(self, cell: Cell) -> Path:
+        """Return the file of a cell's finished parts."""
+        return self.root / "parts" / f"{cell.name}.jsonl"
+
+    def adapter(self, cell: Cell) -> Path:
+        """Return the folder of the adapter of a cell's table."""
+        trained = Cell(cell.model, "train", LORA_TOKENS, cell.table)
+        return self.root / "adapters" / trained.name
+
+    def tokenizer(self, cell: Cell) -> Any:
+        """Return the tokenizer of a cell's checkpoint."""
+        return AutoTokenizer.from_pretrained(self.folder(cell))
+
+    def text(self, held_out: bool = True) -> str:
+        """Return the novels that are held out, or the others."""
+        files = sorted(self.novels.glob("*.txt"))
+        missing = {*HELD_OUT} - {file.name for file in files}
+        if missing:
+            raise FileNotFoundError(f"{self.novels} lacks {', '.join(sorted(missing))}, which are held out")
+        return "\n\n".join(f.read_text(encoding="utf-8") for f in files if (f.name in HELD_OUT) == held_out)
+
+    def file(self, held_out: bool) -> Path:
+        """Return a file of the novels that are held out, or of the others."""
+        path = self.root / ("held-out.txt" if held_out else "training.txt")
+        if not path.exists():
+            write_atomically(path, self.text(held_out))
+        return path
+
+    def model(self, cell: Cell) -> Any:
+        """Return the model that a cell measures, in bfloat16."""
+        if cell.adapted:
+            adapted = rope_patch.load(self.adapter(cell), dtype=torch.bfloat16)
+            return adapted.merge_and_unload().eval()
+        model = rope_patch.load(self.folder(cell), dtype=torch.bfloat16).eval()
+        if cell.where in PLACES or cell.where in WINDOWED:
+            put_on_layers(model, cell)
+        elif cell.table != "default":
+            reach = max(cell.length, model.config.max_position_embeddings)
+            kinds = [cell.where] if cell.where else None
+            rope_patch.apply(model, cell.table, target_length=reach, layer_types=kinds)
+        return model
+
+
+def put_on_layers(model: Any, cell: Cell) -> None:
+    """Give some layers of a Llama another table, and others a sliding window, by hooks before their attention."""
+    with rope_patch.patched(model, cell.table):
+        rotary = copy.deepcopy(model.model.rotary_emb)
+    position = torch.arange(cell.length)
+    distance = position[:, None] - position
+    window = (distance >= 0) & ((distance < WINDOW) | (position < SINKS))
+
+    def change_table(module: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, inputs | {"position_embeddings": rotary(inputs["hidden_states"], inputs["position_ids"])}
+
+    def change_mask(module: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, inputs | {"attention_mask": window[None, None]}
+
+    for index, layer in enumerate(model.model.layers):
+        if index in PLACES.get(cell.where, WINDOWED.get(cell.where, ())):
+            layer.self_attn.register_forward_pre_hook(change_table, with_kwargs=True)
+        if cell.where in WINDOWED and index not in PLACES["every sixth"]:
+            layer.self_attn.register_forward_pre_hook(change_mask, with_kwargs=True)
+
+
+# --- measuring
+
+
+def text(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure the loss of windows of novels between doubling positions [nats/token]."""
+    edges = [0, *(n for n in (1024, 2048, 4096, 8192, 16384, 32768, 49152, 65536) if n <= cell.length)]
+    windows, digest = spread_windows(study.tokenizer(cell), study.text(), cell.length, WINDOWS)
+    chosen = windows if cell.window is None else windows[cell.window : cell.window + 1]
+    score = perplexity(study.model(cell), chosen, window=cell.length, buckets=edges, resume=study.parts(cell))
+    nll = {
+        f"{low}-{high}": [d.nll[i] / d.tokens[i] for d in score.documents for i in score.inside(low, high)]
+        for low, high in itertools.pairwise(edges)
+    }
+    return {"sha256": digest, "nll": nll}
+
+
+def wiki(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure the loss of short windows of WikiText-2 [nats/token]."""
+    whole = study.wikitext.read_text(encoding="utf-8")
+    windows, digest = spread_windows(study.tokenizer(cell), whole[len(whole) // 2 :], cell.length, 8 * WINDOWS)
+    score = perplexity(study.model(cell), windows, window=cell.length, resume=study.parts(cell))
+    return {"sha256": digest, "nll": {f"0-{cell.length}": [d.total_nll / d.total_tokens for d in score.documents]}}
+
+
+def prompts(study: Study, cell: Cell) -> dict[str, Any]:
+    """Ask for what is hidden in noise, as plain text."""
+    asked = retrieval(
+        study.model(cell),
+        study.tokenizer(cell),
+        cell.kind,
+        lengths=[cell.length],
+        depths=DEPTHS,
+        samples=samples_of(cell.length),
+        chat_template="off",
+        resume=study.parts(cell),
+    )
+    samples = asked.samples(cell.length)
+    return {
+        "correct": [each.correct for each in samples],
+        "logprob": [each.logprob for each in samples],
+        "answers": [each.output for each in samples],
+        "expected": [each.expected for each in samples],
+    }
+
+
+def heads(study: Study, cell: Cell) -> dict[str, Any]:
+    """Analyse how the heads use the table, for each layer type: shares of the pairs, outliers and their bounds."""
+    model = study.model(cell)
+    result = rope_patch.analyze(
+        model, study.tokenizer(cell), {"novels": study.text()}, tokens=2 * cell.length, window=cell.length,
+        p_values=[float(p) for p in P_VALUES[:-1]], resume=study.root / "parts" / cell.name,
+    )  # fmt: skip
+    outliers = result.outliers("key")
+    by_type = {}
+    for kind in dict.fromkeys(layer.layer_type for layer in result.capture.layers):
+        layers = [layer for layer in result.capture.layers if layer.layer_type == kind]
+        pairs = layers[0].query.pairs
+        here = [pair for pair in outliers if pair.layer in {layer.index for layer in layers}]
+        usage = {}
+        for states in ("query", "key"):
+            norms = [getattr(layer, states).mean_norm for layer in layers]
+            usage[states] = torch.stack([(norm / norm.sum(-1, keepdim=True)).mean(0) for norm in norms]).mean(0)
+        by_type[str(kind)] = {
+            "layers": [layer.index for layer in layers],
+            "context": layers[0].context,
+            "pairs below the frequency bound": int((layers[0].inv_freq * layers[0].context < 2 * torch.pi).sum()),
+            "usage": {states: share.tolist() for states, share in usage.items()},
+            "mean keys": len(layers) * layers[0].query.heads * pairs,
+            "outliers": len(here),
+            "kinds": Counter(pair.kind for pair in here),
+            "longest": max((pair.ratio for pair in here), default=None),
+            "by pair": [sum(pair.pair == i for pair in here) for i in range(pairs)],
+        }
+    whole = json.loads(result.to_json())
+    return {"by layer type": by_type, **{name: whole[name] for name in ("findings", "p_sweep", "advice")}}
+
+
+def caches(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure quantized caches, and where the cost of int4 comes from."""
+    spec = rope_patch.EvalSpec(
+        lengths=[cell.length], depths=DEPTHS, samples=1, windows=4, text=str(study.file(held_out=True)),
+        chat_template="off",
+    )  # fmt: skip
+    checked = rope_patch.kv_check(
+        study.model(cell), study.tokenizer(cell), [*SCHEMES, *KEYS_ALONE], spec, resume=study.parts(cell)
+    )
+    whole = json.loads(checked.to_json())
+    for row in whole["rows"]:
+        row["lengths"] = row["lengths"][str(cell.length)]
+    return {"summary": whole["summary"], "rows": whole["rows"]}
+
+
+def train(study: Study, cell: Cell) -> dict[str, Any]:
+    """Train a LoRA adapter on novels, on short rows at skipped positions up to twice the context (PoSE)."""
+    from rope_patch.options.finetune import RecipeOptions
+    from rope_patch.options.yaml_and_json import from_dict
+    from rope_patch.training.finetune import finetune
+
+    target = 2 * json.loads((study.folder(cell) / "config.json").read_text())["max_position_embeddings"]
+    options = {
+        "model": {"name": str(study.folder(cell)), "dtype": "bfloat16"},
+        "patch": {"method": cell.table, "target_length": target},
+        "data": {"source": str(study.file(held_out=False)), "length": cell.length, "positions": "pose"},
+        "train": {
+            "steps": LORA_ROWS // 4,
+            "accumulate": 4,
+            "learning_rate": 4e-4,
+            "scheduler": "cosine",
+            "warmup": 0.1,
+            "checkpointing": False,
+            "save_every": 10,
+            "keep": 1,
+        },
+        # evaluated by cells of their own
+        "evaluation": {"before": False, "lengths": "1024", "depths": [0.5], "samples": 1, "windows": 0},
+        "output": str(study.adapter(cell)),
+    }
+    finetune(from_dict(RecipeOptions, options), command=command())
+    return {"rows": LORA_ROWS, "tokens": LORA_ROWS * cell.length}
+
+
+MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
+    "text": text,
+    "wiki": wiki,
+    "passkey": prompts,
+    "niah_multikey_2": prompts,
+    "heads": heads,
+    "caches": caches,
+    "train": train,
+}
+
+# --- running and reporting
+
+
+def expected_minutes(cell: Cell, done: dict[Cell, dict[str, Any]]) -> float:
+    """Return the minutes that a cell is expected to take, by the speed of finished ones like it."""
+    alike = [each for each in done if each[:2] == cell[:2]]
+    alike = [each for each in alike if each.length == cell.length] or alike
+    if not alike:
+        return cell.tokens / 500 / 60
+    return cell.tokens * sum(done[each]["seconds"] for each in alike) / sum(each.tokens for each in alike) / 60
+
+
+def run(study: Study, cells: Sequence[Cell], done: dict[Cell, dict[str, Any]]) -> None:
+    """Measure the cells that have no result, one after another."""
+    for cell in cells:
+        if cell in done:
+            continue
+        print(f"{cell.name}: about {expected_minutes(cell, done):.1f} minutes", flush=True)
+        study.parts(cell).parent.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        result = MEASURES[cell.kind](study, cell)
+        done[cell] = {**cell._asdict(), "seconds": round(time.perf_counter() - began, 1), **result}
+        write_atomically(study.path(cell), json.dumps(done[cell]))
+
+
+def main() -> None:
+    """Measure the cells that are asked for, and report all that are finished."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--novels", type=Path, required=True, help="a folder of text files")
+    parser.add_argument("--wikitext", type=Path, required=True, help="the test part of WikiText-2")
+    parser.add_argument("--cells", nargs="*", default=["*"], help="names of cells, with * for any text (all)")
+    parser.add_argument("--list", action="store_true", help="show the cells, with expected minutes, and stop")
+    parser.add_argument("-o", "--output", type=Path, help="the JSON report to write")
+    args = parser.parse_args()
+    study = Study(args.novels, args.wikitext, BUILD / "study_families")
+    cells = list(dict.fromkeys(all_cells()))
+    done = {cell: json.loads(study.path(cell).read_text()) for cell in cells if study.path(cell).exists()}
+    chosen = [cell for cell in cells if any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in args.cells)]
+    if args.list:
+        for cell in chosen:
+            print("finished" if cell in done else f"{expected_minutes(cell, done):5.1f} min", cell.name)
+        return
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        run(study, chosen, done)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on")
+    finally:
+        if args.output is not None and done:
+            report = {
+                "benchmark": "study_families",
+                "command": command(),
+                "what": "rotary tables on SmolLM2-135M-Instruct and on Gemma 3 270M, with weights of GGUF files",
+                "unfinished": [cell.name for cell in cells if cell not in done],
+                "minutes": round(sum(each["seconds"] for each in done.values()) / 60, 1),
+                "environment": environment(threads=torch.get_num_threads()),
+                "cells": [done[cell] for cell in cells if cell in done],
+            }
+            write(report, args.output)
+
+
+if __name__ == "__main__":
+    main()
