@@ -129,7 +129,7 @@ def chunk() -> Any:
     """Return the field for the number of tokens in a forward pass."""
     return tokens(
         "Read long inputs in chunks of this size: slower, but memory holds little more than the KV cache. By default "
-        "each input is read at once, or in chunks of 4096 on a model with sliding windows.",
+        "each input is read at once, unless chunks are faster (models with sliding windows).",
         None,
     )
 
