@@ -30,10 +30,10 @@ help: ## list the targets
 demo: $(RUNTIME) ## extend a bundled model to 4 times its context, in two minutes
 	$(BIN)/rope-patch demo
 
-smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: about 15 minutes of two cores
+smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: about 8 minutes of two cores
 	$(BIN)/python benchmarks/tour.py smollm2
 
-gemma3: $(RUNTIME) ## the same for Gemma 3 270M (238 MB to download, under Gemma's terms): about an hour of two cores
+gemma3: $(RUNTIME) ## the same for Gemma 3 270M (238 MB to download, under Gemma's terms): about 12 minutes
 	$(BIN)/python benchmarks/tour.py gemma3
 
 smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a folder of transformers, in build/smollm2

@@ -43,8 +43,8 @@ class Sizes:
 
 
 SIZES = {
-    "smollm2": Sizes(15, ("--length", "16k", "--methods", "yarn abf:factor=4")),
-    "gemma3": Sizes(60, ("--length", "64k", "--methods", "yarn abf:factor=4", "--depths", "0.5")),
+    "smollm2": Sizes(8, ("--length", "16k", "--methods", "yarn abf:factor=4")),
+    "gemma3": Sizes(12, ("--length", "64k", "--methods", "yarn abf:factor=4", "--depths", "0.5")),
 }
 
 
