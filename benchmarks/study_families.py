@@ -50,9 +50,9 @@ EXTENDING = {
     ),
     "smollm2": ("yarn:factor=2", "abf:factor=4", "yarn:factor=2+p_rope:p=0.9"),
 }  # fmt: skip
-SCHEMES = ("fp8", "int4-token", "kivi-2")
-KEYS_ALONE = ("k=int4;v=none", "k=none;v=int4", "k=int4.hadamard;v=none", "k=int4.channel32;v=none", "k=int4.pre;v=none")
-"""Schemes that show where the cost of int4-token comes from."""
+FORMATS = ("fp8", "int4-token", "kivi-2")
+PARTS = ("k=int4;v=none", "k=none;v=int4", "k=int4.hadamard;v=none", "k=int4.channel32;v=none", "k=int4.pre;v=none")
+"""Formats that show where the cost of int4-token comes from."""
 
 LLAMA_LAYERS = 30
 PLACES: dict[str, Sequence[int]] = {
@@ -112,7 +112,7 @@ class Cell(NamedTuple):
             "text": self.length * (WINDOWS if self.window is None else 1),
             "wiki": self.length * 8 * WINDOWS,
             "heads": 100_000.0,
-            "caches": self.length * (4 + prompts) * (1 + len(SCHEMES + KEYS_ALONE)),
+            "caches": self.length * (4 + prompts) * (1 + len(FORMATS + PARTS)),
             "train": 3 * LORA_ROWS * LORA_TOKENS,
         }.get(self.kind, samples_of(self.length) * prompts * self.length)
 
@@ -144,8 +144,8 @@ def all_cells() -> Iterator[Cell]:
     for table in ("default", "p_rope:p=0.75", "p_rope:p=0.5"):
         yield Cell("gemma3", "caches", 4096, table)
     yield Cell("smollm2", "caches", 4096)
-    long = ("default", "yarn:factor=2", "abf:factor=4", "p_rope:p=0.75", "abf:factor=16", "ntk:factor=2",
-            "p_rope:p=0.625", "yarn:factor=2+p_rope:p=0.75", "pi:factor=8", "mrrope:factor=2", "pi:factor=2")  # fmt: skip
+    long = ["default", "yarn:factor=2", "abf:factor=4", "p_rope:p=0.75", "abf:factor=16", "ntk:factor=2"]
+    long += ["p_rope:p=0.625", "yarn:factor=2+p_rope:p=0.75", "pi:factor=8", "mrrope:factor=2", "pi:factor=2"]
     for table in long:
         yield Cell("gemma3", "text", 65536, table, window=0)
     for task, length in itertools.product(("passkey", "niah_multikey_2"), (4096, 16384, 32768, 65536)):
@@ -334,7 +334,7 @@ def caches(study: Study, cell: Cell) -> dict[str, Any]:
         chat_template="off",
     )  # fmt: skip
     checked = rope_patch.kv_check(
-        study.model(cell), study.tokenizer(cell), [*SCHEMES, *KEYS_ALONE], spec, resume=study.parts(cell)
+        study.model(cell), study.tokenizer(cell), [*FORMATS, *PARTS], spec, resume=study.parts(cell)
     )
     whole = json.loads(checked.to_json())
     for row in whole["rows"]:

@@ -1,0 +1,152 @@
+"""Draw the figures of the README and of docs/two-models.md from benchmarks/results.
+
+python benchmarks/page_figures.py        # writes docs/before_after.png, docs/two_models.png and docs/angles.png
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from rope_patch import frequencies
+from rope_patch.reports.plots.base import (
+    COLORS,
+    WIDTH,
+    add_title,
+    few_log_ticks,
+    line_styles,
+    mark_position,
+    perplexity_by_position,
+    plain_axes,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+LLAMA, GEMMA = "SmolLM2-135M: all layers", "Gemma 3 270M: its full layers"
+CONTEXTS = {"smollm2": 8192, "gemma3": 32768}
+PAIRS = {"smollm2": (1e5, 32), "gemma3": (1e6, 128)}
+"""Base and number of pairs of the table that p-RoPE changes."""
+TABLES = {
+    "as it is": ("default", "default"),
+    "YaRN ×2": ("yarn", "yarn:factor=2"),
+    "ABF ×4": ("abf", "abf:factor=4"),
+    "p-RoPE .75": ("p_rope-0.75", "p_rope:p=0.75"),
+}
+"""Label to the names of a table in the results of SmolLM2 and in those of both models."""
+
+
+def result(name: str) -> Any:
+    """Return a file of benchmarks/results."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def smollm2(table: str) -> dict[str, float]:
+    """Return the perplexity of SmolLM2 by range of positions of windows of 16384 tokens of novels, untrained."""
+    measured = {"table": table, "text": "novels", "state": "zero", "length": 16384}
+    (row,) = [row for row in result("study_smollm2")["text"] if measured.items() <= row.items()]
+    perplexity: dict[str, float] = row["perplexity"]
+    return perplexity
+
+
+def losses(**cell: Any) -> dict[str, list[float]]:
+    """Return the losses of the windows of a cell of the study of both models, by range of positions [nats/token]."""
+    wanted = {"kind": "text", "where": "", "adapted": False} | cell
+    rows = [row for row in result("study_families")["cells"] if wanted.items() <= row.items()]
+    return {span: [loss for row in rows for loss in row["nll"][span]] for span in rows[0]["nll"]}
+
+
+def steps(perplexity: Mapping[str, float]) -> tuple[list[int], list[float]]:
+    """Return positions and perplexities with both ends of each range of positions."""
+    positions = [int(end) for span in perplexity for end in span.split("-")]
+    return positions, [value for value in perplexity.values() for _ in range(2)]
+
+
+def before_after() -> Figure:
+    """Draw SmolLM2 before and after YaRN."""
+    lines = {"default": "before", "yarn": "after (YaRN, no training)"}
+    figure = perplexity_by_position(
+        {name: steps(smollm2(table)) for table, name in lines.items()},
+        trained_length=CONTEXTS["smollm2"],
+        title="SmolLM2-135M reads twice its context after a patch",
+    )
+    figure.set_size_inches(8.5, 3.3)
+    return figure
+
+
+def two_models() -> Figure:
+    """Draw both models under several tables, a panel each."""
+    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    add_title(figure, "Perplexity by position in novels, no training")
+    styles = line_styles(TABLES)
+    for axes, model in zip(figure.subplots(1, 2), CONTEXTS, strict=True):
+        for label, (old, table) in TABLES.items():
+            if model == "smollm2":
+                perplexity = smollm2(old)
+            else:
+                means = losses(model=model, length=65536, table=table)
+                perplexity = {span: math.exp(statistics.fmean(each)) for span, each in means.items()}
+            axes.plot(*steps(perplexity), label=label, **styles[label])
+        axes.set_title({"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}[model], fontsize=10, loc="left")
+        axes.set(xlabel="position [tokens]", ylabel="perplexity (log scale)", yscale="log")
+        mark_position(axes, CONTEXTS[model], "trained length")
+        few_log_ticks(axes.yaxis)
+        plain_axes(axes)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def angle(model: str, p: float, position: float) -> float:
+    """Return how far the fastest pair that p-RoPE stops would have turned at a position [rad]."""
+    base, pairs = PAIRS[model]
+    return position * float(frequencies.geometric(base, 2 * pairs)[math.floor(p * pairs)])
+
+
+def prices(model: str, where: str, values: Sequence[float]) -> Iterator[tuple[float, list[float], list[float]]]:
+    """Yield each p with the angles of the ranges of positions and the rises of perplexity there [%]."""
+    plain = losses(model=model, length=8192, table="default")
+    for p in values:
+        patched = losses(model=model, length=8192, table=f"p_rope:p={p:g}", where=where)
+        middles = [statistics.fmean(map(int, span.split("-"))) for span in plain]
+        rises = [
+            100 * math.expm1(statistics.fmean(a - b for a, b in zip(patched[span], plain[span], strict=True)))
+            for span in plain
+        ]
+        yield p, [angle(model, p, middle) for middle in middles], rises
+
+
+def angles() -> Figure:
+    """Draw what p-RoPE costs against the angle of the fastest pair that it stops."""
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    add_title(figure, "What p-RoPE costs untrained, at equal angle")
+    axes = figure.subplots()
+    for color, label, model, where, values in (
+        (COLORS[1], LLAMA, "smollm2", "all", (0.9, 0.75, 0.5)),
+        (COLORS[4], "SmolLM2-135M: every sixth layer", "smollm2", "every sixth", (0.9, 0.75, 0.5)),
+        (COLORS[0], GEMMA, "gemma3", "", (0.9, 0.75, 0.625, 0.5)),
+    ):
+        for i, (p, turned, rises) in enumerate(prices(model, where, values)):
+            axes.plot(turned, rises, marker="o", markersize=4, color=color, label=label if i == 0 else None)
+            axes.annotate(f" p = {p:g}", (turned[-1], rises[-1]), color=color, fontsize=8, va="center")
+    axes.axvline(1, color="0.4", linewidth=1, linestyle=":")
+    axes.set(xscale="log", xlabel="angle of the fastest stopped pair [rad], log scale")
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set(ylabel="rise of perplexity [%], log scale above 1")
+    few_log_ticks(axes.xaxis)
+    plain_axes(axes)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def main() -> None:
+    """Draw the figures and write the pictures."""
+    for draw in (before_after, two_models, angles):
+        draw().savefig(ROOT / "docs" / f"{draw.__name__}.png", dpi=110, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()
