@@ -105,8 +105,7 @@ def answer_prompts(
     ids = torch.tensor([[prompt.ids for prompt in row] for row in rows])  # (questions, batch, tokens)
     size = ids.shape[2]
     trunk, parting = _trunk(ids)
-    if chunk is None and cache is None:
-        chunk = reader.default_chunk(size)
+    chunk = reader.default_chunk(size, cache) if chunk is None else chunk
     # Its memory is taken once for the whole prompt, so that adding to it copies nothing.
     past = cache() if cache is not None else reader.new_cache(size)
     read, answers = 0, {}

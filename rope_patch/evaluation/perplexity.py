@@ -49,8 +49,7 @@ def perplexity(
             of one window; or an iterable of documents, as :func:`~rope_patch.evaluation.documents.encode` yields them,
             which are read one at a time.
         stride: distance between the starts of windows [tokens]; by default the window, so that windows do not overlap.
-        chunk: length of a forward pass [tokens]; by default the window, or 4096 on a model with sliding windows, which
-            is faster there.
+        chunk: length of a forward pass [tokens]; by default the window, or 4096 on a model with sliding windows.
         buckets: edges of the position ranges, such as (0, 64, 256, 1024) [tokens]; one range by default. Ranges that no
             token falls into are left out of the result.
         cache: a factory without arguments, which returns the cache to read through; by default a ``DynamicCache`` if
@@ -69,8 +68,7 @@ def perplexity(
     """
     documents, window, stride = _as_documents(token_ids, window, stride)
     reader = Reader(model)
-    if chunk is None:
-        chunk = window if cache is not None else reader.default_chunk(window)
+    chunk = reader.default_chunk(window, cache) if chunk is None else chunk
     if not 1 <= chunk <= window:
         raise ValueError(f"chunk must be in [1, {window}] tokens, got {chunk}")
     edges = list(buckets) if buckets is not None else [0, window]

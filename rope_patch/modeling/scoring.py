@@ -94,12 +94,13 @@ class Reader:
         self.device = device_of(owner.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
 
-    def default_chunk(self, tokens: int) -> int:
+    def default_chunk(self, tokens: int, cache: CacheFactory | None = None) -> int:
         """Return how many of some tokens a forward pass reads where no chunk is asked for: all of them, if possible.
 
         Read at once, a layer with a sliding window computes the scores of all pairs of tokens, and masks most of them.
+        A cache of the caller's own is given all tokens.
         """
-        if self.sliding_window is None or self.dynamic:
+        if self.sliding_window is None or self.dynamic or cache is not None:
             return tokens
         return min(tokens, max(SLIDING_CHUNK, self.sliding_window))
 
@@ -206,7 +207,7 @@ class Reader:
         out = self._head(hidden)
         few = max(1, FLOATS_AT_ONCE // out.shape[-1])
         parts = []
-        for products, ids in zip(out.split(few), targets.to(out.device).split(few), strict=True):
+        for products, ids in zip(torch.split(out, few), torch.split(targets.to(out.device), few), strict=True):
             logits = self._scaled(products)
             loss = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
             parts.append((loss, logits.max(-1).indices))
