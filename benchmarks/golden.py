@@ -361,12 +361,12 @@ def _analyzed(report: Mapping[str, Any]) -> Numbers:
 
 def kv_check(scratch: Path) -> Numbers:
     """Check cache formats under two methods: quality, errors by layer and pair, verdicts, attribution."""
-    words = ("--schemes", FORMATS, "--lengths", "256 512", "--windows", 2, "--samples", 1, "--no-report")
+    words = ("--formats", FORMATS, "--lengths", "256 512", "--windows", 2, "--samples", 1, "--no-report")
     words += ("--methods", "default yarn:factor=4", "--dtype", "float32", "--threads", 1)
     results: Numbers = {}
     for name in ("llama", "gemma3"):
         report = _printed("kv-check", _assets(name), *words, "-o", scratch / name)
-        results[name] = {f"{row['method']} {row['scheme']}": _checked(row) for row in report["rows"]}
+        results[name] = {f"{row['method']} {row['format']}": _checked(row) for row in report["rows"]}
     return results
 
 

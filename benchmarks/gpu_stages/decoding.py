@@ -16,7 +16,7 @@ from measuring import peak_of, synchronize
 from rope_patch.kv_cache.cache import quantized
 
 MODEL = "Llama-3.2-1B"
-SCHEMES = ("int4-token", "kivi-2-window")
+FORMATS = ("int4-token", "kivi-2;flush=0")
 WHOLE, LONG, LAST = 2048, 32768, 256
 """Length of a text that is decoded whole; length of a long text; number of its last tokens that are decoded."""
 
@@ -90,7 +90,7 @@ def compare(setting: Setting, scheme: str, tokens: int, last: int, _: Results) -
 def cells(setting: Setting) -> list[Cell]:
     """Return the cells: a text that is decoded whole, and the end of a long one."""
     listed = []
-    for scheme in SCHEMES:
+    for scheme in FORMATS:
         whole, long, last = setting.size((WHOLE, LONG, LAST), (48, 96, 16))
         for tokens, count, seconds in ((whole, whole - 1, 75), (long, last, 40)):
             name = f"{scheme}-{WHOLE if tokens == whole else LONG}"

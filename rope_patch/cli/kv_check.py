@@ -24,7 +24,7 @@ from rope_patch.runtime import progress
 
 def kv_check(words: Sequence[str]) -> None:
     """Run ``rope-patch kv-check`` with the words that follow it."""
-    if "--list" in words:  # before parsing, since it needs neither a model nor schemes
+    if "--list" in words:  # before parsing, since it needs neither a model nor formats
         print_presets()
         return
     options, given = parse_given(KvCheckOptions, words)
@@ -39,7 +39,7 @@ def kv_check(words: Sequence[str]) -> None:
     if options.report:  # without matplotlib this raises before anything is measured
         importlib.import_module("rope_patch.reports.kv")
     names, compared, machine = (
-        engine.parse_schemes(options.schemes),
+        engine.parse_formats(options.formats),
         list(map(as_method, options.methods)),
         options.machine,
     )
@@ -57,14 +57,14 @@ def kv_check(words: Sequence[str]) -> None:
         }
         # A factor that is left out follows from the longest requested length.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        # Full precision is among the names, and is not a scheme to check.
+        # Full precision is among the names, and is not a format to check.
         counts = (len(names) - 1, len(compared))
         suite, lost = suite_for(loaded, EvalSuite(spec, tokenizer), *counts, given)
         planned = replace(suite.spec, windows=len(suite.windows))
         total = tokens_to_check(planned, *counts)
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         more = math.prod(counts) * tokens_to_attribute(planned, layers)
-        say_smaller(total, lost, more=f", and up to {more:,} more where schemes are unsafe")
+        say_smaller(total, lost, more=f", and up to {more:,} more where formats are unsafe")
         with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(
                 loaded,

@@ -43,7 +43,7 @@ def print_check(checked: Any) -> None:
 
 
 def _print_length(checked: Any, length: int) -> None:
-    """Print the table of all methods and schemes at one length."""
+    """Print the table of all methods and formats at one length."""
     from rich.markup import escape
 
     from rope_patch.evaluation.metrics import change_text, spans_at
@@ -56,7 +56,7 @@ def _print_length(checked: Any, length: int) -> None:
         heads += [name, "change", *(["interval"] if span.task is None else [])]
     heads += ["KL", "top-1"]
     title = f"{checked.model} at {length} tokens"
-    table = new_table("method", "scheme", *heads, "verdict", title=title, right=heads)
+    table = new_table("method", "format", *heads, "verdict", title=title, right=heads)
     for row in checked.rows:
         cells, full = [f"{row.cache_bits[length]:.2f}"], row.divergence is None
         for metric, span in metrics:
@@ -73,12 +73,12 @@ def _print_length(checked: Any, length: int) -> None:
         verdict = checked.verdict(row, length)
         cells += [f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}"]
         word = "rounds nothing" if verdict.idle else verdict.kind
-        table.add_row("", escape(row.scheme), *cells, f"[{colors[verdict.kind]}]{word}[/]")
+        table.add_row("", escape(row.format), *cells, f"[{colors[verdict.kind]}]{word}[/]")
     show(table, 160)
 
 
 def print_presets() -> None:
-    """Print the presets with their text, effective bits and source, and the formats that a scheme's text may name."""
+    """Print the presets with their text, effective bits and source, and the formats that a format's text may name."""
     from rich.markup import escape
 
     from rope_patch.kv_cache.formats import FORMATS

@@ -86,9 +86,9 @@ def spec_within(
                 return candidate
     least = smallest_spec(with_shortest_lengths(spec, 1), scalable)
     raise ValueError(
-        f"at least {tokens_to_read(least)} tokens would be read under each method or scheme, at {least.longest} "
+        f"at least {tokens_to_read(least)} tokens would be read under each method or format, at {least.longest} "
         f"tokens alone, and that is {cost(least) / max(most, 1e-9):.1f} times what fits into the time: give more "
-        "time, shorter lengths, or fewer methods or schemes"
+        "time, shorter lengths, or fewer methods or formats"
     )
 
 

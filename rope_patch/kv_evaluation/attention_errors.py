@@ -43,7 +43,7 @@ class LayerErrors:
 
 @torch.no_grad()
 def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tuple[LayerErrors, ...]:
-    """Measure the errors that a scheme causes in the attention of every layer, in one pass.
+    """Measure the errors that a format causes in the attention of every layer, in one pass.
 
     Args:
         model: a causal language model of transformers.
@@ -51,7 +51,7 @@ def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tup
         scheme: how the cache is quantized.
 
     Raises:
-        ValueError: the text is not one row of tokens, or the scheme does not fit the model (see
+        ValueError: the text is not one row of tokens, or the format does not fit the model (see
             :func:`~rope_patch.kv_cache.plans.plan_layers`).
     """
     if token_ids.ndim != 1 or not len(token_ids):

@@ -1,4 +1,4 @@
-"""Error attribution: which layers, pairs, keys or values make a scheme unsafe."""
+"""Error attribution: which layers, pairs, keys or values make a format unsafe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NAMED_SHARE = 2 / 3
 
 @dataclass(frozen=True)
 class Attribution:
-    """The costs of the parts of a scheme on the compared windows.
+    """The costs of the parts of a format on the compared windows.
 
     A cost is the rise of the loss over full precision [nats/token].
 
     Attributes:
-        whole: cost of the whole scheme.
+        whole: cost of the whole format.
         keys: cost of its keys alone, with values in full precision.
         values: cost of its values alone, with keys in full precision.
         layers: cost of each layer alone, with all others in full precision, by its index.
@@ -33,7 +33,7 @@ class Attribution:
         pairs: indices of the pairs of their keys that are named. They are those of :func:`longest_keys` or of
             :func:`worst_pairs`, whichever lower the cost more if they are left in full precision; empty if values cost
             more than keys, or neither lower the cost.
-        left: cost of the scheme with these pairs of these layers in full precision; None if no pair is named.
+        left: cost of the format with these pairs of these layers in full precision; None if no pair is named.
     """
 
     whole: float
@@ -57,7 +57,7 @@ def worst_layers(costs: Mapping[int, float], tolerance: float) -> tuple[int, ...
 
     Args:
         costs: cost of each layer alone, by its index [nats/token].
-        tolerance: relative rise of perplexity that a safe scheme may cause.
+        tolerance: relative rise of perplexity that a safe format may cause.
     """
     # A relative rise of perplexity is a difference of losses by the logarithm.
     least = min(NAMED_SHARE * max(costs.values()), math.log1p(tolerance))

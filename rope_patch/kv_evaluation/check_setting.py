@@ -1,4 +1,4 @@
-"""The setting of a check, which all methods and schemes share, and the method that is in place."""
+"""The setting of a check, which all methods and formats share, and the method that is in place."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ERROR_TOKENS = 2048
 
 @dataclass(eq=False)
 class Setting:
-    """The part of a check that is the same for all methods and schemes.
+    """The part of a check that is the same for all methods and formats.
 
     Attributes:
         model: the model that is measured.
         suite: the suite of windows and prompts.
-        limits: the limits of what a safe scheme may cost.
+        limits: the limits of what a safe format may cost.
         result_cache: the result cache in which finished work is stored; None if it is not stored.
     """
 

@@ -1,6 +1,6 @@
 """Check which cache formats a checkpoint works with, under which rotary tables, and where the cost comes from.
 
-For every method and scheme, perplexity and retrieval are measured through a cache that is quantized exactly as in
+For every method and format, perplexity and retrieval are measured through a cache that is quantized exactly as in
 decoding, and in full precision on the same windows and prompts. The change of the next token's distribution is
 measured, too, and the errors of attention in each layer and pair.
 """
@@ -20,7 +20,7 @@ from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import MethodInPlace, Setting
-from rope_patch.kv_evaluation.measure_scheme import measure_attribution, measure_schemes
+from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
@@ -49,35 +49,35 @@ def check_spec(spec: EvalSpec) -> None:
         raise ValueError("LongPPL is measured by compare: give longppl=False")
 
 
-def parse_schemes(names: Sequence[str]) -> dict[str, Scheme]:
-    """Return the schemes that are measured, by the names that they were given, full precision first.
+def parse_formats(names: Sequence[str]) -> dict[str, Scheme]:
+    """Return the formats that are measured, by the names that they were given, full precision first.
 
     Args:
-        names: names of presets, or schemes written out; full precision is skipped, and so is a name that is given
+        names: names of presets, or formats written out; full precision is skipped, and so is a name that is given
             twice.
 
     Raises:
-        ValueError: a scheme cannot be read, two names mean the same scheme, or there is none besides full precision.
+        ValueError: a format cannot be read, two names mean the same format, or there is none besides full precision.
     """
-    schemes = {"none": Scheme()}
+    formats = {"none": Scheme()}
     for name in dict.fromkeys(names):
         scheme = Scheme.parse(name)
         if scheme == Scheme():
             continue
-        equal = next((other for other, known in schemes.items() if known == scheme), None)
+        equal = next((other for other, known in formats.items() if known == scheme), None)
         if equal is not None:
-            raise ValueError(f"schemes must differ from each other, but {equal!r} and {name!r} both mean {scheme}")
-        schemes[name] = scheme
-    if len(schemes) == 1:
-        raise ValueError("give at least one scheme beside none")
-    return schemes
+            raise ValueError(f"formats must differ from each other, but {equal!r} and {name!r} both mean {scheme}")
+        formats[name] = scheme
+    if len(formats) == 1:
+        raise ValueError("give at least one format beside none")
+    return formats
 
 
 # Long: the public function, whose options are documented one by one.
 def kv_check(
     model: nn.Module,
     tokenizer: Any,
-    schemes: Sequence[str],
+    formats: Sequence[str],
     spec: EvalSpec | EvalSuite,
     *,
     methods: Sequence[MethodLike] = ("default",),
@@ -86,31 +86,31 @@ def kv_check(
     freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
 ) -> KVCheck:
-    """Measure cache schemes under several methods on a model, which is left as it was.
+    """Measure cache formats under several methods on a model, which is left as it was.
 
     Args:
         model: a causal language model; if it is patched already, ``"default"`` measures it with its patch.
         tokenizer: the tokenizer of the model.
-        schemes: names of presets, or schemes written out; full precision is always measured, too.
+        formats: names of presets, or formats written out; full precision is always measured, too.
         spec: the spec of what is measured, or a suite made from it, which may have texts in memory.
-        methods: methods under which the schemes are measured, as method strings.
-        limits: limits of what a safe scheme may cost; by default 2 % of perplexity.
+        methods: methods under which the formats are measured, as method strings.
+        limits: limits of what a safe format may cost; by default 2 % of perplexity.
         layer_types: layer types whose tables are patched, on a model with several tables.
         freeze_at: length at which a dynamic table is frozen before anything is measured [tokens].
         resume: file (or mapping) in which finished work is stored. The same call continues where it stopped, and reads
             only two windows again, for the statistics of keys and the states in full precision.
 
     Raises:
-        ValueError: a scheme, method, task, length or limit is wrong, two schemes or methods are the same, or there is
+        ValueError: a format, method, task, length or limit is wrong, two formats or methods are the same, or there is
             too little text; it is raised before anything is measured.
 
     Example:
         ``kv_check(model, tokenizer, ["kivi-2"], EvalSpec(lengths=[4096])).summary()``
     """
     limits = limits or Limits()
-    if isinstance(schemes, str):
-        raise ValueError(f"schemes must be a list of schemes, got {schemes!r}")
-    parsed = parse_schemes(schemes)
+    if isinstance(formats, str):
+        raise ValueError(f"formats must be a list of formats, got {formats!r}")
+    parsed = parse_formats(formats)
     suite = as_suite(spec, tokenizer)
     if isinstance(methods, str) or not methods:
         raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
@@ -129,7 +129,7 @@ def kv_check(
         with patched_with(model, resolved[label], record is not None, options) as tables, naming_method(label):
             yield tables
 
-    for label in resolved:  # a method or scheme that does not fit raises before anything is measured
+    for label in resolved:  # a method or format that does not fit raises before anything is measured
         with in_place(label):
             for name, scheme in parsed.items():
                 with naming_method(name):
@@ -155,18 +155,18 @@ def kv_check(
     )
 
 
-def _measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
-    """Measure every scheme under a method, and attribute the cost of those that are unsafe at some length."""
-    base, *rows = measure_schemes(setting, patched, schemes)
+def _measure(setting: Setting, patched: MethodInPlace, formats: Mapping[str, Scheme]) -> list[CheckRow]:
+    """Measure every format under a method, and attribute the cost of those that are unsafe at some length."""
+    base, *rows = measure_formats(setting, patched, formats)
     layers, spec = len(patched.capture.layers), replace(setting.suite.spec, windows=len(setting.suite.windows))
     unsafe = [row for row in rows if _unsafe(setting, row, base)]
-    # Only now is it known how many schemes are unsafe, so the progress could not count their tokens before.
+    # Only now is it known how many formats are unsafe, so the progress could not count their tokens before.
     progress.more(len(unsafe) * tokens_to_attribute(spec, layers))
     attributions = {}
     for row in unsafe:
-        with progress.stage(f"{patched.method}, {row.scheme}: attribution"):
-            attributions[row.scheme] = measure_attribution(setting, patched, row)
-    return [base, *(replace(row, attribution=attributions.get(row.scheme)) for row in rows)]
+        with progress.stage(f"{patched.method}, {row.format}: attribution"):
+            attributions[row.format] = measure_attribution(setting, patched, row)
+    return [base, *(replace(row, attribution=attributions.get(row.format)) for row in rows)]
 
 
 def _unsafe(setting: Setting, row: CheckRow, base: CheckRow) -> bool:

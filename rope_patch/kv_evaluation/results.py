@@ -17,7 +17,7 @@ from rope_patch.patching.record import key_of
 from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.result_cache import finite
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class KVCheck:
         digest: the SHA-256 of the text.
         trained_length: the length at which the model was trained, as
             :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
-        limits: the limits of what a safe scheme may cost.
+        limits: the limits of what a safe format may cost.
         captures: the statistics of queries and keys under each method.
         environment: versions, device and data type.
         loaded: the patch that the model came with, which ``default`` stands for, as a method string; None without one.
@@ -89,14 +89,14 @@ class KVCheck:
         return tuple(row for row in self.rows if row.method == method)
 
     def named_scores(self) -> list[tuple[str, EvalResult]]:
-        """Return the scores of every row, each with a name of its method and scheme."""
+        """Return the scores of every row, each with a name of its method and format."""
         return [
-            (f"{row.method}: {'full precision' if row.divergence is None else row.scheme}", row.scores)
+            (f"{row.method}: {'full precision' if row.divergence is None else row.format}", row.scores)
             for row in self.rows
         ]
 
     def change(self, row: CheckRow, metric: Metric, span: Span) -> PairedDifference:
-        """Return the change of a metric by a scheme, compared with full precision, with its interval."""
+        """Return the change of a metric by a format, compared with full precision, with its interval."""
         return metric.difference(row.scores, self.of(row.method)[0].scores, span, self.limits.confidence)
 
     def prompts(self, length: int) -> list[str]:
@@ -118,7 +118,7 @@ class KVCheck:
         return sentences
 
     def verdict(self, row: CheckRow, length: int) -> Verdict:
-        """Return the verdict on the scheme of a row at a length."""
+        """Return the verdict on the format of a row at a length."""
         return verdict_of(row, self.of(row.method)[0], length, self.limits)
 
     def summary(self) -> list[str]:
@@ -129,7 +129,7 @@ class KVCheck:
                 base, *rows = self.of(method)
                 verdicts = [(row, self.verdict(row, length)) for row in rows]
                 parts = [
-                    f"{row.scheme} is unsafe ({self._harm(row, length)}; {row.attribution})"
+                    f"{row.format} is unsafe ({self._harm(row, length)}; {row.attribution})"
                     for row, verdict in verdicts
                     if verdict.kind == "unsafe"
                 ]
@@ -138,7 +138,7 @@ class KVCheck:
                     ("undecided", False, "is undecided", "are undecided"),
                     ("undecided", True, f"rounds nothing at {length} tokens", f"round nothing at {length} tokens"),
                 ):
-                    names = [row.scheme for row, verdict in verdicts if (verdict.kind, verdict.idle) == (kind, idle)]
+                    names = [row.format for row, verdict in verdicts if (verdict.kind, verdict.idle) == (kind, idle)]
                     if names:
                         parts.append(f"{', '.join(names)} {one if len(names) == 1 else many}")
                 if not any(answered(base, length)):
@@ -153,14 +153,14 @@ class KVCheck:
         kinds: dict[str, set[str]] = {}
         for row in self.rows:
             if row.divergence is not None:
-                kinds.setdefault(row.scheme, set()).update(self.verdict(row, length).kind for length in self.lengths)
+                kinds.setdefault(row.format, set()).update(self.verdict(row, length).kind for length in self.lengths)
         names = [name for name, verdicts in kinds.items() if verdicts == {"safe"}]
         words = (("under every method", self.methods), ("at every length", self.lengths))
         every = " ".join(word for word, many in words if len(many) > 1)
-        return [f"Safe {every}: {', '.join(names) or 'none of the schemes asked for'}."]
+        return [f"Safe {every}: {', '.join(names) or 'none of the formats asked for'}."]
 
     def _harm(self, row: CheckRow, length: int) -> str:
-        """Return the change of perplexity, and of every other metric in which a scheme is unsafe, as text."""
+        """Return the change of perplexity, and of every other metric in which a format is unsafe, as text."""
         parts = []
         for metric, span in spans_at(self.spec, length):
             moved = self.change(row, metric, span)
@@ -183,7 +183,7 @@ class KVCheck:
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
-        names = ("method", "scheme", "scheme_text", "key_bits", "value_bits", "bits")
+        names = ("method", "format", "format_text", "key_bits", "value_bits", "bits")
         document: dict[str, Any] = {name: getattr(row, name) for name in names}
         for name in ("divergence", "attribution"):
             part = getattr(row, name)

@@ -14,7 +14,7 @@ from rope_patch.evaluation.spec import SCALABLE, smallest_spec, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.time_budget import default_tokens, suite_within
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS
-from rope_patch.kv_evaluation.measure_scheme import passes_of_attribution
+from rope_patch.kv_evaluation.measure_format import passes_of_attribution
 from rope_patch.options.evaluation import EvalSpec
 
 
@@ -22,39 +22,39 @@ def _compared(spec: EvalSpec) -> int:
     return min(COMPARED_WINDOWS, spec.windows or 0) * spec.longest
 
 
-def tokens_to_check(spec: EvalSpec, schemes: int, methods: int) -> int:
-    """Return the number of tokens that a check reads if no scheme is unsafe.
+def tokens_to_check(spec: EvalSpec, formats: int, methods: int) -> int:
+    """Return the number of tokens that a check reads if no format is unsafe.
 
-    Under each method these are the windows and prompts, in full precision and through each scheme; the compared
-    windows, likewise and once more for the statistics of keys; and for each scheme the text on which attention errors
+    Under each method these are the windows and prompts, in full precision and through each format; the compared
+    windows, likewise and once more for the statistics of keys; and for each format the text on which attention errors
     are measured.
 
     Args:
         spec: the spec of the check.
-        schemes: number of schemes besides full precision.
-        methods: number of methods under which the schemes are checked.
+        formats: number of formats besides full precision.
+        methods: number of methods under which the formats are checked.
     """
     compared, errors = _compared(spec), min(ERROR_TOKENS, spec.longest)
-    return methods * ((1 + schemes) * tokens_to_read(spec) + (2 + schemes) * compared + schemes * errors)
+    return methods * ((1 + formats) * tokens_to_read(spec) + (2 + formats) * compared + formats * errors)
 
 
 def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
-    """Return the number of tokens that each unsafe scheme adds under each method."""
+    """Return the number of tokens that each unsafe format adds under each method."""
     return passes_of_attribution(layers) * _compared(spec)
 
 
 def suite_for(
-    model: nn.Module, suite: EvalSuite, schemes: int, methods: int, chosen: Collection[str]
+    model: nn.Module, suite: EvalSuite, formats: int, methods: int, chosen: Collection[str]
 ) -> tuple[EvalSuite, str]:
     """Return a suite that suits the size of a model, and a sentence on what it leaves out.
 
     Args:
         model: the model that reads.
         suite: the suite that is measured if there is enough time.
-        schemes: number of schemes besides full precision.
-        methods: number of methods under which the schemes are checked.
+        formats: number of formats besides full precision.
+        methods: number of methods under which the formats are checked.
         chosen: fields of the spec that stay as they are, since the user chose them.
     """
     scalable = [name for name in SCALABLE if name not in chosen]
     least = tokens_to_read(smallest_spec(replace(suite.spec, windows=len(suite.windows)), scalable))
-    return suite_within(suite, max(default_tokens(model) / methods / (1 + schemes), least), scalable)
+    return suite_within(suite, max(default_tokens(model) / methods / (1 + formats), least), scalable)

@@ -1,4 +1,4 @@
-"""Rows of a check of quantized caches, and verdicts on whether a scheme is safe."""
+"""Rows of a check of quantized caches, and verdicts on whether a format is safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True)
 class Divergence:
-    """The change of the next token's distribution by a scheme.
+    """The change of the next token's distribution by a format.
 
     Attributes:
         kl: mean of KL(full precision ‖ quantized) [nats/token].
@@ -32,7 +32,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict on whether a scheme is safe at a length.
+    """A verdict on whether a format is safe at a length.
 
     Attributes:
         kind: ``"safe"``, ``"unsafe"``, or ``"undecided"`` if the intervals do not tell.
@@ -48,12 +48,12 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class CheckRow:
-    """The measurements of one scheme under one method.
+    """The measurements of one format under one method.
 
     Attributes:
         method: the method string.
-        scheme: the name of the scheme, as it was given.
-        scheme_text: the scheme written out.
+        format: the name of the format, as it was given.
+        format_text: the format written out.
         scores: the perplexity by position, and the retrieval.
         tables: the rotary tables of the method, one for each layer type.
         divergence: the change of the next token's distribution; None for full precision itself.
@@ -62,12 +62,12 @@ class CheckRow:
         cache_bits: bits per element of a whole cache, by its length. Sinks, the residual window and unfinished blocks
             are in full precision, and sliding layers hold only their window.
         errors: the errors of logits in each layer; empty for full precision.
-        attribution: the costs of the scheme's parts; None unless the scheme is unsafe at some length.
+        attribution: the costs of the format's parts; None unless the format is unsafe at some length.
     """
 
     method: str
-    scheme: str
-    scheme_text: str
+    format: str
+    format_text: str
     scores: EvalResult
     tables: tuple[RotaryTable, ...]
     divergence: Divergence | None
@@ -84,18 +84,18 @@ class CheckRow:
 
 
 def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Verdict:
-    """Return a verdict on a scheme from all metrics together.
+    """Return a verdict on a format from all metrics together.
 
-    A scheme is unsafe if it is unsafe in one metric, and safe if it is safe in all of them. In perplexity it is unsafe
+    A format is unsafe if it is unsafe in one metric, and safe if it is safe in all of them. In perplexity it is unsafe
     if the whole interval of the change is above the tolerance, and safe if the whole interval is below it. In retrieval
     it is unsafe if significantly fewer prompts are answered, and safe if at most
     :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost.
 
     Args:
-        row: the row of the scheme.
+        row: the row of the format.
         base: the row of full precision under the same method.
         length: length of the prompts, below which positions of text count [tokens].
-        limits: the limits of what a safe scheme may cost.
+        limits: the limits of what a safe format may cost.
     """
     if row is base:
         return Verdict("safe", "full precision")
@@ -105,7 +105,7 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
         kinds.add(metric.verdict(moved, limits.tolerance))
         parts.append(f"{metric_name(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
-    # Where nothing is rounded, equal scores say nothing about the scheme.
+    # Where nothing is rounded, equal scores say nothing about the format.
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
         return Verdict("undecided", f"nothing is quantized at {length} tokens", idle=True)
     kind: VerdictKind = "unsafe" if "unsafe" in kinds else "safe" if kinds == {"safe"} else "undecided"

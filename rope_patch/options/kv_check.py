@@ -13,7 +13,7 @@ from rope_patch.options.shared import Machine, Patching
 
 @dataclass(frozen=True)
 class Limits(OptionSet):
-    """The limits within which a scheme is called safe."""
+    """The limits within which a format is called safe."""
 
     tolerance: float = number(
         "The relative increase in perplexity up to which a format counts as safe.", 0.02, metavar="SHARE", least=0
@@ -31,15 +31,15 @@ class KvCheckOptions(OptionSet, command="kv-check"):
 
     Presets: kivi-2, kivi-4, kivi-2-window, kivi-4-window, kvquant-4, int8-token, int4-token; also fp8 and nf4.
 
-    Example: ``rope-patch kv-check ./llama --schemes "kivi-2 int4-token fp8" --methods "default yarn:factor=4" --lengths
+    Example: ``rope-patch kv-check ./llama --formats "kivi-2 int4-token fp8" --methods "default yarn:factor=4" --lengths
     "4k 16k" -o ./kv``
     """
 
     model: str = shared.model()
-    schemes: tuple[str, ...] = word(
+    formats: tuple[str, ...] = word(
         "The cache formats to check, separated by spaces: presets, or formats of your own such as "
         '"k=int4.token.pre;v=int4.token". --list explains both.',
-        metavar="SCHEMES",
+        metavar="FORMATS",
         several=True,
     )
     evaluation: EvalSpec = contained(EvalSpec, without=("longppl", "bucket", "batch_tokens"))

@@ -61,7 +61,7 @@ def _results(check: KVCheck) -> Section:
         *(_table(check, length) for length in check.lengths),
         *(_costs(check, metric, span) for metric, span in spans_at(check.spec, max(check.lengths))),
         answers(check.named_scores()),
-        _schemes(check),
+        _formats(check),
     ]
     return Section("What survives", check.summary(), parts)
 
@@ -69,7 +69,7 @@ def _results(check: KVCheck) -> Section:
 def _table(check: KVCheck, length: int) -> DataTable:
     metrics = list(spans_at(check.spec, length))
     heads = [head for metric, span in metrics for head in (column_heading(metric, span), "Change")]
-    columns = ("Scheme", "Verdict", "Bits", *heads, "KL [nats/token]", "Top choice kept")
+    columns = ("Format", "Verdict", "Bits", *heads, "KL [nats/token]", "Top choice kept")
     rows: list[Cells] = []
     for method in check.methods:
         for row in check.of(method):
@@ -82,7 +82,7 @@ def _table(check: KVCheck, length: int) -> DataTable:
             for value, (metric, span) in zip(values, metrics, strict=True):
                 cells += [value, _change(check, row, metric, span)]
             divergence = f"{number_text(row.divergence.kl, 4)}", f"{number_text(100 * row.divergence.top1, 1)} %"
-            rows.append([row.scheme, *cells, *divergence])
+            rows.append([row.format, *cells, *divergence])
     limits = check.limits
     caption = (
         f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies below "
@@ -120,8 +120,8 @@ def _bits(row: CheckRow, length: int) -> Cell:
 
 
 def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
-    """Return the figure of what each scheme costs in one metric at the longest length."""
-    names = _schemes_of(check)
+    """Return the figure of what each format costs in one metric at the longest length."""
+    names = _formats_of(check)
     panels = {}
     for method, name in _methods(check).items():
         base, *rows = check.of(method)
@@ -130,7 +130,7 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
             change = check.change(row, metric, span)
             value, low, high = (100 * relative(end) if metric.is_perplexity else end for end in change)
             verdict = check.verdict(row, span.stop).kind
-            costs.append(plots.Cost(names[row.scheme], row.cache_bits[span.stop], value, low, high, verdict))
+            costs.append(plots.Cost(names[row.format], row.cache_bits[span.stop], value, low, high, verdict))
         panels[name] = costs
     xlabel = f"change of {span.task or metric.name}, {metric.unit}"
     if metric.is_perplexity:
@@ -138,7 +138,7 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     limit = 100 * check.limits.tolerance if metric.name == "perplexity" else None
     figure = plots.costs(
         panels,
-        title=f"What schemes cost in {span.task or metric.name} at {span.stop} tokens",
+        title=f"What formats cost in {span.task or metric.name} at {span.stop} tokens",
         xlabel=xlabel,
         logarithmic=metric.lower_is_better,
         limit=limit,
@@ -149,22 +149,22 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     )
 
 
-def _schemes(check: KVCheck) -> DataTable:
-    # Reversed twice, the first row of each scheme stays, and so does their order.
-    first = {row.scheme: row for row in reversed(check.rows) if row.divergence is not None}
+def _formats(check: KVCheck) -> DataTable:
+    # Reversed twice, the first row of each format stays, and so does their order.
+    first = {row.format: row for row in reversed(check.rows) if row.divergence is not None}
     rows: list[Cells] = []
     for name, row in reversed(first.items()):
-        preset, scheme = PRESETS.get(name), Scheme.parse(row.scheme_text)
+        preset, scheme = PRESETS.get(name), Scheme.parse(row.format_text)
         residual = Cell(str(scheme.residual), f"flush {scheme.flush}" if scheme.flush else "")
         source = Cell(preset.source if preset else "given as a text", style="text")
         bits = number_text(row.key_bits), number_text(row.value_bits)
-        rows.append([name, Cell(row.scheme_text, style="text"), *bits, residual, str(scheme.sinks), source])
+        rows.append([name, Cell(row.format_text, style="text"), *bits, residual, str(scheme.sinks), source])
     caption = (
         "Effective bits per element of the quantized part, 16-bit scales and zero points included. The text of a "
-        "scheme is explained in docs/kv-caches.md."
+        "format is explained in docs/kv-caches.md."
     )
-    columns = ("Scheme", "Text", "Bits of keys", "of values", "Residual [tokens]", "Sinks [tokens]", "Source")
-    return DataTable("What the schemes mean", columns, rows, caption, folded=True)
+    columns = ("Format", "Text", "Bits of keys", "of values", "Residual [tokens]", "Sinks [tokens]", "Source")
+    return DataTable("What the formats mean", columns, rows, caption, folded=True)
 
 
 # --- where the cost comes from ---------------------------------------------------------------------------------------
@@ -173,15 +173,15 @@ def _schemes(check: KVCheck) -> DataTable:
 def _attribution(check: KVCheck) -> Section:
     rows: list[Cells] = [line for row in _quantized(check) if (line := _attribution_row(check, row)) is not None]
     if not rows:
-        answer = "No scheme is unsafe: there is nothing to attribute."
+        answer = "No format is unsafe: there is nothing to attribute."
         return Section("Where the cost comes from", [answer], [_by_wavelength(check)])
     caption = (
         "Layers that cost most when they alone are quantized, and pairs of their keys that lower the cost if left in "
         "full precision: long ones, which stretch the scale of a token, or those that carry half of the logit error."
     )
-    columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why")
-    table = DataTable("Unsafe schemes", columns, rows, caption)
-    answer = f"{len(rows)} {'scheme is' if len(rows) == 1 else 'schemes are'} unsafe."
+    columns = ("Format", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why")
+    table = DataTable("Unsafe formats", columns, rows, caption)
+    answer = f"{len(rows)} {'format is' if len(rows) == 1 else 'formats are'} unsafe."
     return Section("Where the cost comes from", [answer], [table, _by_wavelength(check)])
 
 
@@ -192,25 +192,23 @@ def _attribution_row(check: KVCheck, row: CheckRow) -> Cells | None:
     attribution = row.attribution
     why = f"keys alone cost {percent(attribution.keys)}, values alone {percent(attribution.values)}"
     if attribution.left is not None:
-        why += f"; with these pairs in full precision the scheme costs {percent(attribution.left)}"
+        why += f"; with these pairs in full precision the format costs {percent(attribution.left)}"
     texts = (row.method, ", ".join(lengths), ranges_text(attribution.worst), ranges_text(attribution.pairs) or "–", why)
-    return [row.scheme, *(Cell(text, style="text") for text in texts)]
+    return [row.format, *(Cell(text, style="text") for text in texts)]
 
 
 def _by_wavelength(check: KVCheck) -> Figure | Note:
     """Return the figure of what each pair adds to the error of the logits, or a note where no key is rounded."""
-    names = _schemes_of(check)
+    names = _formats_of(check)
     panels: dict[str, plots.Waves] = {}
     worst = []
     for method, name in _methods(check).items():
         rows = [row for row in _quantized(check) if row.method == method]
         for kind in kinds(check.captures[method]):
-            errors = {names[row.scheme]: _pair_errors(row, kind) for row in rows}
+            errors = {names[row.format]: _pair_errors(row, kind) for row in rows}
             label = f"{name}: {kind.name}" if kind.name else name
             panels[label] = plots.Waves(wavelength(kind.inv_freq.double()), errors, kind.context)
-            worst += [
-                f"{label}, {scheme}: pair {int(e.argmax())}" for scheme, e in errors.items() if float(e.max()) > 0
-            ]
+            worst += [f"{label}, {one}: pair {int(e.argmax())}" for one, e in errors.items() if float(e.max()) > 0]
     if not worst:
         tokens = min(ERROR_TOKENS, max(check.lengths))
         return Note(f"No key is rounded at {tokens} tokens: there is no error of pairs to draw.")
@@ -231,12 +229,12 @@ def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:
 
 def _how(check: KVCheck) -> Section:
     answer = (
-        "Schemes are simulated, not packed: keys and values are rounded exactly as decoding would round them, and "
-        "nothing here says what memory or time a scheme saves."
+        "Formats are simulated, not packed: keys and values are rounded exactly as decoding would round them, and "
+        "nothing here says what memory or time a format saves."
     )
     note = (
         "Scales and zero points are float32. In half precision, differences of about 1e-4 nats/token (KL) are noise: "
-        "full precision is read by the model’s own attention, a scheme by this package’s."
+        "full precision is read by the model’s own attention, a format by this package’s."
     )
     return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check), check.environment)])
 
@@ -263,9 +261,9 @@ def _quantized(check: KVCheck) -> list[CheckRow]:
     return [row for method in check.methods for row in check.of(method)[1:]]
 
 
-def _schemes_of(check: KVCheck) -> dict[str, str]:
-    """The schemes, and a name of each that fits a figure."""
-    names = list(dict.fromkeys(row.scheme for row in _quantized(check)))
+def _formats_of(check: KVCheck) -> dict[str, str]:
+    """The formats, and a name of each that fits a figure."""
+    names = list(dict.fromkeys(row.format for row in _quantized(check)))
     return dict(zip(names, short_names(names), strict=True))
 
 

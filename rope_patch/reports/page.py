@@ -176,5 +176,5 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _breakable(name: str) -> list[str]:
-    """A method string or a scheme in pieces between which a line may break."""
+    """A method string or a cache format in pieces between which a line may break."""
     return re.findall(r"[^+:/;]*[+:/;]|[^+:/;]+", name)

@@ -51,7 +51,7 @@ def test_compare_says_what_would_fit_where_not_even_the_shortest_length_does(tmp
 
 def test_what_is_chosen_stays_where_the_size_of_the_model_decides(tmp_path, monkeypatch):
     reads_by_default(monkeypatch, 1000)
-    words = ("kv-check", BUNDLED, "--schemes", "int8-token", "--lengths", "64", "--text", DOMAINS, "--depths", "0.5")
+    words = ("kv-check", BUNDLED, "--formats", "int8-token", "--lengths", "64", "--text", DOMAINS, "--depths", "0.5")
     words += ("--no-report", "-o", tmp_path)
     lines = said(*words, "--windows", "6")
     assert "for a model of this size: 1 instead of 4 samples" in lines and "windows" not in lines.split(":")[1]

@@ -77,7 +77,7 @@ def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path):
 def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
     required = {
         "compare": ["--methods", "default", "--lengths", "64"],
-        "kv-check": ["--schemes", "int8", "--lengths", "64"],
+        "kv-check": ["--formats", "int8", "--lengths", "64"],
         "plan": ["--length", "64"],
         "fit": ["--length", "1k"],
     }
@@ -124,7 +124,7 @@ def test_compare_says_and_records_that_weights_are_dequantized(file, tmp_path):
 
 
 def test_kv_check_records_that_weights_are_dequantized(file, tmp_path):
-    run("kv-check", file, "--schemes", "int8", "--lengths", "128", *EVALUATION, "-o", tmp_path)
+    run("kv-check", file, "--formats", "int8", "--lengths", "128", *EVALUATION, "-o", tmp_path)
     assert json.loads((tmp_path / "kv-check.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
 
 

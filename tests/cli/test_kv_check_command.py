@@ -19,7 +19,7 @@ from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
 from rope_patch.runtime.folders import folder_to_write
 
-SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
+FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 TEXT = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
 ASKED = {"windows": 3, "samples": 1, "text": TEXT, "haystack": "noise", "depths": (0.0, 1.0)}
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checked(folder):
     model, tokenizer = rope_patch.load(folder), AutoTokenizer.from_pretrained(folder)
-    return check_cache(model, tokenizer, SCHEMES, methods=["default", "p_rope:p=0.5"], lengths=[40, 56], **ASKED)
+    return check_cache(model, tokenizer, FORMATS, methods=["default", "p_rope:p=0.5"], lengths=[40, 56], **ASKED)
 
 
 def command(*arguments):
@@ -50,7 +50,7 @@ def given(tmp_path_factory):
     path.write_text(TEXT)
     asked = ["--windows", "3", "--samples", "1", "--depths", "0,1", "--haystack", "noise"]
     methods = ("--methods", "default p_rope:p=0.5", "--lengths", "40 56")
-    return ("--schemes", " ".join(SCHEMES), *methods, *asked, "--text", path)
+    return ("--formats", " ".join(FORMATS), *methods, *asked, "--text", path)
 
 
 def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
@@ -75,7 +75,7 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
         raise ValueError("no such figure")
 
     monkeypatch.setattr(kv_report, "page", fail)
-    asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
+    asked = ("--formats", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
     result = invoke("kv-check", folder, *asked)
     assert "no such figure" in result.stderr and "default at 40 tokens: fp8" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"finished.jsonl", "kv-check.json"}
@@ -90,7 +90,7 @@ def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path
     rope_patch.apply(model, "yarn:factor=4")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
     rope_patch.checkpoints.save(adapted, tmp_path / "tuned")
-    asked = ("--schemes", "kivi-2", "--lengths", "40", "--windows", 1, "--samples", 1, "--depths", "0")
+    asked = ("--formats", "kivi-2", "--lengths", "40", "--windows", 1, "--samples", 1, "--depths", "0")
     printed = command(tmp_path / "tuned", *asked, "-o", tmp_path / "out")
     data = json.loads((tmp_path / "out" / "kv-check.json").read_text())
     patch = data["methods"]["default"]
@@ -116,14 +116,14 @@ def test_help_and_list_name_every_preset():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--schemes", "kivi2"), "Did you mean 'kivi-2'"),
-        (("--schemes", "fp8 k=int4.token;v=int4.tokn"), "k=int4.token;v=int4.tokn: unknown word 'tokn'"),
-        (("--schemes", "none"), "at least one scheme beside none"),
+        (("--formats", "kivi2"), "Did you mean 'kivi-2'"),
+        (("--formats", "fp8 k=int4.token;v=int4.tokn"), "k=int4.token;v=int4.tokn: unknown word 'tokn'"),
+        (("--formats", "none"), "at least one format beside none"),
         (("--depths", "half"), "depths must be a number, got 'half'"),
         (("--text", "/nowhere"), "nowhere"),
-        (("--schemes", "fp8 nf4 fp8.token"), "'fp8' and 'fp8.token' both mean"),
+        (("--formats", "fp8 nf4 fp8.token"), "'fp8' and 'fp8.token' both mean"),
         (("--tolerance", "-1"), "tolerance must be >= 0, got -1"),
-        (("--schemes", "int4-token;skip=7"), "layers 0 to 1"),
+        (("--formats", "int4-token;skip=7"), "layers 0 to 1"),
     ],
 )
 def test_wrong_words(folder, given, tmp_path, words, message):
@@ -136,7 +136,7 @@ def test_wrong_words(folder, given, tmp_path, words, message):
     ("words", "message"),
     [
         (("--windows", "0"), "windows >= 1"),
-        (("--schemes", "int4.token k=int4.token;v=int4.token"), "'int4.token' and 'k=int4.token;v=int4.token' both"),
+        (("--formats", "int4.token k=int4.token;v=int4.token"), "'int4.token' and 'k=int4.token;v=int4.token' both"),
         (("--device", "cuda:99"), "no device 'cuda:99'"),
         (("--device", "meta"), "no device 'meta' to compute on"),
     ],

@@ -98,7 +98,7 @@ MEASURE += ("--text", DOMAINS, "--haystack", DOMAINS)
     ("words", "file"),
     [
         (("compare", "--methods", "default", *MEASURE), "comparison.json"),
-        (("kv-check", "--schemes", "int8-token", *MEASURE), "kv-check.json"),
+        (("kv-check", "--formats", "int8-token", *MEASURE), "kv-check.json"),
         (
             ("analyze", "--method", "default", "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
             "analysis.json",

@@ -38,11 +38,11 @@ def folder(tmp_path):
 
 
 def test_a_format_of_a_users_module_is_checked(folder):
-    asked = ("--schemes", "ternary", "--lengths", 40, "--windows", 2, "--samples", 1, "--depths", 0, "--no-report")
+    asked = ("--formats", "ternary", "--lengths", 40, "--windows", 2, "--samples", 1, "--depths", 0, "--no-report")
     done = run_module("rope_patch.cli.app", "kv-check", "model", *asked, "--import", "my_formats", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     full, ternary = json.loads(done.stdout)["rows"]
-    assert ternary["scheme_text"] == "k=ternary;v=ternary"
+    assert ternary["format_text"] == "k=ternary;v=ternary"
     assert ternary["bits"] == pytest.approx(1.58496 + 16 / 8)  # a scale of 16 bits for each 8 features
     assert ternary["lengths"]["40"]["perplexity"] != full["lengths"]["40"]["perplexity"]
 

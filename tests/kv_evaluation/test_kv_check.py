@@ -37,7 +37,7 @@ ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
 LENGTHS, BEFORE = (40, 56), "k=int3.pre;v=none;sinks=2"
 ASKED = {"lengths": LENGTHS, "windows": 3, "depths": (0.0, 1.0), "samples": 1, "text": TEXT, "haystack": "noise"}
-SCHEMES = ("int4-token", "k=int2.channel8;v=int4.token8;residual=8", BEFORE)
+FORMATS = ("int4-token", "k=int2.channel8;v=int4.token8;residual=8", BEFORE)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def checked(tokenizer):
     model = small()
-    check = check_cache(model, tokenizer, SCHEMES, methods=("default", "p_rope:p=0.5"), **ASKED)
+    check = check_cache(model, tokenizer, FORMATS, methods=("default", "p_rope:p=0.5"), **ASKED)
     assert rope_patch.inspect(model).record is None
     return model, check
 
@@ -61,10 +61,10 @@ def test_rows_are_what_the_engines_measure(tokenizer, checked):
     texts, digest = spread_windows(tokenizer, TEXT, 56, 3)
     assert check.digest == digest and check.windows == 3 and check.text == "text of the user's own"
     assert check.methods == ("default", "p_rope:p=0.5") and len(check.rows) == 8
-    for row, scheme in zip(check.of("default"), ("none", *SCHEMES), strict=True):
-        assert (row.scheme, row.scheme_text) == (scheme, str(Scheme.parse(scheme)))
-        with quantized(model, scheme) as factory:
-            cache = None if scheme == "none" else factory
+    for row, name in zip(check.of("default"), ("none", *FORMATS), strict=True):
+        assert (row.format, row.format_text) == (name, str(Scheme.parse(name)))
+        with quantized(model, name) as factory:
+            cache = None if name == "none" else factory
             score = perplexity(model, texts, window=56, buckets=[0, 40, 56], cache=cache)
             result = retrieval(
                 model, tokenizer, lengths=LENGTHS, depths=(0, 1), samples=1, haystack="noise", cache=cache
@@ -90,7 +90,7 @@ def test_divergence_is_the_mean_kl_of_whole_distributions(tokenizer, checked):
     texts, _ = spread_windows(tokenizer, TEXT, 56, 3)
     ids = torch.stack([window.ids for window in texts[:2]])
     plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
-    with quantized(model, SCHEMES[1]):
+    with quantized(model, FORMATS[1]):
         rough = model(ids, use_cache=False).logits.double().log_softmax(-1)
     divergence = check.of("default")[2].divergence
     assert divergence.tokens == 112
@@ -129,7 +129,7 @@ def test_json_says_all_and_is_standard(checked):
     assert data["summary"] == check.summary() and data["simulated"] is True
     row = check.of("p_rope:p=0.5")[2]
     entry = data["rows"][6]
-    assert (entry["scheme"], entry["scheme_text"]) == (SCHEMES[1], SCHEMES[1])
+    assert (entry["format"], entry["format_text"]) == (FORMATS[1], FORMATS[1])
     assert entry["lengths"]["56"]["perplexity"] == row.scores.perplexity.between(0, 56)
     assert entry["lengths"]["40"]["nll_change"] == list(change(check, row, 40))
     assert entry["lengths"]["40"]["verdict"]["kind"] == check.verdict(row, 40).kind
@@ -210,7 +210,7 @@ def test_attribution_by_hand():
 
 
 def test_attribution_is_what_happens_without(tokenizer):
-    """Each part of a scheme costs what perplexity through a scheme of that part alone says."""
+    """Each part of a format costs what perplexity through a format of that part alone says."""
     asked = {**ASKED, "lengths": [56], "confidence": 0.1}  # three windows decide little
     check = check_cache(small(), tokenizer, ["k=int2.token;v=int3.token"], **asked)
     row, base = check.rows[1], check.rows[0]
@@ -310,13 +310,13 @@ def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(che
 # --- finished work, and errors
 
 
-def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_and_work_is_resumed(tokenizer):
+def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_and_work_is_resumed(tokenizer):
     model, spec, kept = small(), EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1), {}
-    announced = tokens_to_check(spec, schemes=2, methods=2)
-    # By hand: 3 schemes of 3 windows of 56 and 2 prompts of each length; full precision, 2 schemes and the statistics
-    # on 2 windows, and errors of 2 schemes on one.
+    announced = tokens_to_check(spec, formats=2, methods=2)
+    # By hand: 3 formats of 3 windows of 56 and 2 prompts of each length; full precision, 2 formats and the statistics
+    # on 2 windows, and errors of 2 formats on one.
     assert announced == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56)
-    # Under each method one scheme is unsafe: the whole, keys, values, full precision, two sets of pairs, two layers.
+    # Under each method one format is unsafe: the whole, keys, values, full precision, two sets of pairs, two layers.
     expected = 2 * tokens_to_attribute(spec, layers=2)
     assert expected == 2 * 8 * 2 * 56
     results = []
@@ -367,12 +367,12 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"schemes": ["int4-tokn"]}, "Did you mean 'int4-token'"),
-        ("llama", {"schemes": ["k=int4.token;v=int4.tokn"]}, "k=int4.token;v=int4.tokn: unknown word 'tokn'"),
-        ("llama", {"schemes": ["k=int4.channel;v=none"]}, "channelN"),
-        ("llama", {"schemes": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the model has"),
-        ("llama", {"schemes": ["none"]}, "at least one scheme beside none"),
-        ("llama", {"schemes": ["fp8", "nf4", "fp8.token"]}, "'fp8' and 'fp8.token' both mean k=fp8;v=fp8"),
+        ("llama", {"formats": ["int4-tokn"]}, "Did you mean 'int4-token'"),
+        ("llama", {"formats": ["k=int4.token;v=int4.tokn"]}, "k=int4.token;v=int4.tokn: unknown word 'tokn'"),
+        ("llama", {"formats": ["k=int4.channel;v=none"]}, "channelN"),
+        ("llama", {"formats": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the model has"),
+        ("llama", {"formats": ["none"]}, "at least one format beside none"),
+        ("llama", {"formats": ["fp8", "nf4", "fp8.token"]}, "'fp8' and 'fp8.token' both mean k=fp8;v=fp8"),
         ("llama", {"methods": ["prope"]}, "Did you mean 'p_rope'"),
         ("llama", {"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
         ("llama", {"lengths": [1]}, "lengths"),
@@ -389,9 +389,9 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_errors_before_anything_is_measured(tokenizer, tmp_path, family, changes, message):
-    given = {"schemes": ["int4-token"], **ASKED, **changes}
+    given = {"formats": ["int4-token"], **ASKED, **changes}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        check_cache(small(family), tokenizer, given.pop("schemes"), resume=tmp_path / "finished.jsonl", **given)
+        check_cache(small(family), tokenizer, given.pop("formats"), resume=tmp_path / "finished.jsonl", **given)
     assert not list(tmp_path.iterdir())
 
 

@@ -23,7 +23,7 @@ from rope_patch.reports import kv as kv_report
 from rope_patch.reports.page import render
 from rope_patch.reports.plots.kv import Cost, Waves, costs, errors_by_wavelength
 
-SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
+FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 ASKED = {"windows": 3, "samples": 1, "haystack": "noise", "depths": (0.0, 1.0)}
 ASKED["text"] = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
 TOKENIZER = AutoTokenizer.from_pretrained(Path(rope_patch.data_path("assets")) / "llama")
@@ -31,7 +31,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(Path(rope_patch.data_path("assets")) /
 
 @pytest.fixture(scope="module")
 def checked():
-    check = check_cache(small(), TOKENIZER, SCHEMES, methods=["default", "p_rope:p=0.5"], lengths=[40, 56], **ASKED)
+    check = check_cache(small(), TOKENIZER, FORMATS, methods=["default", "p_rope:p=0.5"], lengths=[40, 56], **ASKED)
     return replace(check, model="tiny<b>")
 
 
@@ -56,9 +56,9 @@ def errors(size=1.0):
     return [error(i, pair) for i in range(2)]
 
 
-def unsafe(checked, scheme="a", **changes):
-    """A check with one scheme that is unsafe, one that is safe and one that is undecided."""
-    rows = [by_hand("none", BASE), by_hand(scheme, off(0.5, 0.51, 0.49, 0.5), errors=errors())]
+def unsafe(checked, name="a", **changes):
+    """A check with one format that is unsafe, one that is safe and one that is undecided."""
+    rows = [by_hand("none", BASE), by_hand(name, off(0.5, 0.51, 0.49, 0.5), errors=errors())]
     rows += [by_hand("ok", BASE, errors=errors(0.1), bits=5.0)]
     rows += [by_hand("b", off(0.1, -0.1, 0.1, -0.1), errors=errors(0.5), bits=8.0)]
     return of_rows(checked, *rows, **changes)
@@ -170,12 +170,12 @@ def test_the_tables_have_the_numbers(checked, figures):
     assert kl == f"{row.divergence.kl:.4f}"
     assert rows["kivi-2"][2] == "16.003.50"  # the cache, and what would be quantized of a longer one
     assert page.table("40 tokens")[1][0] == "default: full precision"
-    sources = {row[0]: row[-1] for row in page.table("What the schemes mean")[1:]}
-    assert sources["kivi-2"] == PRESETS["kivi-2"].source and sources[SCHEMES[1]] == "given as a text"
+    sources = {row[0]: row[-1] for row in page.table("What the formats mean")[1:]}
+    assert sources["kivi-2"] == PRESETS["kivi-2"].source and sources[FORMATS[1]] == "given as a text"
 
 
 def test_first_choice_stands_below_exact_match_and_answers_with_their_verdict(checked, figures):
-    """Of the scheme's two answers at 40 tokens one is right here, and another one is first choice."""
+    """Of the format's two answers at 40 tokens one is right here, and another one is first choice."""
     row = checked.of("default")[1]
     result = row.scores.retrieval["passkey"]
     (first, *others), read = result.cells, replace(result.cells[1].samples[0], first_choice=True)
@@ -194,10 +194,10 @@ def test_first_choice_stands_below_exact_match_and_answers_with_their_verdict(ch
 def test_what_is_unsafe_is_attributed(checked, figures):
     page = shown(unsafe(checked))
     assert {row[0]: row[1] for row in page.table("8 tokens")[2:]} == {"a": "unsafe", "ok": "safe", "b": "undecided"}
-    (row,) = page.table("Unsafe schemes")[1:]
+    (row,) = page.table("Unsafe formats")[1:]
     assert row[:5] == ["a", "m", "4, 8", "1-2", "0"]
     assert row[5] == (
-        "keys alone cost +49.2 %, values alone +10.5 %; with these pairs in full precision the scheme costs +2.02 %"
+        "keys alone cost +49.2 %, values alone +10.5 %; with these pairs in full precision the format costs +2.02 %"
     )
 
 

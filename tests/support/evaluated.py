@@ -31,13 +31,13 @@ def compared(model, tokenizer, methods, **options):
     return compare(model, tokenizer, methods, suite_of(tokenizer, **options), **own)
 
 
-def check_cache(model, tokenizer, schemes, **options):
+def check_cache(model, tokenizer, formats, **options):
     """A check of caches; options that ``kv_check`` itself does not take make its limits and its suite."""
     own = {name: options.pop(name) for name in RUN & options.keys()}
     if options["lengths"]:
         options.setdefault("bucket", max(options["lengths"]))
     own["limits"] = Limits(**{name: options.pop(name) for name in LIMITS & options.keys()})
-    return kv_check(model, tokenizer, schemes, suite_of(tokenizer, **options), **own)
+    return kv_check(model, tokenizer, formats, suite_of(tokenizer, **options), **own)
 
 
 def answered(expected, output, correct, logprob):

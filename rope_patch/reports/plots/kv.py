@@ -1,6 +1,6 @@
 """Figures of quantized caches: arrays in, matplotlib Figure out. Needs matplotlib.
 
-A scheme has one colour in all figures that are given the same schemes in the same order.
+A format has one colour in all figures that are given the same formats in the same order.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ UNROTATED_STEP = 1.25
 
 
 class Cost(NamedTuple):
-    """What a scheme costs.
+    """What a format costs.
 
     Attributes:
-        scheme: the name of the scheme.
+        format: the name of the format.
         bits: the number of bits per element of the cache.
-        value: the change that the scheme causes; not finite where there is none.
+        value: the change that the format causes; not finite where there is none.
         low: the lower end of the change's interval; not finite where there is none.
         high: the upper end of the change's interval.
         verdict: the verdict: ``"safe"``, ``"undecided"`` or ``"unsafe"``; empty for full precision.
     """
 
-    scheme: str
+    format: str
     bits: float
     value: float
     low: float
@@ -55,17 +55,17 @@ class Cost(NamedTuple):
 def costs(
     panels: Mapping[str, Sequence[Cost]], *, title: str, xlabel: str, logarithmic: bool, limit: float | None = None
 ) -> Figure:
-    """Draw what schemes cost with its interval, a row per scheme from most to fewest bits, a panel per method.
+    """Draw what formats cost with its interval, a row per format from most to fewest bits, a panel per method.
 
     Args:
-        panels: the costs of the schemes, by method.
+        panels: the costs of the formats, by method.
         title: the title of the figure.
         xlabel: the label of the costs, with their unit.
         logarithmic: whether changes beyond ±:data:`LINEAR_LIMIT` are drawn by their logarithm.
         limit: the largest change that is tolerated, drawn as a line.
     """
-    bits = {cost.scheme: cost.bits for costs in panels.values() for cost in costs}
-    rows = {scheme: i for i, scheme in enumerate(sorted(bits, key=lambda scheme: -bits[scheme]))}
+    bits = {cost.format: cost.bits for costs in panels.values() for cost in costs}
+    rows = {name: i for i, name in enumerate(sorted(bits, key=lambda name: -bits[name]))}
     figure, grid = new_panels(list(panels), title, width=3.2, height=0.5 + 0.3 * len(rows))
     for axes, costs in zip(grid, panels.values(), strict=True):
         axes.axvline(0, color="0.6", linewidth=0.8)
@@ -75,15 +75,15 @@ def costs(
             marker, color = VERDICTS[cost.verdict]
             # An interval without finite ends, or without a width, has no line to draw.
             if -math.inf < cost.low < cost.high < math.inf:
-                axes.plot([cost.low, cost.high], [rows[cost.scheme]] * 2, color=color, linewidth=1.6, alpha=0.6)
+                axes.plot([cost.low, cost.high], [rows[cost.format]] * 2, color=color, linewidth=1.6, alpha=0.6)
             if math.isfinite(cost.value):
-                axes.plot(cost.value, rows[cost.scheme], marker=marker, markersize=6, linestyle="", color=color)
+                axes.plot(cost.value, rows[cost.format], marker=marker, markersize=6, linestyle="", color=color)
         if logarithmic:
             axes.set_xscale("symlog", linthresh=LINEAR_LIMIT)
             signed_percent(axes.xaxis)
         axes.margins(x=0.08)
         plain_axes(axes)
-    names = [f"{wrapped_name(scheme, 28)} ({bits[scheme]:.3g} bits)" for scheme in rows]
+    names = [f"{wrapped_name(name, 28)} ({bits[name]:.3g} bits)" for name in rows]
     grid[0].set_yticks(range(len(names)), names)
     grid[0].set_ylim(len(names) - 0.5, -0.5)
     figure.supxlabel(xlabel, fontsize=10)
@@ -102,7 +102,7 @@ class Waves(NamedTuple):
 
     Attributes:
         wavelength: (pairs,) the wavelengths of the pairs; inf for unrotated ones [tokens].
-        errors: (pairs,) the errors of each scheme, by its name.
+        errors: (pairs,) the errors of each format, by its name.
         context: the context, at which the frequency bound is drawn [tokens].
     """
 
@@ -111,14 +111,14 @@ class Waves(NamedTuple):
     context: int
 
 
-def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *, title: str) -> Figure:
-    """Draw what each pair adds to the error of the logits against its wavelength, a line per scheme.
+def errors_by_wavelength(panels: Mapping[str, Waves], formats: Sequence[str], *, title: str) -> Figure:
+    """Draw what each pair adds to the error of the logits against its wavelength, a line per format.
 
     Unrotated pairs stand at the right edge.
 
     Args:
         panels: the errors of each method, or of each method and kind of layers.
-        schemes: the names of the schemes in the order of their colours.
+        formats: the names of the formats in the order of their colours.
         title: the title of the figure.
     """
     figure, grid = new_panels(list(panels), title, width=4.0, height=2.6)
@@ -128,7 +128,7 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
     places = [
         3 * longest * UNROTATED_STEP**i for i in range(most)
     ]  # beyond the longest: infinity has no place on a log axis
-    styles, lines = line_styles(schemes), dict[str, Any]()
+    styles, lines = line_styles(formats), dict[str, Any]()
     for axes, panel in zip(grid, panels.values(), strict=True):
         unrotated = panel.wavelength.isinf()
         if unrotated.any():

@@ -1,4 +1,4 @@
-"""Measure a scheme under a method that is in place, for a check of quantized caches."""
+"""Measure a format under a method that is in place, for a check of quantized caches."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.progress import Progress
 
 
-def measure_schemes(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
-    """Measure schemes under a method that is in place.
+def measure_formats(setting: Setting, patched: MethodInPlace, formats: Mapping[str, Scheme]) -> list[CheckRow]:
+    """Measure formats under a method that is in place.
 
     Args:
         setting: the setting of the check.
         patched: the method that is in place.
-        schemes: the schemes that are measured, by name.
+        formats: the formats that are measured, by name.
     """
-    # Read once: the distributions of all schemes are compared with those that these states give.
+    # Read once: the distributions of all formats are compared with those that these states give.
     with progress.stage(f"{patched.method}, none"):
         patched.states = _states(setting, None)
     rows = []
-    for name, scheme in schemes.items():
+    for name, scheme in formats.items():
         with naming_method(name), progress.stage(f"{patched.method}, {name}"):
             rows.append(_measure(setting, patched, name, scheme))
     return rows
 
 
 def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme) -> CheckRow:
-    """Measure one scheme, known by a name, under a method that is in place."""
+    """Measure one format, known by a name, under a method that is in place."""
     quantizing = scheme != Scheme()
     # One window at a time, so that what a cache rounds has the same digits whatever the other windows are.
     with quantized(setting.model, scheme) as factory:
@@ -58,8 +58,8 @@ def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme
     key_bits, value_bits, cache_bits = _bits(setting, patched.capture, scheme)
     return CheckRow(
         method=patched.method,
-        scheme=name,
-        scheme_text=str(scheme),
+        format=name,
+        format_text=str(scheme),
         scores=scores,
         tables=patched.tables,
         divergence=_divergence(setting, patched, scheme) if quantizing else None,
@@ -112,16 +112,16 @@ def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, fl
 
 
 def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:
-    """Measure the costs of a scheme's parts on the compared windows.
+    """Measure the costs of a format's parts on the compared windows.
 
     Args:
         setting: the setting of the check.
         patched: the method that is in place.
-        row: the row of the scheme.
+        row: the row of the format.
     """
     windows, layers = setting.suite.windows[:COMPARED_WINDOWS], patched.capture.layers
     tokens = passes_of_attribution(len(layers)) * setting.compared.numel()
-    about = {"scheme": row.scheme_text, "ids": _sha(setting.compared), "chunk": setting.chunk}
+    about = {"scheme": row.format_text, "ids": _sha(setting.compared), "chunk": setting.chunk}
     stored = setting.finished(
         tokens,
         lambda: asdict(_attribution(setting, patched, row, windows)),
@@ -135,7 +135,7 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
 
 
 def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, windows: Any) -> Attribution:
-    model, scheme, layers = setting.model, Scheme.parse(row.scheme_text), patched.capture.layers
+    model, scheme, layers = setting.model, Scheme.parse(row.format_text), patched.capture.layers
 
     def loss(change: Callable[[LayerPlan], LayerPlan]) -> float:
         with quantized(model, scheme) as factory:
@@ -189,7 +189,7 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
 
 def passes_of_attribution(layers: int) -> int:
     """Return how often :func:`measure_attribution` reads its windows."""
-    # In full precision, the whole scheme, keys, values, twice without some pairs, and each layer.
+    # In full precision, the whole format, keys, values, twice without some pairs, and each layer.
     return 6 + layers
 
 
@@ -206,7 +206,7 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
 
 
 def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> Divergence:
-    """Compare the distribution of the next token with and without a scheme, a slice of positions at a time."""
+    """Compare the distribution of the next token with and without a format, a slice of positions at a time."""
 
     @torch.no_grad()
     def measure() -> dict[str, Any]:
