@@ -28,8 +28,9 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
     if not bool(torch.isfinite(x).all()):
         raise ValueError(f"states to be quantized must be finite, got {x[~torch.isfinite(x)][0].item()}")
     work = at_least_float(x)
-    if side.hadamard:
-        work = mix(work)
+    rotated = side.hadamard and x.shape[-1] % FORMATS[side.format].rotated == 0
+    if rotated:
+        work = mix(work, side.hadamard)
     if side.axis == "channel":
         out = _round(work, side, -2)
     else:
@@ -39,7 +40,7 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
         if whole < x.shape[-1]:  # the last group is short
             parts.append(_round(work[..., whole:], side, -1))
         out = torch.cat(parts, -1)
-    return (mix(out) if side.hadamard else out).to(x.dtype)
+    return (mix(out, side.hadamard) if rotated else out).to(x.dtype)
 
 
 def _round(x: Tensor, side: Side, dim: int) -> Tensor:
@@ -58,13 +59,18 @@ def at_least_float(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def mix(x: Tensor) -> Tensor:
+def mix(x: Tensor, size: int = 1) -> Tensor:
     """Return features (..., features) rotated by a Hadamard matrix; a second rotation undoes the first.
 
-    If the number of features is not a power of two, they are divided into equal parts whose size is one.
+    Args:
+        x: the features.
+        size: number of features that are rotated together, a power of two; features of which it is no divisor stay as
+            they are. 1 stands for the largest power of two that divides the number of features.
     """
     # The largest power of two that divides the number of features, by its lowest bit.
-    width = x.shape[-1] & -x.shape[-1]
+    width = x.shape[-1] & -x.shape[-1] if size == 1 else size
+    if x.shape[-1] % width:
+        return x
     matrix = _hadamard(width).to(x.device, x.dtype)
     return (_split(x, width) @ matrix).flatten(-2)
 

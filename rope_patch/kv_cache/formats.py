@@ -12,12 +12,13 @@ A user's own format is written in a module of the user, which ``--import`` or an
             scale = x.abs().amax(dim, keepdim=True)
             return (x / nonzero(scale)).round() * scale
 
-Nothing is packed: a number is replaced by one that the format can hold. Scales and zero points are float32, also for
-states in half precision, while packed caches store them in 16 bits; for states in float64 they are float64.
+Nothing is packed: a number is replaced by one that the format can hold. The formats of a program round scales to 16
+bits where the program stores them so; those of the others are float32 (float64 for states in float64).
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 
 import torch
@@ -40,11 +41,14 @@ class Format(ABC):
         scales: number of values of 16 bits that are stored for each group: 1 for a scale, 2 with a zero point.
         group: number of features that share a scale if the scheme states none, such as the block size of a file format;
             0 for the whole head.
+        rotated: heads are rotated by a Hadamard matrix, if the scheme says so, only where their size is a multiple of
+            this number.
     """
 
     bits: float
     scales: int = 1
     group: int = 0
+    rotated: int = 1
 
     def __init_subclass__(cls, name: str = "") -> None:
         """Enter a subclass with a name into :data:`FORMATS`."""
@@ -92,6 +96,116 @@ for _bits in (8, 4, 3, 2):
     FORMATS.add(f"int{_bits}", Integer(_bits))
 
 
+class HalfInteger(Integer):
+    """Integers as KIVI computes them (``quant/new_pack.py``): every step of the arithmetic in float16."""
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Round to the nearest step."""
+        return super().round(x.half(), dim).to(x.dtype)
+
+
+for _bits in (4, 2):
+    FORMATS.add(f"int{_bits}-half", HalfInteger(_bits))
+
+
+class GGML(Format):
+    """A block format of ggml, as its reference quantizers round (``ggml-quants.c``): 32 features, a float16 scale.
+
+    llama.cpp rotates heads whose size is a multiple of 64 (``llama-kv-cache.cpp``, pull request 21038). It refuses
+    heads whose size is no multiple of 32, whose last block is short here; its AVX kernels round ties of q8_0 to even.
+
+    Args:
+        bits: number of bits of each element.
+    """
+
+    group, rotated = 32, 64
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Round to steps: 8 bits count the largest number as 127, fewer bits count it as the lowest step."""
+        work, middle = x.float(), 2 ** (self.bits - 1)
+        largest = work.gather(dim, work.abs().argmax(dim, keepdim=True))
+        scale = largest.abs() / 127 if self.bits == 8 else largest / -middle
+        steps = work * (1 / nonzero(scale))
+        if self.bits == 8:
+            steps = steps.trunc() + (2 * steps.frac()).trunc()  # halves away from zero
+        else:
+            steps = (steps + (middle + 0.5)).trunc().clamp(0, 2 * middle - 1) - middle
+        return (steps * scale.half()).to(x.dtype)
+
+
+for _bits in (8, 5, 4):
+    FORMATS.add(f"q{_bits}_0", GGML(_bits))
+
+
+class TurboQuantKeys(Format):
+    """Rotated keys of vLLM's TurboQuant: the nearest Lloyd-Max level of each feature, times the norm in float16.
+
+    *Source*: Zandieh et al., arXiv:2504.19874, without its residual (QJL), and with the levels of a key scaled to
+    length 1, as ``triton_turboquant_store.py`` and ``_decode.py`` in vLLM do. The norm is taken after the rotation
+    here, and before it there.
+
+    Args:
+        bits: number of bits of each element.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Round the direction of each key; its features must lie along ``dim``."""
+        work = x.float()
+        norm = work.norm(dim=dim, keepdim=True)
+        levels = lloyd_max(int(self.bits), x.shape[dim]).to(x.device)
+        between = (levels[1:] + levels[:-1]) / 2
+        unit = levels[torch.bucketize((work / (norm + 1e-8)).contiguous(), between, right=True)]
+        unit = unit * (1 / (unit.square().sum(dim, keepdim=True) + 1e-16).sqrt())
+        return (norm.half() * unit).to(x.dtype)
+
+
+class TurboQuantValues(Integer):
+    """Values of vLLM's TurboQuant: integers whose scale and zero point are float16 once all numbers are rounded."""
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Round to the nearest step."""
+        work, most = x.float(), 2**self.bits - 1
+        low, high = work.amin(dim, keepdim=True), work.amax(dim, keepdim=True)
+        scale = ((high - low) / most).clamp_min(1e-8)
+        steps = ((work - low) / scale + 0.5).trunc().clamp(0, most)
+        return (steps * scale.half() + low.half()).to(x.dtype)
+
+
+for _bits in (4, 3):
+    FORMATS.add(f"turboquant{_bits}", TurboQuantKeys(_bits))
+    FORMATS.add(f"uniform{_bits}", TurboQuantValues(_bits))
+
+
+@functools.cache
+def lloyd_max(bits: int, features: int) -> Tensor:
+    """Return the levels of least squared error for a coordinate of a random unit vector.
+
+    The coordinate is taken as normal with variance ``1 / features``. *Source*: Lloyd (1982), Max (1960); the start, the
+    trapezoids and the tolerance are those of ``centroids.py`` in vLLM.
+
+    Args:
+        bits: number of bits that choose a level.
+        features: number of features of the vector.
+    """
+    end, count = 3.5 * features**-0.5, 2**bits
+    levels = end * ((2 * torch.arange(count, dtype=torch.float64) + 1) / count - 1)
+    for _ in range(200):
+        edges = torch.cat([levels.new_tensor([-3 * end]), (levels[1:] + levels[:-1]) / 2, levels.new_tensor([3 * end])])
+        x = edges[:-1] + torch.linspace(0, 1, 201, dtype=torch.float64)[:, None] * edges.diff()
+        density = (-features * x.square() / 2).exp()
+        means = torch.trapezoid(x * density, dim=0) / torch.trapezoid(density, dim=0)
+        if float((means - levels).abs().max()) < 1e-10:
+            break
+        levels = means
+    return levels.float()
+
+
 class NF4(Format, name="nf4"):
     """Dettmers et al., QLoRA, arXiv:2305.14314: 4-bit normal floats in blocks of 64."""
 
@@ -128,7 +242,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class FP8(Format, name="fp8"):
-    """Float8 e4m3 with a scale of 1, as serving engines store it unless a scale was calibrated: 448 is the largest."""
+    """Float8 e4m3 with a scale of 1, as vLLM stores it unless a scale was calibrated: 448 is the largest."""
 
     bits, scales = 8, 0
 

@@ -50,7 +50,8 @@ class LayerPlan:
         scheme, base = self.scheme, self.scheme.sinks + pad
         if scheme.flush:
             waiting = visible_tokens - base - 1
-            count = waiting // scheme.flush * scheme.flush if name == "keys" else waiting - scheme.residual
+            collected = name == "keys" or not scheme.residual
+            count = waiting // scheme.flush * scheme.flush if collected else waiting - scheme.residual
         else:
             count = visible_tokens - base - scheme.residual
         block = self.sides[name].block
@@ -116,14 +117,15 @@ def plan_layers(model: nn.Module, scheme: Scheme) -> dict[int, LayerPlan]:
             model, torch.arange(PROBE_TOKENS) * max(1, size // (2 * PROBE_TOKENS)) % size
         ).layers
     owners = {layer.index: layer.keys_of for layer in layers}
-    for index in scheme.skip:
+    skipped = {index if index >= 0 else max(owners) + 1 + index for index in scheme.skip}
+    for index in skipped:
         if index not in owners:
             raise ValueError(f"skip names layer {index}: the model has layers {min(owners)} to {max(owners)}")
         if owners[index] != index:
             raise ValueError(f"skip names layer {index}, which reads the keys of layer {owners[index]}: name that one")
     plans = {}
     for layer in layers:
-        skipped = layer.keys_of in scheme.skip
-        sides = {"keys": Side(), "values": Side()} if skipped else {"keys": scheme.key, "values": scheme.value}
+        full = layer.keys_of in skipped
+        sides = {"keys": Side(), "values": Side()} if full else {"keys": scheme.key, "values": scheme.value}
         plans[layer.index] = LayerPlan(layer, scheme, sides)
     return plans

@@ -1,6 +1,6 @@
-"""Schemes that say how a key-value cache is quantized: frozen dataclasses with a text form.
+"""Schemes, which users know as cache formats: frozen dataclasses that say how keys and values are quantized, as a text.
 
-Scheme strings have no commas, so that they pass through lm-eval's ``--model_args``::
+Texts have no commas, so that they pass through lm-eval's ``--model_args``::
 
     k=int2.channel32.pre;v=int2.token32;residual=128;flush=128;sinks=4;skip=0+27
 
@@ -21,7 +21,7 @@ from rope_patch.runtime.text import did_you_mean
 
 SCALE_BITS = 16
 """Number of bits of a scale or a zero point, as KIVI and similar methods store them."""
-SWITCHES = ("pre", "hadamard")
+SWITCHES = ("pre", "hadamard", "hadamardN")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Side:
         group: number of elements that share a scale: features with ``"token"`` (0 for as many as the format says, or
             the whole head), tokens with ``"channel"``.
         pre: whether keys are quantized before rotation, and rotated when they are read.
-        hadamard: whether features are rotated by a Hadamard matrix before they are quantized, and back when they are
-            read.
+        hadamard: number of features that are rotated together by a Hadamard matrix before they are quantized, and back
+            when they are read (see :func:`~rope_patch.kv_cache.block_rounding.mix`); 0 for no rotation.
 
     Raises:
         ValueError: a value is unknown, or a combination has no meaning.
@@ -46,15 +46,17 @@ class Side:
     axis: str = "token"
     group: int = 0
     pre: bool = False
-    hadamard: bool = False
+    hadamard: int = 0
 
     def __post_init__(self) -> None:
         FORMATS.find(self.format)
         if self.axis not in ("token", "channel") or self.group < (self.axis == "channel"):
             raise ValueError(f"an axis is token, tokenN or channelN with N tokens, got {self.axis}{self.group}")
+        if self.hadamard & (self.hadamard - 1):
+            raise ValueError(f"the size of a Hadamard matrix is a power of two, got hadamard{self.hadamard}")
         if self.hadamard and self.axis == "channel":
             raise ValueError("a Hadamard matrix mixes features: a scale for each of them has no meaning then")
-        if self.format == "none" and (self.axis, self.group, self.pre, self.hadamard) != ("token", 0, False, False):
+        if self.format == "none" and (self.axis, self.group, self.pre, self.hadamard) != ("token", 0, False, 0):
             raise ValueError("none is full precision: it takes no axis, group or switch")
 
     @property
@@ -71,7 +73,10 @@ class Side:
         words = [self.format]
         if self.group:
             words.append(f"{self.axis}{self.group}")
-        return ".".join([*words, *(name for name in SWITCHES if getattr(self, name))])
+        words += ["pre"] * self.pre
+        if self.hadamard:
+            words.append(f"hadamard{self.hadamard if self.hadamard > 1 else ''}")
+        return ".".join(words)
 
 
 @dataclass(frozen=True)
@@ -81,20 +86,21 @@ class Scheme:
     Attributes:
         key: how keys are quantized.
         value: how values are quantized.
-        residual: number of latest tokens in full precision [tokens]; with ``flush`` only their values are.
+        residual: number of latest tokens in full precision [tokens]; with ``flush`` only their values are, and without
+            it values are collected as keys are.
         flush: number of keys that are collected in full precision and then quantized together, as KIVI does [tokens].
             With 0 a block is quantized as soon as it leaves the residual window. With ``flush`` a query reads the cache
             before its own token rounds anything: the keys quantized so far are those of whole steps before it, and the
             ``residual`` values before its own are in full precision.
         sinks: number of first tokens in full precision [tokens].
-        skip: indices of the layers in full precision.
+        skip: indices of the layers in full precision; -1 is the last layer.
 
     Raises:
         ValueError: a number is negative, or values have a switch that is for keys.
 
     Example:
         >>> str(Scheme.parse("kivi-2"))
-        'k=int2.channel32;v=int2.token32;residual=128;flush=128'
+        'k=int2-half.channel32;v=int2-half.token32;residual=128;flush=128'
         >>> Scheme.parse("k=int4.token;v=none").key.format
         'int4'
     """
@@ -107,8 +113,8 @@ class Scheme:
     flush: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.residual, self.flush, self.sinks, *self.skip) < 0:
-            raise ValueError(f"residual, flush, sinks and skip must be >= 0, got {self}")
+        if min(self.residual, self.flush, self.sinks) < 0:
+            raise ValueError(f"residual, flush and sinks must be >= 0, got {self}")
         object.__setattr__(self, "skip", tuple(sorted(set(self.skip))))
         if self.value.pre:
             raise ValueError("pre is for keys: values do not rotate")
@@ -150,33 +156,65 @@ class Preset:
 
     Attributes:
         text: the scheme written out.
-        source: the publication that it comes from, and how it differs from that.
+        source: the program or publication that it comes from, and where it differs from that.
+        compared: the code or definition with which a test compares its rounding, bit for bit.
     """
 
     text: str
     source: str
+    compared: str
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "kivi-2": Preset(
-            "k=int2.channel32;v=int2.token32;residual=128;flush=128",
-            "Liu et al., KIVI, arXiv:2402.02750, and their code: keys per channel, values per token, groups of 32; "
-            "keys are quantized 128 at a time, so that 0 to 127 are in full precision, and the latest 128 values are",
+        **{
+            f"llama.cpp:{name}": Preset(
+                f"k={name}.hadamard;v={name}.hadamard64",
+                f"llama.cpp's --cache-type-k and --cache-type-v {name}: blocks of 32, rotated by Hadamard matrices "
+                f"where heads are a multiple of 64 (without, LLAMA_ATTN_ROT_DISABLE=1, it is {name}). llama.cpp rounds "
+                "queries to 8 bits, too",
+                "gguf.quants, the quantizers of ggml in Python",
+            )
+            for name in ("q8_0", "q5_0", "q4_0")
+        },
+        "vllm:fp8": Preset(
+            "k=fp8;v=fp8",
+            "vLLM's --kv-cache-dtype fp8: e4m3 with a scale of 1, as long as no scales were calibrated",
+            "torch.float8_e4m3fn, and the definition of e4m3",
         ),
-        "kivi-4": Preset("k=int4.channel32;v=int4.token32;residual=128;flush=128", "as kivi-2, 4 bits"),
-        "kivi-2-window": Preset(
-            "k=int2.channel32;v=int2.token32;residual=128",
-            "not KIVI: as kivi-2, but always at least the latest 128 keys in full precision, 128 to 159",
+        **{
+            f"vllm:turboquant-{bits}": Preset(
+                f"k=turboquant{bits}.hadamard;v=uniform{bits};skip=-2+-1+0+1",
+                f"vLLM's --kv-cache-dtype turboquant_{bits}bit_nc (Zandieh et al., arXiv:2504.19874, without QJL): "
+                "rotated keys as Lloyd-Max levels, values as integers, the two first and last layers in full "
+                "precision. vLLM reads a prompt before it rounds it",
+                "vLLM 0.33's Triton kernels, interpreted: keys before they are rotated back, and values",
+            )
+            for bits in (4, 3)
+        },
+        "transformers:quanto-4": Preset(
+            "k=int4.token64;v=int4.token64;flush=128",
+            "transformers' QuantizedCache with backend quanto, groups of 64 and residual_length 128, which collects "
+            "128 tokens. It computes in the model's data type, rounds a prompt at once, and all again with each step",
+            "optimum-quanto 0.2.7: MaxOptimizer and quantize_weight, in float32",
         ),
-        "kivi-4-window": Preset("k=int4.channel32;v=int4.token32;residual=128", "as kivi-2-window, 4 bits"),
-        "kvquant-4": Preset(
-            "k=int4.channel128.pre;v=int4.token;sinks=1",
-            "after Hooper et al., KVQuant, arXiv:2401.18079: keys before rotation and per channel, values per token, "
-            "the first token kept; uniform levels here, theirs are fitted offline, and no sparse outliers",
-        ),
-        "int8-token": Preset("k=int8;v=int8", "a scale per token and head, round to nearest"),
-        "int4-token": Preset("k=int4;v=int4", "a scale per token and head, round to nearest"),
+        **{
+            f"kivi-{bits}": Preset(
+                f"k=int{bits}-half.channel32;v=int{bits}-half.token32;residual=128;flush=128",
+                "Liu et al., KIVI, arXiv:2402.02750, and their code: keys per channel, values per token, groups of 32. "
+                "Keys are quantized 128 at a time: 0 to 127 are in full precision, and the latest 128 values are",
+                "KIVI's quant/new_pack.py",
+            )
+            for bits in (4, 2)
+        },
+        **{
+            f"int{bits}-token": Preset(
+                f"k=int{bits};v=int{bits}",
+                "the baseline of papers, which no program runs: a scale and a zero point per token and head",
+                "plain Python",
+            )
+            for bits in (8, 4)
+        },
     }
 )
 
@@ -190,8 +228,8 @@ def _part(text: str) -> dict[str, Any]:
         raise ValueError(f"unknown part {text!r}. Known: {'=, '.join(_PARTS)}=")
     if name in ("k", "v"):
         return {_PARTS[name]: _side(value, FORMATS)}
-    if not re.fullmatch(r"[0-9]+" if name != "skip" else r"[0-9]+(\+[0-9]+)*", value):
-        several = ", or several such as 0+27" if name == "skip" else ""
+    if not re.fullmatch(r"[0-9]+" if name != "skip" else r"-?[0-9]+(\+-?[0-9]+)*", value):
+        several = ", or several such as 0+-1" if name == "skip" else ""
         raise ValueError(f"{name} must be a whole number{several}, got {value!r}")
     numbers = tuple(map(int, value.split("+")))
     return {name: numbers if name == "skip" else numbers[0]}
@@ -204,11 +242,13 @@ def _side(text: str, known: Collection[str]) -> Side:
         raise ValueError(f"unknown cache format {text!r}.{did_you_mean(text, known)} Known: {', '.join(known)}")
     options: dict[str, Any] = {}
     for word in words:
-        axis = re.fullmatch(r"(token|channel)([0-9]*)", word)
-        if axis:
-            options |= {"axis": axis[1], "group": int(axis[2] or 0)}
-        elif word in SWITCHES:
-            options[word] = True
+        sized = re.fullmatch(r"(token|channel|hadamard)([0-9]*)", word)
+        if sized and sized[1] == "hadamard":
+            options["hadamard"] = int(sized[2] or 1)
+        elif sized:
+            options |= {"axis": sized[1], "group": int(sized[2] or 0)}
+        elif word == "pre":
+            options["pre"] = True
         else:
             raise ValueError(
                 f"unknown word {word!r} in {text!r}. Known: token, tokenN, channelN, {', '.join(SWITCHES)}"

@@ -178,7 +178,7 @@ class AsKIVI(DynamicLayer):
             rounded, full = self.parts.get(name, (new[:, :, :0], new[:, :, :0]))
             full = torch.cat((full, new), 2)
             out.append(torch.cat((rounded, full), 2))  # what this query reads
-            if name == "key":
+            if name == "key" or not self.scheme.residual:
                 done = len(full[0, 0]) if len(full[0, 0]) == self.scheme.flush else 0
             else:
                 done = int(len(full[0, 0]) > self.scheme.residual)
@@ -192,7 +192,8 @@ class AsKIVI(DynamicLayer):
 
 
 @pytest.mark.parametrize("text", ["k=int2.channel4;v=int2.token8;residual=8;flush=8",
-                                  "k=int3.token;v=int4.token;residual=5;flush=6"])  # fmt: skip
+                                  "k=int3.token;v=int4.token;residual=5;flush=6",
+                                  "k=int4.token8;v=int4.token8;flush=8"])  # fmt: skip
 def test_a_flush_is_kivis_schedule(text):
     model, scheme, rows = model_for("llama"), Scheme.parse(text), ids(TOKENS + 1, 2)
     expected = losses(model, rows, Cache(layers=[AsKIVI(scheme) for _ in range(2)]), chunk=1)

@@ -1,18 +1,23 @@
-"""Schemes as text, and their rounding against plain Python, bitsandbytes and the definition of e4m3."""
+"""Schemes as text, and their rounding against the code of the programs that run them and against plain Python."""
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import bitsandbytes
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import simple_parse_args_string
 from scipy.linalg import hadamard
 from support.rounding import ORDERED, naive
 
 from rope_patch.kv_cache.block_rounding import fake_quantize, mix
+from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.kv_cache.schemes import PRESETS, Scheme, Side, effective_bits
 
 FORMS = [
@@ -26,6 +31,7 @@ FORMS = [
     "k=int3.channel8.pre;v=none;skip=3",
     "k=none;v=none;sinks=1",
     "k=int2.channel32;v=int2.token32;residual=128;flush=128;sinks=2",
+    "k=q4_0.hadamard;v=q8_0.hadamard64;skip=-2+0",
 ]
 
 
@@ -53,16 +59,16 @@ def test_forms_round_trip(text):
 
 def test_presets_by_hand():
     kivi = Scheme.parse("kivi-2")
-    assert kivi == Scheme(Side("int2", "channel", 32), Side("int2", "token", 32), residual=128, flush=128)
-    assert Scheme.parse("kivi-2;flush=0") == Scheme.parse("kivi-2-window")
-    assert Scheme.parse("kvquant-4").key == Side("int4", "channel", 128, pre=True)
+    assert kivi == Scheme(Side("int2-half", "channel", 32), Side("int2-half", "token", 32), residual=128, flush=128)
+    assert Scheme.parse("llama.cpp:q4_0") == Scheme(Side("q4_0", hadamard=1), Side("q4_0", hadamard=64))
+    assert Scheme.parse("vllm:turboquant-3").skip == (-2, -1, 0, 1)
     assert Scheme.parse("int4-token") == Scheme(Side("int4"), Side("int4"))
 
 
 def test_one_side_for_both_leaves_the_rotation_to_keys():
     scheme = Scheme.parse("int4.token8.pre.hadamard;sinks=2")
-    assert scheme.key == Side("int4", "token", 8, pre=True, hadamard=True)
-    assert scheme.value == Side("int4", "token", 8, hadamard=True) and scheme.sinks == 2
+    assert scheme.key == Side("int4", "token", 8, pre=True, hadamard=1)
+    assert scheme.value == Side("int4", "token", 8, hadamard=1) and scheme.sinks == 2
     assert Scheme.parse("int4.token") == Scheme.parse("int4") == Scheme(Side("int4"), Side("int4"))
     assert Scheme.parse("none") == Scheme()
 
@@ -85,8 +91,9 @@ def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
         ("k=int4.channel", "channelN with N tokens, got channel0"),
         ("k=none.token8", "full precision"),
         ("k=int4.channel8.hadamard", "Hadamard"),
+        ("k=int4.hadamard48", "power of two, got hadamard48"),
         ("k=int4;v=int4.pre", "pre is for keys"),
-        ("kivi-2;skip=0+", "such as 0.27, got '0.'"),
+        ("kivi-2;skip=0+", "such as 0.-1, got '0.'"),
         ("kivi-2;sinks=-1", "sinks must be a whole number, got '-1'"),
         ("kivi-2;sink=1", "unknown part 'sink=1'. Known: k=, v="),
         ("k=int4.token;v=int4.tok", "unknown word 'tok' in 'int4.tok'"),
@@ -102,7 +109,6 @@ def test_errors_name_the_scheme_and_what_is_wrong(text, word):
     ("made", "options", "word"),
     [
         (Scheme, {"residual": -1}, "residual"),
-        (Scheme, {"skip": (0, -1)}, "skip"),
         (Scheme, {"value": Side("int4", pre=True)}, "keys"),
         (Side, {"format": "int1"}, "int1"),
         (Side, {"format": "int4", "axis": "row"}, "row"),
@@ -124,6 +130,8 @@ def test_schemes_made_in_python_are_checked(made, options, word):
         ("nf4", 128, 4 + 16 / 64),  # blocks of 64, no zero point
         ("fp8", 64, 8.0),  # no scale
         ("fp8-scaled", 64, 8 + 16 / 64),
+        ("q5_0", 128, 5 + 16 / 32),
+        ("turboquant4.hadamard", 128, 4 + 16 / 128),  # the norm
     ],
 )
 def test_effective_bits_by_hand(text, head_dim, bits):
@@ -214,6 +222,47 @@ def test_states_that_are_not_finite_are_refused(text, value):
     with pytest.raises(ValueError, match="finite"):
         fake_quantize(x, side(text))
     assert fake_quantize(x, Side()) is x
+
+
+# --- rounding against the programs that run it
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_formats.json").read_text())
+"""What the programs' own code returned for 128 states, in hexadecimal: KIVI's ``quant/new_pack.py`` (876b4d2), the
+Triton kernels of TurboQuant in vLLM 0.33, which Triton 3.6 interpreted, and optimum-quanto 0.2.7. Of the keys of
+TurboQuant it is what vLLM multiplies rotated queries by."""
+
+
+@pytest.mark.parametrize("text", GOLDEN["rounded"])
+def test_rounding_is_that_of_the_programs_own_code(text):
+    golden = GOLDEN["rounded"][text]
+    expected = torch.frombuffer(bytearray.fromhex(golden["numbers"]), dtype=getattr(torch, golden["dtype"]))
+    states = torch.frombuffer(bytearray.fromhex(GOLDEN["states"]), dtype=torch.float16).view(golden["shape"])
+    if text.startswith("turboquant"):
+        got = FORMATS[text].round(mix(states.float()), -1).half()
+    else:
+        # The values of vLLM are float16 once they are read; quanto was given float32.
+        got = fake_quantize(states.to(expected.dtype), side(text))
+    assert torch.equal(got, expected.view(golden["shape"]))
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q5_0", "q4_0"])
+def test_blocks_of_32_are_those_of_gguf(name):
+    x = block((2, 3, 5, 96), dtype=torch.float32)
+    x[0, 0, 0] = 0
+    x[0, 0, 1, :32] = torch.arange(-16, 16) + 0.5  # ties of rounding, and of the largest number
+    kind = GGMLQuantizationType[name.upper()]
+    expected = quants.dequantize(quants.quantize(np.ascontiguousarray(x), kind), kind)
+    assert torch.equal(fake_quantize(x, side(name)), torch.from_numpy(expected))
+
+
+def test_llama_cpp_rotates_heads_whose_size_is_a_multiple_of_64():
+    for width, parts in ((128, 64), (96, None), (32, None)):
+        x = block((1, 2, 3, width), dtype=torch.float32)
+        expected = fake_quantize(x, side("q4_0"))
+        if parts:
+            expected = mix(fake_quantize(mix(x, parts), side("q4_0")), parts)
+            assert not torch.equal(expected, fake_quantize(x, side("q4_0.hadamard"))), "keys: all 128 together"
+        assert torch.equal(fake_quantize(x, side("q4_0.hadamard64")), expected)
 
 
 # --- the Hadamard matrix
