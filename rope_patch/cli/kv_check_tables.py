@@ -30,8 +30,8 @@ def print_check(checked: Any) -> None:
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
     )
     print(
-        "KL: mean divergence of the next token's distribution from that in full precision [nats/token]; top-1: share "
-        "of tokens whose first choice is the same"
+        "KL: mean divergence of the next token's distribution from that in full precision [nats/token]; same top: "
+        "share of tokens whose first choice stays"
     )
     for length in checked.lengths:
         for line in checked.prompts(length):
@@ -49,16 +49,17 @@ def _print_length(checked: Any, length: int) -> None:
     from rope_patch.evaluation.metrics import change_text, spans_at
 
     colors = {"safe": "green", "unsafe": "red", "undecided": "yellow"}
-    metrics, heads = list(spans_at(checked.spec, length)), ["bits"]
+    metrics, heads = list(spans_at(checked.spec, length)), ["bits", "KL", "same top"]
     for metric, span in metrics:
         name = str(span.task) if metric.name == "retrieval" else f"{metric.name} {span.task or ''}".strip()
         # Intervals of prompts are only in the files: with several tasks the table would not fit on a screen.
         heads += [name, "change", *(["interval"] if span.task is None else [])]
-    heads += ["KL", "top-1"]
     title = f"{checked.model} at {length} tokens"
     table = new_table("method", "format", *heads, "verdict", title=title, right=heads)
     for row in checked.rows:
-        cells, full = [f"{row.cache_bits[length]:.2f}"], row.divergence is None
+        cells, full = [f"{row.cache_bits[length]:.2f}", "", ""], row.divergence is None
+        if row.divergence is not None:
+            cells[1:] = f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}"
         for metric, span in metrics:
             change = checked.change(row, metric, span)
             moved, low, high = (change_text(metric, value) for value in change)
@@ -71,31 +72,31 @@ def _print_length(checked: Any, length: int) -> None:
             table.add_row(escape(row.method), "full precision", *cells, style="bold")
             continue
         verdict = checked.verdict(row, length)
-        cells += [f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}"]
         word = "rounds nothing" if verdict.idle else verdict.kind
         table.add_row("", escape(row.format), *cells, f"[{colors[verdict.kind]}]{word}[/]")
     show(table, 160)
 
 
 def print_presets() -> None:
-    """Print the presets with their text, effective bits and source, and the formats that a format's text may name."""
+    """Print the cache formats with source, bits and what they were compared with, and the number formats of texts."""
     from rich.markup import escape
 
     from rope_patch.kv_cache.formats import FORMATS
     from rope_patch.kv_cache.schemes import PRESETS, SWITCHES, Scheme, effective_bits
 
-    table = new_table("preset", "text", f"bits at head_dim {HEAD_DIM}: keys", "values", "source")
-    table.columns[1].no_wrap = True
+    table = new_table("format", "bits", "source, and as a text", "compared with")
+    table.columns[2].min_width = 70  # so that no text is broken into two lines
     for name, preset in PRESETS.items():
         scheme = Scheme.parse(name)
-        bits = [f"{effective_bits(side, HEAD_DIM):.2f}" for side in (scheme.key, scheme.value)]
-        table.add_row(name, escape(preset.text), *bits, escape(preset.source))
+        bits = ", ".join(f"{effective_bits(side, HEAD_DIM):.2f}" for side in (scheme.key, scheme.value))
+        table.add_row(name, bits, escape(f"{preset.source}\n{preset.text}"), escape(preset.compared))
     show(table, 160)
     table = new_table(
-        *("format", "bits of an element", "what it is"),
-        caption="Parts may be added to a preset: kivi-2;sinks=4. A text is "
+        *("number format", "bits of an element", "what it is"),
+        caption="Parts may be added to a format: kivi-2;sinks=4. A text is "
         "k=SIDE;v=SIDE;residual=N;flush=N;sinks=N;skip=0+27, a side FORMAT.AXIS.SWITCH…: axes token, tokenN, channelN; "
-        f"switches {', '.join(SWITCHES)}. Bits without sinks and residual window.",
+        f"switches {', '.join(SWITCHES)}. Bits are those of keys and values, heads of {HEAD_DIM} "
+        "features, without sinks and residual window.",
         caption_justify="left",
     )
     for name, form in FORMATS.items():

@@ -157,7 +157,7 @@ class TurboQuantKeys(Format):
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round the direction of each key; its features must lie along ``dim``."""
         work = x.float()
-        norm = work.norm(dim=dim, keepdim=True)
+        norm: Tensor = work.norm(dim=dim, keepdim=True)
         levels = lloyd_max(int(self.bits), x.shape[dim]).to(x.device)
         between = (levels[1:] + levels[:-1]) / 2
         unit = levels[torch.bucketize((work / (norm + 1e-8)).contiguous(), between, right=True)]
@@ -194,7 +194,7 @@ def lloyd_max(bits: int, features: int) -> Tensor:
         features: number of features of the vector.
     """
     end, count = 3.5 * features**-0.5, 2**bits
-    levels = end * ((2 * torch.arange(count, dtype=torch.float64) + 1) / count - 1)
+    levels: Tensor = end * ((2 * torch.arange(count, dtype=torch.float64) + 1) / count - 1)
     for _ in range(200):
         edges = torch.cat([levels.new_tensor([-3 * end]), (levels[1:] + levels[:-1]) / 2, levels.new_tensor([3 * end])])
         x = edges[:-1] + torch.linspace(0, 1, 201, dtype=torch.float64)[:, None] * edges.diff()

@@ -165,56 +165,56 @@ class Preset:
     compared: str
 
 
+_GGML, _VLLM = "gguf.quants, the quantizers of ggml in Python", "vLLM 0.33's Triton kernels, interpreted"
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        **{
-            f"llama.cpp:{name}": Preset(
-                f"k={name}.hadamard;v={name}.hadamard64",
-                f"llama.cpp's --cache-type-k and --cache-type-v {name}: blocks of 32, rotated by Hadamard matrices "
-                f"where heads are a multiple of 64 (without, LLAMA_ATTN_ROT_DISABLE=1, it is {name}). llama.cpp rounds "
-                "queries to 8 bits, too",
-                "gguf.quants, the quantizers of ggml in Python",
-            )
-            for name in ("q8_0", "q5_0", "q4_0")
-        },
+        "llama.cpp:q8_0": Preset(
+            "k=q8_0.hadamard;v=q8_0.hadamard64",
+            "llama.cpp's --cache-type-k and --cache-type-v q8_0: blocks of 32, rotated by Hadamard matrices where heads "
+            "are a multiple of 64 (else, and with LLAMA_ATTN_ROT_DISABLE=1, as q8_0). Its queries have 8 bits, too",
+            _GGML,
+        ),
+        "llama.cpp:q5_0": Preset("k=q5_0.hadamard;v=q5_0.hadamard64", "as llama.cpp:q8_0, 5 bits", _GGML),
+        "llama.cpp:q4_0": Preset("k=q4_0.hadamard;v=q4_0.hadamard64", "as llama.cpp:q8_0, 4 bits", _GGML),
         "vllm:fp8": Preset(
             "k=fp8;v=fp8",
             "vLLM's --kv-cache-dtype fp8: e4m3 with a scale of 1, as long as no scales were calibrated",
             "torch.float8_e4m3fn, and the definition of e4m3",
         ),
-        **{
-            f"vllm:turboquant-{bits}": Preset(
-                f"k=turboquant{bits}.hadamard;v=uniform{bits};skip=-2+-1+0+1",
-                f"vLLM's --kv-cache-dtype turboquant_{bits}bit_nc (Zandieh et al., arXiv:2504.19874, without QJL): "
-                "rotated keys as Lloyd-Max levels, values as integers, the two first and last layers in full "
-                "precision. vLLM reads a prompt before it rounds it",
-                "vLLM 0.33's Triton kernels, interpreted: keys before they are rotated back, and values",
-            )
-            for bits in (4, 3)
-        },
+        "vllm:turboquant-4": Preset(
+            "k=turboquant4.hadamard;v=uniform4;skip=-2+-1+0+1",
+            "vLLM's --kv-cache-dtype turboquant_4bit_nc (Zandieh et al., arXiv:2504.19874, without QJL): rotated keys "
+            "as Lloyd-Max levels, values as integers, two layers at each end in full precision. vLLM reads a prompt "
+            "before it rounds it",
+            _VLLM,
+        ),
+        "vllm:turboquant-3": Preset(
+            "k=turboquant3.hadamard;v=uniform3;skip=-2+-1+0+1", "as vllm:turboquant-4, 3 bits", _VLLM
+        ),
         "transformers:quanto-4": Preset(
             "k=int4.token64;v=int4.token64;flush=128",
             "transformers' QuantizedCache with backend quanto, groups of 64 and residual_length 128, which collects "
             "128 tokens. It computes in the model's data type, rounds a prompt at once, and all again with each step",
-            "optimum-quanto 0.2.7: MaxOptimizer and quantize_weight, in float32",
+            "optimum-quanto 0.2.7, in float32",
         ),
-        **{
-            f"kivi-{bits}": Preset(
-                f"k=int{bits}-half.channel32;v=int{bits}-half.token32;residual=128;flush=128",
-                "Liu et al., KIVI, arXiv:2402.02750, and their code: keys per channel, values per token, groups of 32. "
-                "Keys are quantized 128 at a time: 0 to 127 are in full precision, and the latest 128 values are",
-                "KIVI's quant/new_pack.py",
-            )
-            for bits in (4, 2)
-        },
-        **{
-            f"int{bits}-token": Preset(
-                f"k=int{bits};v=int{bits}",
-                "the baseline of papers, which no program runs: a scale and a zero point per token and head",
-                "plain Python",
-            )
-            for bits in (8, 4)
-        },
+        "kivi-4": Preset(
+            "k=int4-half.channel32;v=int4-half.token32;residual=128;flush=128",
+            "Liu et al., KIVI, arXiv:2402.02750, and their code: keys per channel, values per token, groups of 32. "
+            "Keys are quantized 128 at a time: 0 to 127 are in full precision, and the latest 128 values are",
+            "KIVI's quant/new_pack.py",
+        ),
+        "kivi-2": Preset(
+            "k=int2-half.channel32;v=int2-half.token32;residual=128;flush=128",
+            "as kivi-4, 2 bits",
+            "KIVI's quant/new_pack.py",
+        ),
+        "int8-token": Preset(
+            "k=int8;v=int8",
+            "the baseline of papers, which no program runs: a scale and a zero point per token and head",
+            "plain Python",
+        ),
+        "int4-token": Preset("k=int4;v=int4", "as int8-token, 4 bits", "plain Python"),
     }
 )
 

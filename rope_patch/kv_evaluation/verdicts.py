@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,12 @@ from rope_patch.kv_evaluation.attribution import Attribution
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.tables import RotaryTable
+
+NOISE = 0.1
+"""Rise of the loss beyond the tolerance that no noise explains, however few windows were read [nats/token].
+
+In ``benchmarks/results/kv_study.json`` single windows of 1,024 tokens of the 140 cases that are safe on average lie at
+most 0.06 above zero: three standard deviations above the mean of the case whose windows differ most."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     """Return a verdict on a format from all metrics together.
 
     A format is unsafe if it is unsafe in one metric, and safe if it is safe in all of them. In perplexity it is unsafe
-    if the whole interval of the change is above the tolerance, and safe if the whole interval is below it. In retrieval
+    if the whole interval of the change is above the tolerance, or the change is by more than :data:`NOISE` above it,
+    which one window can show; it is safe if the whole interval is below the tolerance. In retrieval
     it is unsafe if significantly fewer prompts are answered, and safe if at most
     :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost.
 
@@ -103,7 +111,8 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     parts = []
     for metric, span in spans_at(row.scores.spec, length):
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
-        kinds.add(metric.verdict(moved, limits.tolerance))
+        beyond_noise = metric.is_perplexity and moved.estimate > math.log1p(limits.tolerance) + NOISE
+        kinds.add("unsafe" if beyond_noise else metric.verdict(moved, limits.tolerance))
         parts.append(f"{metric_name(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
     # Where nothing is rounded, equal scores say nothing about the format.
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:

@@ -29,16 +29,17 @@ class KvCheckOptions(OptionSet, command="kv-check"):
     exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
     continue: finished work is saved in the output folder.
 
-    Presets: kivi-2, kivi-4, kivi-2-window, kivi-4-window, kvquant-4, int8-token, int4-token; also fp8 and nf4.
+    Formats: llama.cpp:q8_0, llama.cpp:q5_0, llama.cpp:q4_0, vllm:fp8, vllm:turboquant-4, vllm:turboquant-3,
+    transformers:quanto-4, kivi-4, kivi-2, int8-token, int4-token.
 
-    Example: ``rope-patch kv-check ./llama --formats "kivi-2 int4-token fp8" --methods "default yarn:factor=4" --lengths
-    "4k 16k" -o ./kv``
+    Example: ``rope-patch kv-check ./llama --formats "llama.cpp:q4_0 vllm:fp8" --methods "default yarn:factor=4"
+    --lengths "4k 16k" -o ./kv``
     """
 
     model: str = shared.model()
     formats: tuple[str, ...] = word(
-        "The cache formats to check, separated by spaces: presets, or formats of your own such as "
-        '"k=int4.token.pre;v=int4.token". --list explains both.',
+        "The cache formats to check, separated by spaces: names, or texts of your own such as "
+        '"k=int4.pre;v=int4". --list explains both.',
         metavar="FORMATS",
         several=True,
     )
@@ -51,4 +52,4 @@ class KvCheckOptions(OptionSet, command="kv-check"):
     report: bool = shared.report()
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()
-    listed: bool = flag("List the cache formats and how to write them, and do nothing else.", name="list")
+    listed: bool = flag("List the cache formats, their sources and how to write one, and do nothing else.", name="list")

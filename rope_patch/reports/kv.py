@@ -22,7 +22,7 @@ from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.verdicts import CheckRow
+from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
 from rope_patch.reports.comparison import answers, haystack_of, retrieval_text
 from rope_patch.reports.layer_kinds import Kind, kinds
@@ -69,25 +69,26 @@ def _results(check: KVCheck) -> Section:
 def _table(check: KVCheck, length: int) -> DataTable:
     metrics = list(spans_at(check.spec, length))
     heads = [head for metric, span in metrics for head in (column_heading(metric, span), "Change")]
-    columns = ("Format", "Verdict", "Bits", *heads, "KL [nats/token]", "Top choice kept")
+    columns = ("Format", "Verdict", "Bits", "KL [nats/token]", "Same top token", *heads)
     rows: list[Cells] = []
     for method in check.methods:
         for row in check.of(method):
             values = [_value(metric, row.scores, span) for metric, span in metrics]
             if row.divergence is None:
                 changes = [cell for value in values for cell in (value, "–")]
-                rows.append([f"{method}: full precision", Cell("", style="left"), "16", *changes, "–", "–"])
+                rows.append([f"{method}: full precision", Cell("", style="left"), "16", "–", "–", *changes])
                 continue
-            cells = [_verdict(check, row, length), _bits(row, length)]
+            divergence = f"{number_text(row.divergence.kl, 4)}", f"{number_text(100 * row.divergence.top1, 1)} %"
+            cells: Cells = [_verdict(check, row, length), _bits(row, length), *divergence]
             for value, (metric, span) in zip(values, metrics, strict=True):
                 cells += [value, _change(check, row, metric, span)]
-            divergence = f"{number_text(row.divergence.kl, 4)}", f"{number_text(100 * row.divergence.top1, 1)} %"
-            rows.append([row.format, *cells, *divergence])
+            rows.append([row.format, *cells])
     limits = check.limits
     caption = (
         f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies below "
         f"{100 * limits.tolerance:g} % and at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost; unsafe: an "
-        f"interval shows that one of them is exceeded. {'; '.join(check.prompts(length))}. {INTERVALS}"
+        f"interval shows that one of them is exceeded, or the rise exceeds the tolerance by {NOISE:g} nats/token, "
+        f"which no noise explains. {'; '.join(check.prompts(length))}. {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
 
@@ -233,8 +234,9 @@ def _how(check: KVCheck) -> Section:
         "nothing here says what memory or time a format saves."
     )
     note = (
-        "Scales and zero points are float32. In half precision, differences of about 1e-4 nats/token (KL) are noise: "
-        "full precision is read by the model’s own attention, a format by this package’s."
+        "Scales and zero points are float32, except in formats of programs that store them in 16 bits. In half "
+        "precision, differences of about 1e-4 nats/token (KL) are noise: full precision is read by the model’s own "
+        "attention, a format by this package’s."
     )
     return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check), check.environment)])
 

@@ -175,10 +175,14 @@ def test_verdicts(losses, hits, kind):
     assert change(check, check.rows[1], 8, "retrieval")[0] == pytest.approx(-lost)
 
 
-def test_one_window_decides_nothing():
-    check = check_of(by_hand("none", [1.0]), by_hand("s", [3.0]))
-    verdict = check.verdict(check.rows[1], 8)
-    assert verdict.kind == "undecided" and "no interval from one window" in verdict.measured
+def test_one_window_shows_no_more_than_what_no_noise_explains():
+    """By hand: log 1.02 is 0.0198, and 0.1 more is noise."""
+    for rise, kind in ((2.0, "unsafe"), (0.121, "unsafe"), (0.119, "undecided"), (0.0, "undecided")):
+        check = check_of(by_hand("none", [1.0]), by_hand("s", [1.0 + rise]))
+        verdict = check.verdict(check.rows[1], 8)
+        assert verdict.kind == kind and "no interval from one window" in verdict.measured
+    far = check_of(by_hand("none", BASE), by_hand("s", off(1.8, 0.4, 1.6, 0.1)))
+    assert far.verdict(far.rows[1], 8).kind == "unsafe" and change(far, far.rows[1], 8)[1] < 0
 
 
 def test_the_summary_says_what_to_do():
