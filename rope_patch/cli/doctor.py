@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import print_json
@@ -30,17 +29,17 @@ def doctor(words: Sequence[str]) -> int:
 
 def _print_flags(options: DoctorOptions, method: str) -> int:
     """Print the options by which each program runs an unchanged checkpoint under a method, or why there are none."""
-    from rope_patch.engines.flags import WRITERS, flags
+    from rope_patch.engines.flags import WRITERS, checkpoint_under, flags_of
     from rope_patch.engines.verified_versions import UNVERIFIED
 
-    patch: dict[str, Any] = {
-        "target_length": options.patching.target_length,
-        "layer_types": options.patching.layer_types,
-    }
+    patching = options.patching
+    checkpoint = checkpoint_under(
+        options.model, method, target_length=patching.target_length, layer_types=patching.layer_types
+    )
     written, refused = {}, {}
     for program in options.for_programs or WRITERS:
         try:
-            written[program] = flags(options.model, method, program, **patch)
+            written[program] = flags_of(checkpoint, program)
         except ValueError as error:
             refused[program] = str(error)
     if not written:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from rope_patch.checkpoints.callback import saved_folder
-from rope_patch.diagnosis.check import DIFFERS, UNKNOWN, Diagnosis
+from rope_patch.diagnosis.check import DIFFERS, NOTE, UNKNOWN, Diagnosis
 from rope_patch.diagnosis.doctor import doctor
 from rope_patch.errors import in_one_line
 from rope_patch.patching.locate import PatchError
@@ -59,13 +59,7 @@ class RopeDoctorCallback(TrainerCallback):
                 "what loads it uses another table than the one trained under: add RopePatchCallback() before this one",
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
-        """Check the model and its reference.
-
-        Raises:
-            PatchError: a check differs.
-        """
-        self._model_and_reference(model)
+    on_train_end = on_train_begin
 
     def _model_and_reference(self, model: Any) -> Diagnosis:
         own = doctor(model)
@@ -111,5 +105,5 @@ def _not_in_use(diagnosis: Diagnosis) -> set[str]:
     They are not in the verdict if it is the short table of a patch of two, which plain transformers does not have.
     """
     return {
-        check.name for check in diagnosis.checks if check.state == DIFFERS and check.name.startswith("table in use")
+        each.name for each in diagnosis.checks if each.state in (DIFFERS, NOTE) and each.name.startswith("table in use")
     }

@@ -55,8 +55,6 @@ def cause(
             f"{RELOAD}; the attention factor is computed when the rotary module is built",
         )
     for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(frequencies.zero_unrotated(expected.to(dtype).float()), frequencies.zero_unrotated(found)):
-            return _rounded(dtype)
         # The angle at position 1 is only known to float32, which bfloat16's steps of .4 % stand far above.
         if _same(found, expected.to(dtype).float()):
             return _rounded(dtype)
@@ -79,7 +77,7 @@ def cause(
             "features are expected to be neighbours",
             "convert the weights again with the order of pairs that this model class expects",
         )
-    if (known := plain(found, table) or _divided(found, expected)) is not None:
+    if (known := plain(found, table) or _scaled(found, expected)) is not None:
         return known
     return _NEVER_FILLED if _is_garbage(found, expected) else ("it is a table of another kind", RELOAD)
 
@@ -127,14 +125,20 @@ def plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:
     )
 
 
-def _divided(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
+def _scaled(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
     """Return two sentences if all frequencies are off by one factor, on what that means and what to do; else None."""
     turning = frequencies.unrotated(expected).logical_not()
-    ratios = (expected[turning] / found[turning].clamp_min(frequencies.UNROTATED)).double()
-    if not len(ratios) or float(ratios.max() / ratios.min()) > 1 + 1e-3:
+    found, expected = found[turning].double(), expected[turning].double()
+    # Angles are known up to whole turns. The slowest pair, which comes last, makes none up to position 1.
+    if not len(expected) or float(ratio := found[-1] / expected[-1]) <= 0:
         return None
+    scaled = ratio * expected
+    off = (found - scaled + math.pi).remainder(2 * math.pi) - math.pi
+    if bool((off.abs() > 1e-3 * scaled.clamp_max(1)).any()):
+        return None
+    factor = f"divided by {1 / ratio:.5g}" if ratio < 1 else f"multiplied by {ratio:.5g}"
     return (
-        f"every frequency is the expected one divided by {float(ratios.mean()):.5g}: a linear factor (position "
-        "interpolation) that is stated was not applied, or the reverse",
+        f"every frequency is the expected one {factor}: a linear factor (position interpolation) that is stated was "
+        "not applied, or the reverse",
         RELOAD,
     )

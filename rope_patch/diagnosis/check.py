@@ -10,7 +10,7 @@ from typing import Any
 from rope_patch.frequencies import turns
 from rope_patch.tables import RotaryTable
 
-HOLDS, DIFFERS, UNKNOWN = "holds", "differs", "unknown"
+HOLDS, DIFFERS, UNKNOWN, NOTE = "holds", "differs", "unknown", "note"
 WIDTH = 120
 """Width of printed lines [characters]."""
 
@@ -21,7 +21,8 @@ class Check:
 
     Attributes:
         name: the subject of the check, in a few words.
-        state: ``"holds"``, ``"differs"``, or ``"unknown"`` if the check could not be made.
+        state: ``"holds"``, ``"differs"``, ``"unknown"`` if the check could not be made, or ``"note"`` if it is no fault
+            that was found, but worth knowing.
         found: a sentence on what was found; for ``"unknown"`` the reason.
         expected: what was expected; empty if the check holds.
         meaning: what a difference means for the user; empty if the check holds.
@@ -29,7 +30,7 @@ class Check:
         angle_error: the largest difference of an angle from the expected one [rad]; None if no angles were compared.
         position: the position of that angle [tokens]; None if no angles were compared.
         program: the other program that the check is about; None if it is about this folder and this process.
-        counts: whether the check decides about the verdict and the exit status.
+        counts: whether the check decides about the verdict and the exit status; a note never does.
     """
 
     name: str
@@ -43,11 +44,13 @@ class Check:
     program: str | None = None
     counts: bool = True
 
+    def __post_init__(self) -> None:
+        if self.state == NOTE:
+            object.__setattr__(self, "counts", False)
+
     def __str__(self) -> str:
-        # A check that decides nothing is only a note, whatever it found; other programs have a heading of their own.
-        label = self.state if self.counts or self.program is not None else "note"
-        lines = [f"{label:<8} {self.name}: {self.found}"]
-        if self.angle_error is not None and self.angle_error > 1e-3 and self.state == DIFFERS:
+        lines = [f"{self.state:<8} {self.name}: {self.found}"]
+        if self.angle_error is not None and self.angle_error > 1e-3 and self.state != HOLDS:
             lines.append(f"largest angle error: {self.angle_error:.2g} rad, at position {self.position}")
         for name in ("expected", "meaning", "fix"):
             if text := getattr(self, name):
@@ -130,8 +133,8 @@ class Diagnosis:
             lines.append(f"    {layers} layers, context {context}; {partial} pairs make no full turn within it")
         lines.append(self.verdict)
         own = [check for check in self.checks if check.program is None or check.counts]
-        order = {DIFFERS: 0, UNKNOWN: 1, HOLDS: 2}
-        lines += map(str, sorted(own, key=lambda check: (order[check.state], not check.counts)))
+        order = (DIFFERS, UNKNOWN, NOTE, HOLDS)
+        lines += map(str, sorted(own, key=lambda check: order.index(check.state)))
         if others := [check for check in self.checks if check not in own]:
             lines += ["", "What other programs compute (this counts only with --for PROGRAM):", *map(str, others)]
         return "\n".join(lines)

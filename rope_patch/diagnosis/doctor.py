@@ -19,8 +19,8 @@ from rope_patch.checkpoints.tokenizer_length import stated_length
 from rope_patch.checkpoints.weight_files import check_weights
 from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
-from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check, Diagnosis
-from rope_patch.diagnosis.in_memory import Subject, layers_of, unreadable
+from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check, Diagnosis
+from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, layers_of, unreadable
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.errors import in_one_line
@@ -89,23 +89,26 @@ def _of_model(
         in_memory: whether the model holds its numbers, and is not made from a folder's config.
         more: checks that were made of its folder.
     """
-    location = None
+    subject = None
     try:
         location = locate(model)
+        subject = Subject(model, location, tokenizer_length, in_memory)
         record, tables = location.record, location.tables
     except PatchError as error:
-        wrong = Check("patch record", DIFFERS, str(error), fix="load the patched folder again")
-        return Diagnosis(source, None, {}, {}, (wrong, *more))
+        wrong = Check("patch record", DIFFERS, str(error), fix=LOAD_AGAIN if in_memory else WRITE_AGAIN)
+        return _unread(source, wrong, *more)
     except ValueError as error:
-        unknown = Check("rotary module", UNKNOWN, str(error)) if location is None else unreadable(location, error)
-        return Diagnosis(source, None, {}, {}, (unknown, *more))
-    generation = getattr(location.model, "generation_config", None)
-    subject = Subject(model, location, tokenizer_length, generation, in_memory)
+        unknown = Check("rotary module", UNKNOWN, str(error)) if subject is None else unreadable(subject, error)
+        return _unread(source, unknown, *more)
     checks = [check for function in in_memory_checks.CHECKS for check in _made(function, subject)]
     method = None if record is None else shortened(str(record.to_method()))
     with contextlib.suppress(ValueError):  # the checks say why
         tables = subject.meant
     return Diagnosis(source, method, tables, layers_of(location), (*checks, *more))
+
+
+def _unread(source: str, *checks: Check) -> Diagnosis:
+    return Diagnosis(source, None, {}, {}, checks)
 
 
 def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
@@ -125,9 +128,10 @@ def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
         more = _on_disk(folder, model)
         length = stated_length(folder) if tokenizer is None else tokenizer.model_max_length
     else:
-        more, length = [on_disk.weights_elsewhere(source)], None if tokenizer is None else tokenizer.model_max_length
+        more = [Check("weights files", NOTE, f"{source} is no folder, and its weights are not downloaded")]
+        length = None if tokenizer is None else tokenizer.model_max_length
     found = _of_model(source, model, length, in_memory=False, more=more)
-    return replace(found, checks=(*found.checks, *(_made(programs_agree, source) if found.tables else ())))
+    return replace(found, checks=(*found.checks, *(_made(programs_agree, source, model) if found.tables else ())))
 
 
 def _on_disk(folder: Path, model: nn.Module) -> list[Check]:
@@ -143,7 +147,7 @@ def _of_adapter(source: str) -> Diagnosis:
         record = read_record(source)
     except (PatchError, OSError) as error:
         wrong = Check("adapter", DIFFERS, str(error))
-        return Diagnosis(source, None, {}, {}, (wrong,))
+        return _unread(source, wrong)
     model = model_without_weights(base, beside_adapter=True)
     beside = _on_disk(Path(source), model) if base == source else []
     try:
@@ -158,13 +162,12 @@ def _of_adapter(source: str) -> Diagnosis:
             "the adapter works on angles that it never saw",
             "give the base model that it was trained on",
         )
-        return Diagnosis(source, None, {}, {}, (wrong, *beside))
+        return _unread(source, wrong, *beside)
     if record is None:
         own = Check(
             "adapter",
-            UNKNOWN,
+            NOTE if locate(model).record is None else UNKNOWN,
             f"no record says under which tables it was trained; its base is {base}",
-            counts=locate(model).record is not None,
         )
     else:
         own = Check("adapter", HOLDS, f"trained under {record.to_method()}, whose tables fit the base {base}")
@@ -176,7 +179,7 @@ def _of_gguf(source: str | Path) -> Diagnosis:
     inspection = checkpoints.inspect(source)
     checks = [Check("weights file", HOLDS, f"every tensor lies within the file: {inspection.model_class}")]
     if inspection.record is None:
-        checks += [Check("table", HOLDS, note, counts=False) for note in inspection.warnings]
+        checks += [Check("table", NOTE, note) for note in inspection.warnings]
     else:
         try:
             checks.append(Check("patch record", HOLDS, str(checkpoints.verify(source))))

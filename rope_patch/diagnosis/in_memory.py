@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rope_patch import frequencies
 from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters_in_model, peft_model
 from rope_patch.diagnosis.causes import RELOAD, cause, plain
-from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
+from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.methods.two_tables import TwoTables
 from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import Location, PatchError, described_table, device_of, holds_adapters_twice
@@ -35,8 +34,8 @@ from rope_patch.patching.rotary import original_tables
 from rope_patch.patching.verify import edits_since
 from rope_patch.tables import RotaryTable
 
-NAMES_WIDTH = 3
-"""Number of layers that a sentence names."""
+LOAD_AGAIN = "load the patched folder again"
+WRITE_AGAIN = "write the folder again from the model before the patch: rope-patch apply MODEL METHOD -o FOLDER"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +46,12 @@ class Subject:
         model: the model as it was given, with what is wrapped around it.
         location: the location of the model's rotary module.
         tokenizer_length: the length at which its tokenizer cuts texts [tokens]; None if no tokenizer is known.
-        generation_config: the model's generation config; None if it has none.
         in_memory: whether the model is in memory with its numbers, and was not built without weights from a folder.
     """
 
     model: nn.Module
     location: Location
     tokenizer_length: float | None
-    generation_config: Any
     in_memory: bool
 
     @cached_property
@@ -87,28 +84,40 @@ class Subject:
         """The context that is meant [tokens]."""
         return next(iter(self.meant.values())).max_position_embeddings
 
+    def fix(self, in_memory: str, in_folder: str) -> str:
+        """Return the fix that fits what was given to doctor: a model in memory, or a folder, whose files are named."""
+        return in_memory if self.in_memory else in_folder
+
     @property
     def original_context(self) -> int:
         """The shortest context from which a table was extended [tokens]; 0 if a table was not extended."""
         return min((table.original_max_position_embeddings or 0 for table in self.meant.values()), default=0)
 
 
-def unreadable(location: Location, reason: ValueError) -> Check:
+def unreadable(subject: Subject, reason: ValueError) -> Check:
     """Return a check that says why the tables of a model cannot be read.
 
     Args:
-        location: the location of the model's rotary module.
+        subject: the model.
         reason: the error that reading them has raised.
     """
+    location = subject.location
     parameters, own = settings_of(location.config).get("rope_parameters"), location.rotary_class
-    if "'rope_theta': None" in str(parameters):
+    by_type = [one for one in (parameters, *(parameters or {}).values()) if isinstance(one, Mapping)]
+    for base in [one["rope_theta"] for one in by_type if "rope_theta" in one]:
+        if isinstance(base, int | float) and base > 0:
+            continue
+        older = "rope_scaling is the older name of rope_parameters: setting it on a config replaces all of them"
         return Check(
             "config",
             DIFFERS,
-            f"rope_parameters states no rope_theta: {parameters}",
-            "a base, without which no table can be computed",
-            "rope_scaling is the older name of rope_parameters: setting it on a config replaces all of them",
-            "set config.rope_parameters, with rope_theta among them, before the model is built",
+            f"the base rope_theta is {base}: {parameters}",
+            "a number above 0, without which no table can be computed",
+            older if base is None else "",
+            subject.fix(
+                "set config.rope_parameters, with rope_theta among them, before the model is built",
+                "write rope_theta, the base that the model was trained with, into rope_parameters of config.json",
+            ),
         )
     parent = next((cls for cls in own.__mro__ if cls.__module__.startswith("transformers.")), own)
     if parent is not own and type(location.decoder).__module__.startswith("transformers."):
@@ -121,6 +130,11 @@ def unreadable(location: Location, reason: ValueError) -> Check:
             f"put {parent.__name__} back in its place",
         )
     return Check("rotary module", UNKNOWN, str(reason))
+
+
+def _named(name: str, kind: str | None) -> str:
+    """Return the name of a check with the layer type that it is about, if there are several."""
+    return name if kind is None else f"{name} [{kind}]"
 
 
 def layers_of(location: Location) -> dict[str | None, int]:
@@ -158,7 +172,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
             if not table.matches(getattr(recomputed, name)[key])
         ]
     except ValueError as error:
-        yield Check("patch record", DIFFERS, str(error), fix="load the patched folder again")
+        yield Check("patch record", DIFFERS, str(error), fix=subject.fix(LOAD_AGAIN, WRITE_AGAIN))
         return
     if wrong:
         yield Check(
@@ -166,7 +180,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
             DIFFERS,
             f"{record.to_method()} does not give the numbers of the record: {', '.join(wrong)}",
             meaning="the record was made on another model, or was altered",
-            fix="apply the patch to the original model again",
+            fix=subject.fix("apply the patch to the original model again", WRITE_AGAIN),
         )
     else:
         sentences = [f"{record.to_method()} gives the recorded tables", *about_two_tables(record)]
@@ -180,7 +194,7 @@ def config_describes_table(subject: Subject) -> Iterator[Check]:
         if record is None:
             yield from _formula(subject, kind, table)
             continue
-        name = "config" if kind is None else f"config [{kind}]"
+        name = _named("config", kind)
         if record.tables[key_of(kind)].matches(TableRecord.of(table)):
             yield Check(name, HOLDS, "plain transformers computes the patched table from it")
         else:
@@ -190,7 +204,11 @@ def config_describes_table(subject: Subject) -> Iterator[Check]:
                 f"plain transformers computes table {table.fingerprint} from it ({table.rope_type})",
                 f"table {record.tables[key_of(kind)].hash} of {record.to_method()}",
                 "; ".join(["the config was changed after the patch", *edits_since(location)]),
-                "undo that change, or restore the model and patch it again; a saved folder would hold the wrong table",
+                subject.fix(
+                    "undo that change, or restore the model and patch it again; a saved folder would hold the wrong "
+                    "table",
+                    f"undo that change in config.json, or {WRITE_AGAIN}",
+                ),
             )
     if record is not None and location.config.max_position_embeddings != record.stated_length:
         yield Check(
@@ -199,13 +217,13 @@ def config_describes_table(subject: Subject) -> Iterator[Check]:
             f"max_position_embeddings is {location.config.max_position_embeddings}",
             f"{record.stated_length}, which the patch record states",
             "the config was changed after the patch",
-            "set max_position_embeddings back",
+            "set max_position_embeddings back" + subject.fix("", f" in config.json, or {WRITE_AGAIN}"),
         )
 
 
 def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:
     """Compare the table that the model's class computes with that of transformers' own function for the rope type."""
-    config, where = subject.location.config, "" if kind is None else f" [{kind}]"
+    config, name = subject.location.config, _named("config", kind)
     stated = str(dict(table.rope_parameters or {}).get("rope_type", "default"))
     # HunYuan calls a type of its own dynamic.
     if table.rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
@@ -214,7 +232,7 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
     if build is None or "proportional" in stated:
         if stated != "default" or table.is_geometric or computed is None:
             computes = f"plain RoPE of base {table.rope_theta:g}" if table.is_geometric else "a table of its own"
-            yield Check(f"config{where}", HOLDS, f"the model's class computes {computes} (rope_type {stated!r})")
+            yield Check(name, HOLDS, f"the model's class computes {computes} (rope_type {stated!r})")
             return
         expected = f"plain RoPE with a base of {table.rope_theta:g}"
     else:
@@ -223,23 +241,22 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
             with torch.device("cpu"), silent_transformers():
                 inv_freq, scaling = build(config, seq_len=1, layer_type=kind)
         except Exception as error:
-            yield Check(f"config{where}", UNKNOWN, f"transformers cannot compute {stated!r}: {error}", counts=False)
+            yield Check(name, NOTE, f"transformers cannot compute {stated!r}: {error}")
             return
         meant = replace(table, inv_freq=frequencies.zero_unrotated(inv_freq), attention_scaling=scaling)
         if TableRecord.of(meant).matches(TableRecord.of(table)):
-            yield Check(
-                f"config{where}", HOLDS, f"the model's class computes the {stated} table that the config states"
-            )
+            yield Check(name, HOLDS, f"the model's class computes the {stated} table that the config states")
             return
         expected = f"the {stated} table of the config, with attention factor {scaling:.6g}"
     difference = "another table" if computed is None else computed[0].partition(":")[0]
     yield Check(
-        f"config{where}",
+        name,
         DIFFERS,
         f"the class of the rotary module does not compute what the config states: {difference}",
         expected,
         "this class reads rope_parameters in a way of its own, or leaves a part of it out",
-        "rope_patch.apply(model, METHOD) puts the table in place, whatever the class reads",
+        subject.fix("rope_patch.apply(model, METHOD)", "rope-patch apply FOLDER METHOD -o OUT")
+        + " puts the table in place, whatever the class reads",
     )
 
 
@@ -267,20 +284,19 @@ def module_uses_table(subject: Subject) -> Iterator[Check]:
             continue
         yield Check(
             name,
-            DIFFERS,
+            # Plain transformers knows the long table alone; the patch promises no more of it.
+            NOTE if location.patched is None else DIFFERS,
             measured.problem,
             f"the table of {method.short}",
             "short texts are read under another table than the record states",
             "load the patched folder with rope_patch.load",
             measured.angle_error,
             measured.position,
-            # Plain transformers knows the long table alone; the patch promises no more of it.
-            counts=location.patched is not None,
         )
 
 
 def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:
-    location, name = subject.location, "table in use" + ("" if kind is None else f" [{kind}]")
+    location, name = subject.location, _named("table in use", kind)
     module, context = location.module, table.max_position_embeddings
     if table.is_dynamic:
         # Far positions would change a dynamic table, so that a copy is asked, within the lengths of its first state.
@@ -333,7 +349,6 @@ def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
     A float32 number has 24 bits, so an angle can be wrong by its size times 2^-24.
     """
     for kind, table in subject.meant.items():
-        where = "" if kind is None else f" [{kind}]"
         error = table.max_position_embeddings * float(table.inv_freq.max()) * 2.0**-24
         wrong = (
             "less than 1 rad",
@@ -341,7 +356,7 @@ def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
             "use contexts of at most 16,777,216 tokens",
         )
         yield Check(
-            f"float32{where}",
+            _named("float32", kind),
             HOLDS if error < 1 else DIFFERS,
             f"the fastest pair's angle is known to {error:.2g} rad at position {table.max_position_embeddings}",
             *(wrong if error >= 1 else ()),
@@ -351,31 +366,34 @@ def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
 def contexts_agree(subject: Subject) -> Iterator[Check]:
     """Check that the tokenizer and the generation config state no other context than the config."""
     context, cut = subject.context, subject.tokenizer_length
-    if cut is not None:
-        wrong = (
-            f"{context} tokens, the context of the config",
-            "with truncation=True a text is cut before the model reads it",
-            f"tokenizer.model_max_length = {context}",
-        )
+    if cut is not None and cut >= context:
         # transformers gives a tokenizer that states no length one of 10**30 tokens.
+        yield Check("tokenizer", HOLDS, f"it cuts texts at {int(cut)} tokens" if cut < 1e15 else "it cuts no texts")
+    elif cut is not None:
+        # Many published tokenizers cut earlier than their model; but an extended context is meant to be used.
+        extended = subject.location.record is not None or cut <= subject.original_context
         yield Check(
             "tokenizer",
-            HOLDS if cut >= context else DIFFERS,
-            f"it cuts texts at {int(cut)} tokens" if cut < 1e15 else "it cuts no texts",
-            *(wrong if cut < context else ("", "", "")),
-            # Many published tokenizers cut earlier than their model; but an extended context is meant to be used.
-            counts=cut >= context or subject.location.record is not None or cut <= subject.original_context,
+            DIFFERS if extended else NOTE,
+            f"it cuts texts at {int(cut)} tokens",
+            f"{context} tokens, the context of the config",
+            "with truncation=True a text is cut before the model reads it",
+            subject.fix(
+                f"tokenizer.model_max_length = {context}", f"set model_max_length in tokenizer_config.json to {context}"
+            ),
         )
-    longest = getattr(subject.generation_config, "max_length", None)
+    longest = getattr(getattr(subject.location.model, "generation_config", None), "max_length", None)
     if isinstance(longest, int) and longest > context:
         yield Check(
             "generation config",
-            DIFFERS,
+            NOTE,
             f"its max_length is {longest}",
             f"at most {context} tokens, the context of the config",
             "generation goes on beyond the positions that the table was made for",
-            f"model.generation_config.max_length = {context}",
-            counts=False,
+            subject.fix(
+                f"model.generation_config.max_length = {context}",
+                f"set max_length in generation_config.json to at most {context}",
+            ),
         )
     for kind, table in subject.described.items():
         stated = dict(table.rope_parameters or {})
@@ -384,13 +402,13 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
         original = stated.get("original_max_position_embeddings")
         if original and (reach := round(original * stated["factor"])) != context:
             yield Check(
-                "context of the table" + ("" if kind is None else f" [{kind}]"),
-                DIFFERS,
+                _named("context of the table", kind),
+                NOTE,
                 f"the config states a context of {context} tokens",
                 f"{reach}, which is factor {stated['factor']:g} times the original {original}",
                 "programs that serve max_position_embeddings use less, or more, than the table is made for",
-                f"set max_position_embeddings to {reach}, or the factor to {context / original:g}",
-                counts=False,
+                f"set max_position_embeddings to {reach}, or the factor to {context / original:g}, in "
+                + subject.fix("the config before the model is built", "config.json"),
             )
 
 
@@ -398,8 +416,7 @@ def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
     """Check that layers rotate queries and keys with the table of their own type."""
     location = subject.location
     for kind, reason in location.probe.refusals.items():
-        where = "" if kind is None else f" [{kind}]"
-        yield Check(f"layers{where}", UNKNOWN, f"the model {reason}", counts=False)
+        yield Check(_named("layers", kind), NOTE, f"the model {reason}")
     types = getattr(location.config, "layer_types", None)
     layers = getattr(location.decoder, "layers", None)
     if None in location.tables or not types or layers is None:
@@ -414,7 +431,7 @@ def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
         yield Check(
             "layer types",
             DIFFERS,
-            "; ".join(wrong[:NAMES_WIDTH]) or f"the model has {len(layers)} layers",
+            "; ".join(wrong[:3]) or f"the model has {len(layers)} layers",
             f"layer_types of the config, {len(types)} layers",
             "layers take the table of another type",
             "the config was edited after the model was built: load the model again",
@@ -440,33 +457,21 @@ def transformers_accepts(subject: Subject) -> Iterator[Check]:
     """Report what transformers itself finds unusual about ``rope_parameters``."""
     # A copy, because a family's own check may set keys of the config, as Phi-MoE's does.
     config = copy.deepcopy(subject.location.config)
-    remarks = _Remarks()
-    logger = logging.getLogger("transformers.modeling_rope_utils")
-    logger.addHandler(remarks)
+    logger, said = logging.getLogger("transformers.modeling_rope_utils"), list[str]()
+
+    def keep(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return False
+
+    logger.addFilter(keep)
     try:
         config.validate_rope()
     except Exception as error:
-        remarks.said.append(f"{type(error).__name__}: {error}")
+        said.append(f"{type(error).__name__}: {error}")
     finally:
-        logger.removeHandler(remarks)
-    for sentence in remarks.said:
-        yield Check("rope_parameters", DIFFERS, f"transformers remarks: {sentence}", counts=False)
-
-
-class _Remarks(logging.Handler):
-    """A logging handler that keeps messages.
-
-    Attributes:
-        said: the messages so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
-        self.said.append(record.getMessage())
+        logger.removeFilter(keep)
+    for sentence in said:
+        yield Check("rope_parameters", NOTE, f"transformers remarks: {sentence}")
 
 
 def adapters_fit(subject: Subject) -> Iterator[Check]:
@@ -504,11 +509,10 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
     except PatchError as error:
         yield Check("adapters", DIFFERS, str(error))
         return
-    said = "were trained here or carry the record of these tables" if record is not None or trained else ""
-    if said:
-        yield Check("adapters", HOLDS, f"{', '.join(own)} {said}")
+    if record is not None or trained:
+        yield Check("adapters", HOLDS, f"{', '.join(own)} were trained here or carry the record of these tables")
     else:
-        yield Check("adapters", UNKNOWN, f"nothing says under which tables {', '.join(own)} was trained", counts=False)
+        yield Check("adapters", NOTE, f"nothing says under which tables {', '.join(own)} was trained")
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
 from rope_patch.checkpoints.source_files import config_json
 from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, names_in_index, wrong_tensors
-from rope_patch.diagnosis.check import DIFFERS, HOLDS, UNKNOWN, Check
+from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.patching.older_keys import older_differences
 
+_BASE = re.compile(r'(theta|rotary_emb\w*base)": (?!null)')
+"""A key of config.json that states a base: GPT-NeoX has one of its own, and ModernBERT's contain ``theta``."""
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+"""Patterns of the files in which tokenizers of transformers hold their tokens."""
 _ROWS = 8
 """Number of rows of the head that are compared with those of the embedding: enough to tell two matrices apart."""
 
 
 def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     """Check that ``config.json`` gives transformers 4 and transformers 5 the same table."""
-    wrong = older_differences(config_json(folder))
+    config = config_json(folder)
+    if not _BASE.search(json.dumps(config)):
+        yield Check(
+            "config.json",
+            NOTE,
+            f"it states no base: the default of {type(model.config).__name__} is used",
+            meaning="other programs may have another default",
+            fix="write the rope_theta that the model was trained with into config.json",
+        )
+    wrong = older_differences(config)
     if not wrong:
         yield Check("config.json", HOLDS, "its keys for transformers 4 and 5 do not contradict each other")
         return
@@ -62,13 +78,14 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     else:
         yield Check("weights files", HOLDS, f"every file is whole, with the tensors of {type(model).__name__}")
     for remark in remarks:
-        yield Check("unknown tensors", DIFFERS, str(remark.message), counts=False)
+        yield Check("unknown tensors", NOTE, str(remark.message))
+    yield from _tied_head_is_tied(folder, model)
 
 
-def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
+def _tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     """Check that a head which the config ties to the embedding is not stored with other values."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight or not any(folder.glob("*.safetensors")):
+    if head is None or head.weight is not embedding.weight:
         return
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     rows = {}
@@ -76,12 +93,8 @@ def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         with safe_open(path, framework="pt") as file:
             for name in {names[id(head)], names[id(embedding)]} & set(file.keys()):
                 rows[name] = file.get_slice(name)[:_ROWS]
-    if len(rows) < 2:
+    if len(rows) < 2 or torch.equal(*rows.values()):
         yield Check("tied head", HOLDS, "the head is the embedding, as the config says")
-        return
-    one, other = rows.values()
-    if one.shape == other.shape and bool((one == other).all()):
-        yield Check("tied head", HOLDS, "the file holds the head twice, with equal values")
         return
     yield Check(
         "tied head",
@@ -91,6 +104,13 @@ def tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         "loaders that obey the config drop the head that was trained",
         "set tie_word_embeddings to false in config.json",
     )
+
+
+def tokenizer_is_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
+    """Note that the folder holds no tokenizer."""
+    if not any(path for pattern in _TOKENIZERS for path in folder.glob(pattern)):
+        found = "the folder holds no tokenizer (tokenizer.json)"
+        yield Check("tokenizer files", NOTE, found, fix="copy those of the original model into it")
 
 
 def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
@@ -113,12 +133,11 @@ def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     for sentence, counts in left:
         yield Check(
             "leftovers",
-            DIFFERS,
+            DIFFERS if counts else NOTE,
             sentence,
             "the files of one save",
             "what is loaded depends on the program",
             "move the files of the older save elsewhere",
-            counts=counts,
         )
     if not left:
         yield Check("leftovers", HOLDS, "no files of another save lie in the folder")
@@ -127,12 +146,7 @@ def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
 CHECKS: tuple[Callable[[Path, PreTrainedModel], Iterator[Check]], ...] = (
     keys_agree,
     tensors_are_there,
-    tied_head_is_tied,
+    tokenizer_is_there,
     no_leftovers,
 )
 """Every check of a folder that holds a whole model, in the order in which they are made."""
-
-
-def weights_elsewhere(source: str) -> Check:
-    """Return a check that says that the weights of a hub repository were not checked."""
-    return Check("weights files", UNKNOWN, f"{source} is no folder, and its weights are not downloaded", counts=False)

@@ -141,13 +141,19 @@ class Built:
     positions: int | None = None
     reasons: tuple[str, ...] = ()
 
-    def is_table(self, table: RotaryTable) -> bool:
-        """Tell whether this is a table of transformers 5, over the whole context that the config states."""
+    def equals(self, table: RotaryTable | Built) -> bool:
+        """Tell whether frequencies and attention factor are those of another table, whatever the contexts are."""
         difference = relative_difference(self.inv_freq, table.inv_freq)
         return (
             difference is not None
             and difference <= TOLERANCE
             and abs(self.attention_scaling - table.attention_scaling) <= TOLERANCE
+        )
+
+    def is_table(self, table: RotaryTable) -> bool:
+        """Tell whether this is a table of transformers 5, over the whole context that the config states."""
+        return (
+            self.equals(table)
             and self.context == table.max_position_embeddings
             and (self.positions is None or self.positions >= table.max_position_embeddings)
         )

@@ -134,31 +134,33 @@ class PatchedCheckpoint:
         return f"{compared}; how they get into text_config was read in its source" if self.multimodal else compared
 
 
-def flags(
+def flags(source: str | Path, method: MethodLike, program: str, **patching: Any) -> Flags:
+    """Return the options by which a program runs a checkpoint under a method, the checkpoint unchanged.
+
+    The arguments and errors are those of :func:`checkpoint_under` and :func:`flags_of`.
+    """
+    return flags_of(checkpoint_under(source, method, **patching), program)
+
+
+def checkpoint_under(
     source: str | Path,
     method: MethodLike,
-    program: str,
     *,
     target_length: int | None = None,
     layer_types: Sequence[str] | None = None,
-) -> Flags:
-    """Return the options by which a program runs a checkpoint under a method, the checkpoint unchanged.
+) -> PatchedCheckpoint:
+    """Return an unpatched checkpoint under a method, for :func:`flags_of`.
 
     Args:
-        source: the folder or hub id of an unpatched checkpoint; for llama.cpp a GGUF file, too.
+        source: the folder or hub id of the checkpoint; for llama.cpp a GGUF file, too.
         method: the method to apply.
-        program: the program, a key of :data:`WRITERS`.
         target_length: the context that the method is made for [tokens].
         layer_types: the layer types whose tables are patched; by default full attention.
 
     Raises:
-        ValueError: the program is unknown, or its options cannot express a table, with the reason.
+        ValueError: the checkpoint is patched already, or the method does not fit it.
         OSError: there is nothing that can be read.
     """
-    if program not in WRITERS:
-        raise ValueError(f"no options are known for {program!r}, only for {', '.join(WRITERS)}")
-    if is_gguf(source) and program != "llama.cpp":
-        raise ValueError(f"{source} is a GGUF file, which {program} options do not fit: give the checkpoint's folder")
     model = model_without_weights(source)
     if locate(model).record is not None:
         raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
@@ -176,13 +178,31 @@ def flags(
         complete=before,
         tables={table.layer_type: table for table in tables},
     )
-    if stated.outer_type != stated.model_type and program != "llama.cpp" and "text_config" not in whole:
+    return PatchedCheckpoint(str(source), model, tables, stated)
+
+
+def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
+    """Return the options by which a program runs a checkpoint under the method that it was patched with here.
+
+    Args:
+        checkpoint: the checkpoint under the method.
+        program: the program, a key of :data:`WRITERS`.
+
+    Raises:
+        ValueError: the program is unknown, or its options cannot express a table, with the reason.
+    """
+    source, stated = checkpoint.source, checkpoint.stated
+    if program not in WRITERS:
+        raise ValueError(f"no options are known for {program!r}, only for {', '.join(WRITERS)}")
+    if is_gguf(source) and program != "llama.cpp":
+        raise ValueError(f"{source} is a GGUF file, which {program} options do not fit: give the checkpoint's folder")
+    if checkpoint.multimodal and program != "llama.cpp" and "text_config" not in config_json(source):
         raise ValueError(
             f"{source} is a {stated.outer_type} checkpoint without a text_config: where {program} would take the keys "
             f"of its rotary table is not known. rope-patch apply {source} METHOD -o FOLDER writes a patched folder"
         )
-    written = WRITERS[program](PatchedCheckpoint(str(source), model, tables, stated))
-    return replace(written, notes=(*written.notes, *about_two_tables(patch.record)))
+    written = WRITERS[program](checkpoint)
+    return replace(written, notes=(*written.notes, *about_two_tables(locate(checkpoint.model).record)))
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

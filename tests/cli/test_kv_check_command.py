@@ -192,12 +192,14 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("source", ["./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere", "no/where"])
-def test_a_missing_folder_is_called_one(given, tmp_path, source):
-    unlike_an_id = source.startswith((".", "~", "/")) or source.count("/") > 1
-    message = f"no folder {source}" + (
-        ": give a folder with" if unlike_an_id else ", and the hub gives no tokenizer of that name"
-    )
+@pytest.mark.parametrize(
+    "source", ["./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere", "here/nowhere", "no/where"]
+)
+def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    reason = {"no/where": ", and the hub gives no tokenizer", "here/nowhere": " in the folder here"}
+    message = f"no folder {source}" + reason.get(source, ": give a folder with")
     assert_refused(("kv-check", source, *given, "-o", tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()
 

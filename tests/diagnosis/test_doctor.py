@@ -96,6 +96,13 @@ def a_buffer_with_a_linear_factor_too_many(folder):
     return model
 
 
+@broken("table in use", "multiplied by 4")
+def a_buffer_whose_first_pairs_turn_more_than_once(folder):
+    model = tiny_model()
+    module_of(model).inv_freq.mul_(4)
+    return model
+
+
 @broken("float32", "neighbouring positions")
 def positions_beyond_float32(folder):
     return tiny_model(max_position_embeddings=2**25)
@@ -159,6 +166,18 @@ def a_folder_whose_tied_head_is_another(folder):
     return folder
 
 
+@broken("weights files", "truncated")
+def a_folder_whose_weights_are_cut(folder):
+    (folder / "model.safetensors").write_bytes(b"")
+    return a_folder_whose_tied_head_is_another(folder)
+
+
+@broken("config", "rope_theta is 0")
+def a_folder_with_a_base_of_0(folder):
+    edit_json(folder / "config.json", lambda config: config["rope_parameters"].update(rope_theta=0))
+    return folder
+
+
 @broken("leftovers", "model.safetensors.index.json are both there")
 def a_folder_of_two_saves(folder):
     tiny_model().save_pretrained(folder / "shards", max_shard_size="100KB")
@@ -199,7 +218,7 @@ def an_adapter_that_was_cut(folder):
 def test_what_is_broken_is_named(build, folder):
     found = doctor(build(folder))
     check, part = BROKEN[build]
-    assert found.status == 1
+    assert found.status == 1 and not found.found("unknown")
     assert any(each.name == check and part in f"{each.found} {each.meaning}" for each in found.found("differs")), found
 
 
@@ -224,14 +243,26 @@ def test_quantized_weights_do_not_matter(folder):
     assert doctor(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)).ok
 
 
-def test_what_decides_nothing_is_a_note():
+def notes(diagnosis):
+    return {check.name for check in diagnosis.checks if check.state == "note"}
+
+
+def test_what_decides_nothing_is_a_note(folder):
     model = tiny_model(rope_parameters=YARN, max_position_embeddings=128)  # four times 64 are 256
     model.generation_config.max_length = 1000
     found = doctor(model)
     assert found.ok
-    notes = {check.name for check in found.checks if check.state == "differs" and not check.counts}
-    assert notes == {"generation config", "context of the table"}
+    assert notes(found) == {"generation config", "context of the table"}
     assert str(found).count("note ") == 2
+    edit_json(folder / "config.json", lambda config: config.pop("rope_parameters"))
+    assert notes(doctor(folder)) == {"config.json", "tokenizer files"}  # they lack a base, and a tokenizer
+
+
+def test_a_context_that_another_program_multiplies_is_no_other_table(folder):
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    edit_json(folder / "config.json", lambda config: config.update(rope_parameters=linear))
+    (check,) = doctor(folder, for_programs=["vllm"]).found("differs")
+    assert "the same table, for a context of 256 tokens and not of 64" in check.found
 
 
 def test_what_cannot_be_known_is_no_fault(folder):

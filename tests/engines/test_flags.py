@@ -111,11 +111,13 @@ def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
         flags(tmp_path / "plain.gguf", "yarn:factor=4", "vllm", target_length=256)
 
 
-def test_the_command_prints_lines_to_copy(base):
+def test_the_command_prints_lines_to_copy(base, caplog):
     printed = run("doctor", base, "--method", "yarn:factor=4", "--for", "vllm", "--target-length", "256")
     assert printed.splitlines()[2].strip() == "--max-model-len 256"
     (found,) = json.loads(run("doctor", base, "--method", "abf", "--for", "vllm", "--json"))
     assert found["settings"]["rope_parameters"]["rope_theta"] == 500000.0
+    run("doctor", base, "--method", "yarn:factor=4")
+    assert caplog.text.count("reaches 256 tokens") == 1, "what is said of all programs"
 
 
 def test_wrong_arguments_say_what_to_do(base, tmp_path):
