@@ -131,7 +131,7 @@ def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
         more = [Check("weights files", NOTE, f"{source} is no folder, and its weights are not downloaded")]
         length = None if tokenizer is None else tokenizer.model_max_length
     found = _of_model(source, model, length, in_memory=False, more=more)
-    return replace(found, checks=(*found.checks, *(_made(programs_agree, source, model) if found.tables else ())))
+    return replace(found, checks=(*found.checks, *(_made(programs_agree, source) if found.tables else ())))
 
 
 def _on_disk(folder: Path, model: nn.Module) -> list[Check]:

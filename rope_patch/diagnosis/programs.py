@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import transformers
-from transformers import PreTrainedModel
 
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.engines.compare_programs import AGREES, OURS, REFERENCE, ProgramReading, compare_programs
@@ -17,14 +16,9 @@ from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.engines.verified_versions import UNVERIFIED
 
 
-def programs_agree(source: str | Path, model: PreTrainedModel | None = None) -> Iterator[Check]:
-    """Yield a check for each known program, of the table that it computes from a checkpoint.
-
-    Args:
-        source: the folder, hub id or GGUF file.
-        model: the model of a folder or hub id without weights, if it was built before.
-    """
-    comparison = compare_programs(source, model=model)
+def programs_agree(source: str | Path) -> Iterator[Check]:
+    """Yield a check for each known program, of the table that it computes from a folder, hub id or GGUF file."""
+    comparison = compare_programs(source)
     rows = [row for row in comparison.rows if (row.verdict, row.program) != (REFERENCE, OURS)]
     tables = {row.layer_type: row.built for row in comparison.rows if row.verdict == REFERENCE}
     for program in dict.fromkeys(row.program for row in rows):

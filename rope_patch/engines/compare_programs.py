@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, scaling_keys
-from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
 from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
 from rope_patch.engines.folders import exported_config, read_tables
@@ -76,35 +75,33 @@ class ProgramComparison:
     notes: tuple[str, ...]
 
 
-def compare_programs(
-    source: str | Path, programs: Iterable[str] = tuple(PROGRAMS), *, model: PreTrainedModel | None = None
-) -> ProgramComparison:
+def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> ProgramComparison:
     """Compare the tables that programs compute from a checkpoint with those of transformers 5; no weights are loaded.
 
     Args:
         source: the folder, hub id or GGUF file that the programs read.
         programs: the programs to compare, keys of :data:`~rope_patch.engines.tables_by_program.PROGRAMS`.
-        model: the model of a folder or hub id without weights, if it was built before.
 
     Raises:
         OSError: there is nothing that can be read.
         ValueError: the source is an adapter, or the model's rotary table cannot be read.
     """
-    return _of_gguf(source, programs) if is_gguf(source) else _of_folder(source, programs, model)
+    return _of_gguf(source, programs) if is_gguf(source) else _of_folder(source, programs)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _of_folder(source: str | Path, programs: Iterable[str], model: PreTrainedModel | None) -> ProgramComparison:
-    if model is None:
-        model = model_without_weights(source, beside_adapter=True, checked=False)
+def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
+    config = load_config(source)
+    with torch.device("meta"), naming_checkpoint(source):
+        model = AutoModelForCausalLM.from_config(config)
     inspection = inspect_model(model)
-    text, whole = locate(model).config, config_json(source)
+    text = locate(model).config
     stated = StatedConfig(
         model_type=str(text.model_type),
-        outer_type=str(whole.get("model_type", text.model_type)),  # of Qwen3.5 the text model alone is built
-        raw=text_part(whole),
+        outer_type=str(config.model_type),
+        raw=text_part(config_json(source)),
         complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
         tables={table.layer_type: table for table in inspection.tables},
     )
