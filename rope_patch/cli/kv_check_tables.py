@@ -15,7 +15,9 @@ HEAD_DIM = 128
 def print_check(checked: Any) -> None:
     """Print a table of verdicts for each length, and a summary."""
     from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
+    from rope_patch.evaluation.number_format import percent
     from rope_patch.evaluation.shown_answers import answers_text, shortest_of_each
+    from rope_patch.kv_evaluation.verdicts import NOISE
     from rope_patch.runtime.captions import windows_text
 
     for method in checked.methods:
@@ -33,6 +35,8 @@ def print_check(checked: Any) -> None:
         "KL: mean divergence of the next token's distribution from that in full precision [nats/token]; same top: "
         "share of tokens whose first choice stays"
     )
+    beyond = percent(math.log1p(checked.limits.tolerance) + NOISE)
+    print(f"unsafe, whatever the interval: perplexity rises by more than {beyond}, which no noise explains")
     for length in checked.lengths:
         for line in checked.prompts(length):
             print(line)
