@@ -141,7 +141,7 @@ class Scheme:
                 scheme = cls.parse(PRESETS[first].text)
             else:  # one side stands for keys and values
                 # Values are not rotated, so `pre` is dropped for them.
-                key = _side(first, [*FORMATS, *PRESETS])
+                key = _side(first, [*PRESETS, *FORMATS])
                 scheme = cls(key, replace(key, pre=False))
             for part in parts:
                 scheme = replace(scheme, **_part(part))
@@ -172,7 +172,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "llama.cpp:q8_0": Preset(
             "k=q8_0.hadamard;v=q8_0.hadamard64",
             "llama.cpp's --cache-type-k and --cache-type-v q8_0: blocks of 32, rotated by Hadamard matrices where heads "
-            "are a multiple of 64 (else, and with LLAMA_ATTN_ROT_DISABLE=1, q8_0). Its queries have 8 bits, too",
+            "are a multiple of 64 (q8_0 alone: LLAMA_ATTN_ROT_DISABLE=1). llama.cpp rounds queries to 8 bits, too",
             _GGML,
         ),
         "llama.cpp:q5_0": Preset("k=q5_0.hadamard;v=q5_0.hadamard64", "as llama.cpp:q8_0, 5 bits", _GGML),

@@ -84,7 +84,7 @@ def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("", "Known: none, int8"),
+        ("", "Known: llama.cpp:q8_0"),
         ("kivi2", "Did you mean 'kivi-2'"),
         ("kivi-2.pre", "unknown cache format 'kivi-2.pre'"),
         ("k=int5.token", "unknown cache format 'int5.token'"),
