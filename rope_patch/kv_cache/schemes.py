@@ -171,8 +171,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "llama.cpp:q8_0": Preset(
             "k=q8_0.hadamard;v=q8_0.hadamard64",
-            "llama.cpp's --cache-type-k and --cache-type-v q8_0: blocks of 32, rotated by Hadamard matrices where heads "
-            "are a multiple of 64 (q8_0 alone: LLAMA_ATTN_ROT_DISABLE=1). llama.cpp rounds queries to 8 bits, too",
+            "llama.cpp's --cache-type-k and --cache-type-v q8_0: blocks of 32, rotated by Hadamard matrices where "
+            "heads are a multiple of 64 (q8_0 alone: LLAMA_ATTN_ROT_DISABLE=1). llama.cpp rounds queries to 8 bits too",
             _GGML,
         ),
         "llama.cpp:q5_0": Preset("k=q5_0.hadamard;v=q5_0.hadamard64", "as llama.cpp:q8_0, 5 bits", _GGML),

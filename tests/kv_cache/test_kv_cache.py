@@ -206,13 +206,6 @@ def test_a_flush_is_kivis_schedule(text):
         assert float((losses(model, rows) - expected).abs().max()) > 1e-3, "another schedule, another loss"
 
 
-def test_kivi_stores_up_to_127_keys_in_full_precision():
-    """By hand: of 256 tokens all keys are rounded when the next one reads, of 255 only 128, and 128 values are not."""
-    plan = next(iter(plan_layers(model_for("llama"), Scheme.parse("kivi-2")).values()))
-    assert [plan.frozen("keys", n) for n in (1, 128, 129, 255, 256, 257)] == [0, 0, 128, 128, 128, 256]
-    assert [plan.frozen("values", n) for n in (1, 129, 130, 257)] == [0, 0, 1, 128]
-
-
 @covering(2, patched_model=MODELS, text=SCHEMES)
 def test_streaming_and_one_pass_agree(patched_model, text):
     name, method = patched_model
@@ -453,14 +446,6 @@ def test_cropping_is_refused():
 # --- before and after rotation
 
 
-def test_half_precision_agrees_but_for_rounding():
-    model, rows = model_of("llama-yarn").bfloat16(), ids(TOKENS, 2)
-    with quantized(model, "k=int8.token.pre.hadamard;v=int8.token.hadamard", exact=False) as factory:
-        got = losses(model, rows, factory(), chunk=1)
-    assert got.dtype == torch.bfloat16
-    assert float((got - losses(model, rows)).abs().mean()) < 0.1
-
-
 @pytest.mark.parametrize("name", ["phi", "phi3-partial", "glm", "cohere", "llama-yarn", "gemma4"])
 def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
     """What is rounded under ``pre`` has the mean that the capture saw before rotation; turned back it is as it was."""
@@ -699,11 +684,6 @@ def test_errors_are_those_without_dropout():
     for one, other in zip(attention_errors(model.train(), row, scheme), expected, strict=True):
         assert torch.equal(one.logit, other.logit)
     assert model.training
-
-
-def test_errors_are_of_one_text():
-    with pytest.raises(ValueError, match="shape"):
-        attention_errors(tiny_model(), torch.zeros((2, 8), dtype=torch.long), Scheme.parse("int4"))
 
 
 # --- the engines of the evaluation

@@ -13,7 +13,6 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import simple_parse_args_string
-from scipy.linalg import hadamard
 from support.rounding import ORDERED, naive
 
 from rope_patch.kv_cache.block_rounding import fake_quantize, mix
@@ -167,12 +166,6 @@ def test_rounding_equals_plain_python(text):
     assert text == "int4.token1" or float((got - x).abs().max()) > 1e-3
 
 
-def test_integers_by_hand():
-    x = torch.tensor([[[[-1.0, 0.0, 0.4, 2.0]]]])
-    # asymmetric, 2 bits: levels -1, 0, 1, 2
-    assert fake_quantize(x, side("int2.token")).tolist() == [[[[-1.0, 0.0, 0.0, 2.0]]]]
-
-
 @pytest.mark.parametrize("size", [64, 128])
 def test_nf4_is_that_of_bitsandbytes(size):
     x = torch.randn(5, 3, 2, 128, generator=torch.Generator().manual_seed(0))
@@ -266,12 +259,6 @@ def test_llama_cpp_rotates_heads_whose_size_is_a_multiple_of_64():
 
 
 # --- the Hadamard matrix
-
-
-@pytest.mark.parametrize("width", [1, 2, 8, 64, 128])
-def test_the_mix_is_scipys_hadamard_matrix(width):
-    expected = torch.from_numpy(hadamard(width)).double() / width**0.5
-    torch.testing.assert_close(mix(torch.eye(width, dtype=torch.float64)), expected)
 
 
 @pytest.mark.parametrize("width", [7, 12, 80, 96])
