@@ -185,7 +185,7 @@ def test_the_name_of_a_tokenizer_or_model_is_not_taken_for_one(tokenizer, call):
 def test_every_task_has_columns_of_its_own(tokenizer):
     asked = {**ASKED, "tasks": ["niah", "vt"], "lengths": (96,)}
     made = compared(bold_model(vocab_size=len(tokenizer)), tokenizer, ["default"], **asked)
-    assert [column.heading for column in made.columns()] == ["ppl 0-96", "niah 96", "vt 96"]
+    assert {"ppl 0-96", "niah 96", "vt 96"} <= {column.heading for column in made.columns()}
     checked = check_cache(bold_model(vocab_size=len(tokenizer)), tokenizer, ["int4-token"], **asked)
     entry = json.loads(checked.to_json())["rows"][1]["lengths"]["96"]
     assert {"retrieval_niah", "retrieval_vt_change"} <= set(entry)
