@@ -138,7 +138,9 @@ def analyze(
         p_sweep=points,
         p_sweep_positions=edges,
         p_sweep_text=text_name,
-        advice=advise(points, tolerance, vocabulary=config.get_text_config().vocab_size),
+        advice=advise(
+            points, tolerance, length=edges[1] if edges else 0, vocabulary=config.get_text_config().vocab_size
+        ),
         token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
     )

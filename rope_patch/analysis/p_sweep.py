@@ -219,13 +219,17 @@ def half_chord(layer: LayerCapture) -> Tensor:
     return (layer.inv_freq.double()[:, None] * distances / 2).sin().abs().mean(-1)
 
 
-def advise(points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, vocabulary: int | None = None) -> Advice:
+def advise(
+    points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, length: int, vocabulary: int | None = None
+) -> Advice:
     """Return the smallest p whose rise of perplexity within the context is significantly below the tolerance.
 
     Args:
         points: the result of :func:`sweep_p`, the unchanged table first.
         tolerance: the relative rise of perplexity that may be paid; the upper end of the 95 % interval must not exceed
             it.
+        length: the length up to which the first perplexity of each point was measured; in longer texts p-RoPE costs
+            more [tokens].
         vocabulary: the number of tokens that the model knows; nothing is advised on a text that it predicts worse than
             a uniform guess does.
     """
@@ -256,13 +260,14 @@ def advise(points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, voca
         larger_sentence = f" {'; '.join(lower)}." if lower else " It is the smallest p measured."
         return Advice(
             chosen.p,
-            f"p = {chosen.p:g} suits this checkpoint without training: {_carried(chosen)}, and {sample} perplexity "
-            f"within the context changes by {', and beyond it by '.join(rises[chosen.p])}.{larger_sentence}",
+            f"p = {chosen.p:g} suits this checkpoint without training, in texts of up to {length} tokens: "
+            f"{_carried(chosen)}, and {sample} perplexity up to there changes by "
+            f"{', and beyond it by '.join(rises[chosen.p])}.{larger_sentence}",
         )
     if "undecided" in verdicts.values():
         return Advice(
             None,
-            f"Whether a p suits this checkpoint without training cannot be decided {sample}: "
+            f"Whether a p suits this checkpoint without training up to {length} tokens cannot be decided {sample}: "
             f"{'; '.join(costs.values())}. Pass more text (--text).",
         )
     least = min(others, key=lambda point: point.perplexity[0])
@@ -270,8 +275,8 @@ def advise(points: Sequence[SweepPoint], tolerance: float = P_TOLERANCE, *, voca
     return Advice(
         None,
         f"No measured p ({measured}) suits this checkpoint without training if perplexity may rise by at most "
-        f"{100 * tolerance:g} %: with p = {least.p:g}, {_carried(least)}, and {sample} perplexity within the context "
-        f"changes by {rises[least.p][0]}. "
+        f"{100 * tolerance:g} %: with p = {least.p:g}, {_carried(least)}, and {sample} perplexity up to {length} "
+        f"tokens changes by {rises[least.p][0]}. "
         "Fine-tune after patching, or choose a method that keeps every pair rotating (YaRN, ABF).",
     )
 

@@ -135,11 +135,11 @@ def tried(p, perplexity, low, high):
 def test_advice_takes_the_smallest_p_that_is_significantly_below_the_tolerance():
     points = [tried(1.0, 10.0, 0, 0), tried(0.9, 10.0, -0.001, 0.001), tried(0.75, 10.02, -0.001, 0.009)]
     points += [tried(0.5, 10.05, -0.01, 0.02), tried(0.25, 12.0, 0.1, 0.3)]
-    best = advise(points, 0.01)
-    assert best.p == 0.75
+    best = advise(points, 0.01, length=99)
+    assert best.p == 0.75 and "up to 99 tokens" in best.reason
     assert "+0.40 % (−0.10 % to +0.90 %)" in best.reason and "+35.0 % (+22.1 % to +49.2 %)" in best.reason
     assert "+0.50 % (−1.00 % to +2.02 %)" in best.reason and "+22.1 % (+10.5 % to +35.0 %)" in best.reason
-    assert advise(points[:4], 0.03).p == 0.5
+    assert advise(points[:4], 0.03, length=99).p == 0.5
     for few, tolerance, options, word in (
         ([points[0], points[4]], 0.01, {}, "YaRN"),
         ([points[0], points[3], points[4]], 0.01, {}, "decided"),
@@ -148,7 +148,7 @@ def test_advice_takes_the_smallest_p_that_is_significantly_below_the_tolerance()
         ([points[0], dataclasses.replace(points[1], stopped={})], 0.01, {}, "rotates"),
         (points, 0.01, {"vocabulary": 9}, "9"),
     ):
-        none = advise(few, tolerance, **options)
+        none = advise(few, tolerance, length=99, **options)
         assert none.p is None and word in none.reason
 
 

@@ -194,7 +194,8 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
 def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
-    reason = {"no/where": ", and the hub gives no tokenizer", "here/nowhere": " in the folder here"}
+    hub = ", and the hub gives no tokenizer"
+    reason = {"nowhere": hub, "no/where": hub, "here/nowhere": " in the folder here"}
     message = f"no folder {source}" + reason.get(source, ": give a folder with")
     assert_refused(("kv-check", source, *given, "-o", tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()
