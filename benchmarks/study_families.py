@@ -324,7 +324,7 @@ def heads(study: Study, cell: Cell) -> dict[str, Any]:
             "by pair": [sum(pair.pair == i for pair in here) for i in range(pairs)],
         }
     whole = json.loads(result.to_json())
-    return {"by layer type": by_type, **{name: whole[name] for name in ("findings", "p_sweep", "advice")}}
+    return {"by layer type": by_type, **{name: whole[name] for name in ("findings", "p_sweep", "p_sweep_positions", "advice")}}
 
 
 def caches(study: Study, cell: Cell) -> dict[str, Any]:
