@@ -76,7 +76,7 @@ class Llama:
         pass
 
 
-EXPECTED = {"extend": "answer: 58213", "kv": "int8-token", "adapt": "p_rope:p=0.75", "gguf": "answer: 58213"}
+EXPECTED = {"extend": "answer: 58213", "kv": "llama.cpp:q8_0", "adapt": "p_rope:p=0.75", "gguf": "answer: 58213"}
 """What each tutorial prints."""
 
 
