@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from support.commands import invoke
+from support.pages import blocks, contributed
 from support.subsets import full
 
-from rope_patch.evaluation.metrics import METRICS as EVALUATED
 from rope_patch.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,11 +27,6 @@ PAGES += [
     for name in ("doctor", "measure", "analysis", "kv-caches", "fit", "adapt", "serving", "commands", "methods")
 ]
 """Pages whose code is run, one after the other: what one leaves is there for the next."""
-BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
 def instead_of_the_hub(folder):
@@ -66,7 +61,7 @@ def own_methods():
 def test_the_code_of_the_pages_gives_its_output_and_their_commands_run(tmp_path, monkeypatch, model):
     """The Python blocks on the bundled checkpoint; the commands on a model of another size, too."""
     monkeypatch.chdir(tmp_path)
-    found = [block for page in PAGES for block in blocks(page)]
+    found = [block for page in PAGES for block in blocks(ROOT / page)]
     space: dict[str, object] = {}
     shutil.copytree(ROOT / "rope_patch/assets/llama", "llama")  # the README's cp, which Python blocks read too
     instead_of_the_hub(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
@@ -119,55 +114,6 @@ def test_what_pages_link_to_is_there():
     assert [f"{path.name}: {target}" for path, target in found if not (path.parent / target).exists()] == []
 
 
-def contributed(mark):
-    """The block of CONTRIBUTING.md that holds a mark."""
-    (code,) = [text for kind, text in blocks("CONTRIBUTING.md") if kind == "python" and mark in text]
-    return code
-
-
-@pytest.fixture
-def tiny_suite():
-    """A tiny model, its tokenizer, and what a small evaluation takes."""
-    from support.evaluated import suite_of
-    from support.prompting import HAY
-    from support.scored import bold_model
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "rope_patch" / "assets" / "llama")
-    asked = {"lengths": (64,), "windows": 1, "samples": 1, "depths": (0.5,), "haystack": HAY}
-    return bold_model(vocab_size=len(tokenizer)), lambda **more: suite_of(tokenizer, **asked | more)
-
-
-def test_contributing_adds_a_metric(tiny_suite):
-    model, suite = tiny_suite
-    known = dict(EVALUATED)
-    try:
-        code = contributed("answer_logprob")
-        exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "added"})
-        from rope_patch.evaluation.compare import compare
-
-        made = compare(model, None, ["default"], suite(text="Some words to read. " * 60))
-        column = made.columns()[-1]
-        (sample,) = made.rows[0].scores.retrieval["passkey"].samples(64)
-        assert column.metric == "answer_logprob" and column.values == (sample.logprob,)
-    finally:
-        EVALUATED.clear()
-        EVALUATED.update(known)
-
-
-def test_contributing_adds_a_task(tiny_suite):
-    from rope_patch.evaluation.tasks import TASKS
-
-    model, suite = tiny_suite
-    try:
-        exec(compile(contributed("house_number"), "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "added"})
-        made = suite(tasks=["house_number"], text="Some words to read. " * 60)
-        (sample,) = made.run(model).retrieval["house_number"].samples(64)
-        assert len(sample.expected) == 3 and sample.expected.isdigit()
-    finally:
-        TASKS.pop("house_number", None)
-
-
 def test_what_contributing_adds_can_stand_in_the_folders_that_it_names(tmp_path):
     """A file of a folder is imported while the folder's own names are not all there yet."""
     folder = tmp_path / "rope_patch"
@@ -206,12 +152,6 @@ def test_contributing_adds_a_method():
     patch = rope_patch.apply(tiny_model(), str(method))
     assert patch.after[None].inv_freq.tolist() == pytest.approx((patch.before[None].inv_freq * 0.5).tolist(), rel=1e-6)
     rope_patch.verify(patch._location.model)
-
-
-def test_import_does_no_work():
-    code = "import sys, rope_patch; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_what_does_not_train_imports_no_peft():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.commands import run
 from support.fresh import run_code
+from support.pages import contributed
 
 import rope_patch
 from rope_patch import parse
@@ -31,28 +32,8 @@ class Halved(Method, name="{name}"):
     def inv_freq(self, table):
         return table.inv_freq / self.by
 """
-TASK = '''
-from rope_patch.evaluation.tasks import NeedleTask
-
-class HouseNumber(NeedleTask, name="own_house"):
-    """A number of three digits for each name."""
-
-    source = "a test"
-    needle = " {name} lives at number {value}."
-    question = " At which number does {name} live? {name} lives at number"
-    digits = 3
-'''
-METRIC = '''
-from rope_patch.evaluation.metrics import Metric
-
-class AnswerLogProbability(Metric, name="own_logprob"):
-    """Log-probability of the right answer."""
-
-    unit, lower_is_better = "nats", False
-
-    def values(self, result, span):
-        return [sample.logprob for sample in result.retrieval[span.task].samples(span.stop)]
-'''
+TASK = contributed("house_number")
+METRIC = contributed("answer_logprob")
 
 
 @pytest.fixture
@@ -98,18 +79,18 @@ def compared(folder, *words):
 
 def test_a_command_measures_a_task_of_a_users_module(folder):
     (folder / "own_tasks.py").write_text(TASK)
-    made, _ = compared(folder, "--tasks", "own_house", "--import", "own_tasks")
-    (cell,) = made["rows"][0]["retrieval"]["own_house"]["cells"]
+    made, _ = compared(folder, "--tasks", "house_number", "--import", "own_tasks")
+    (cell,) = made["rows"][0]["retrieval"]["house_number"]["cells"]
     assert re.fullmatch(r"\d{3}", cell["samples"][0]["expected"])
 
 
 def test_a_command_shows_a_metric_of_a_users_module(folder):
     (folder / "own_metrics.py").write_text(METRIC)
     made, printed = compared(folder, "--import", "own_metrics", "--report")
-    assert "own_logprob passkey 64" in printed
-    assert "own_logprob, passkey, at length" in (folder / "out" / "report.html").read_text()
+    assert "answer_logprob passkey 64" in printed
+    assert "answer_logprob, passkey, at length" in (folder / "out" / "report.html").read_text()
     (sample,) = made["rows"][0]["retrieval"]["passkey"]["cells"][0]["samples"]
-    (column,) = (column for column in made["columns"] if column["metric"] == "own_logprob")
+    (column,) = (column for column in made["columns"] if column["metric"] == "answer_logprob")
     assert column["values"] == [sample["logprob"]]
 
 
@@ -123,7 +104,7 @@ def test_a_command_shows_a_metric_of_a_users_module(folder):
         ("own_empty", "from rope_patch import Yarn\nimport rope_patch.evaluation.metrics", "defines no method"),
         ("own_clash", METHOD.format(name="pi"), "taken"),
         ("own_yarn", METHOD.format(name="yarn").replace("Halved", "Yarn"), "taken"),
-        ("own_niah", TASK.replace("own_house", "niah"), "taken"),
+        ("own_niah", TASK.replace("house_number", "niah"), "taken"),
         ("own_method", METHOD.format(name="own_method").replace("def inv_freq", "def other"), "define inv_freq"),
         ("own_metric", METRIC.replace("def values", "def other"), "must define values"),
         (
@@ -197,12 +178,12 @@ def test_an_installed_package_offers_a_method_and_is_imported_when_it_is_needed(
 
 
 def test_an_installed_package_offers_a_task_and_a_metric(tmp_path):
-    package(tmp_path, "house", TASK, "[rope_patch.tasks]\nown_house = house\n")
-    package(tmp_path, "logprob", METRIC, "[rope_patch.metrics]\nown_logprob = logprob\n")
+    package(tmp_path, "house", TASK, "[rope_patch.tasks]\nhouse_number = house\n")
+    package(tmp_path, "logprob", METRIC, "[rope_patch.metrics]\nanswer_logprob = logprob\n")
     done = python(
         "from rope_patch.evaluation.tasks import TASKS\n"
         "from rope_patch.evaluation.metrics import METRICS\n"
-        "print(TASKS.find('own_house').digits, METRICS.find('own_logprob').unit)",
+        "print(TASKS.find('house_number').digits, METRICS.find('answer_logprob').unit)",
         tmp_path,
     )
     assert done.stdout.split() == ["3", "nats"], done.stderr

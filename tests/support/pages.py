@@ -1,0 +1,19 @@
+"""The code that stands on a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return the blocks of a page, each as its language and its text."""
+    return re.findall(r"```(\w+)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def contributed(mark: str) -> str:
+    """Return the Python block of CONTRIBUTING.md that holds a mark."""
+    (code,) = [text for kind, text in blocks(ROOT / "CONTRIBUTING.md") if kind == "python" and mark in text]
+    return code
