@@ -131,7 +131,7 @@ PREPARED = ("default", "abf:factor=50", "pi:factor=4", "yarn:factor=4", "p_rope:
 IN_GGUF = ("abf:factor=8", "yarn:factor=4", "p_rope:p=0.5", "pi:factor=4")
 TASKS = "passkey niah multivalue multiquery vt niah_multikey_2 niah_multikey_3 json_kv passage_retrieval cwe fwe"
 TASKS += " qa1 qa2 qa3"
-FORMATS = "kivi-2 kvquant-4 int4-token fp8 nf4"
+FORMATS = "kivi-2 llama.cpp:q4_0 int4-token fp8 nf4"
 HARNESS_TASKS = "rope_passkey,rope_vt,rope_ppl"
 
 # --- what the probes share

@@ -468,7 +468,7 @@ def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
 
 def test_skipped_layers_are_left():
     model, rows = model_for("llama"), ids(TOKENS, 1)
-    with quantized(model, "int2.token;skip=1") as factory:
+    with quantized(model, "int2.token;skip=-1") as factory:
         past = factory()
         losses(model, rows, past)
     assert torch.equal(past.layers[1].keys, past.layers[1].raw_keys)
