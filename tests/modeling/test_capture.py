@@ -11,10 +11,10 @@ import peft
 import pytest
 import scipy.stats
 import torch
+from support.largest import Largest
 from support.scored import spy
 from support.states import FAMILIES, INTERLEAVED, TOKENS, model_of, refused, stored, text
 from support.tiny import SIZE, ids, tiny_config, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DeepseekV3Config,
     GPT2Config,
@@ -298,28 +298,18 @@ def test_what_is_kept_does_not_grow_with_the_text():
 
 
 def test_what_is_computed_on_the_way_is_a_slice_wide(monkeypatch):
-    class Largest(TorchDispatchMode):
-        """The most tokens of any tensor of heads made by an operation while states are reduced."""
-
-        rows = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if function is not torch.ops.aten.slice.Tensor:
-                for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                    if isinstance(tensor, torch.Tensor) and tensor.ndim == 3 and tensor.shape[1:] in ((4, 8), (2, 8)):
-                        self.rows = max(self.rows, tensor.shape[0])
-            return out
+    def rows(tensor):
+        return len(tensor) if tensor.shape[1:] in ((4, 8), (2, 8)) else 0
 
     monkeypatch.setitem(visit_states.SLICE_TOKENS, "cpu", 16)
     model = model_of("llama")
-    with Largest() as largest:
+    with Largest(rows) as seen:
         sliced = capture(model, text(90))
-    assert 0 < largest.rows <= 16
+    assert 0 < seen.largest <= 16
     monkeypatch.undo()
-    with Largest() as largest:
+    with Largest(rows) as seen:
         whole = capture(model, text(90))
-    assert largest.rows == 90, "the measure sees what it should"
+    assert seen.largest == 90, "the measure sees what it should"
     for one, other in zip(sliced.layers, whole.layers, strict=True):
         torch.testing.assert_close(one.key.mean, other.key.mean, rtol=1e-6, atol=1e-7)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.largest import Largest
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_patch.modeling.prefill import prefill_attention
 
@@ -45,15 +45,7 @@ def test_a_chunk_attends_to_the_context_and_to_itself(dtype, tolerance, value_wi
 
 @torch.no_grad()
 def test_no_tensor_of_the_size_of_chunk_times_context_is_made_on_a_cpu():
-    sizes = []
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes.extend(each.numel() for each in (out if isinstance(out, tuple) else (out,)))
-            return out
-
     query, key, value = states(torch.float32, heads=1, groups=1)
-    with Largest():
+    with Largest(torch.Tensor.numel) as seen:
         prefill_attention(nn.Identity(), query, key, value, None, scaling=0.3)
-    assert 0 < max(sizes) <= key.numel() < CHUNK * BEFORE
+    assert 0 < seen.largest <= key.numel() < CHUNK * BEFORE
