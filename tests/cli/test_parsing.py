@@ -129,15 +129,3 @@ def test_an_argument_that_is_written_replaces_that_of_a_file(files):
 
 def test_a_value_behind_a_flag_is_no_key(files):
     assert parse(RunOptions, ["-c", "one.yaml", "--text", "samples=3"]).evaluation.text == "samples=3"
-
-
-@pytest.mark.parametrize("text", ["lenghts: 1k", "- 1", "{", "machine: {dtypes: float32}"])
-def test_a_file_that_holds_no_options_is_named(files, tmp_path, text):
-    (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(ValueError, match=r"bad\.yaml"):
-        parse(RunOptions, ["-c", "bad.yaml"])
-
-
-def test_an_unknown_key_leads_to_the_nearest(files):
-    with pytest.raises(ValueError, match="samples"):
-        parse(RecipeOptions, ["one.yaml", "sample=3"])

@@ -306,20 +306,6 @@ def test_an_interrupted_command_writes_nothing(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--text", "/nowhere"), "no file or folder"),
-        (("--retrieval", 1), "retrieval"),
-        (("--positions", "posse"), "Did you mean 'pose'"),
-        (("--length", 32), "below the trained length"),
-    ],
-)
-def test_wrong_arguments(folder, tmp_path, words, message):
-    assert message in command(folder, tmp_path / "out", *words).stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_second_fit_into_one_output_is_refused_before_it_begins(folder, tmp_path):
     with (tmp_path / ".out.rope-patch.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -79,6 +79,7 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
     ("word", "named"),
     [
         ("steps=3", "Did you mean 'train.steps'"),
+        ("model.name=", "model.name is empty"),
         ("modle.name=x", "Did you mean 'model.name'"),
         ("train.steps", "train.steps"),
         ("train=3", "section"),
@@ -115,20 +116,13 @@ def test_wrong_values_are_named(word, named):
         ("train: 3\n", "section"),
         ("train:\n  stepps: 3\n", "Did you mean 'train.steps'"),
         ("train: [1\n", "line 1"),
-        ("model: {name: ''}", "empty"),
     ],
 )
 def test_wrong_files_are_named_with_what_is_wrong(file, text, named):
-    with pytest.raises(ValueError, match=re.escape(named)):
+    with pytest.raises(ValueError, match=rf"a\.yaml(.|\n)*{named}"):
         words(file(text))
     with pytest.raises(FileNotFoundError):
         words("no.yaml")
-
-
-@pytest.mark.parametrize("left_out", BASE)
-def test_an_option_without_default_is_required(left_out):
-    with pytest.raises(ValueError, match=f"missing --{left_out.partition('=')[0]}"):
-        recipe(*(word for word in BASE if word != left_out))
 
 
 def test_what_looks_like_those_is_allowed():
