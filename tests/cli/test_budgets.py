@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.commands import fail, invoke
+from support.commands import DOMAINS, fail, invoke
 from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.evaluation import time_budget as budget
 
 BUNDLED = str(rope_patch.data_path("assets") / "llama")
-DOMAINS = str(rope_patch.data_path("assets") / "domains")  # shorter than the built-in text
 FEW = ("--samples", "1", "--depths", "0.5", "--no-report", "--text", DOMAINS, "--haystack", "noise")
 
 

@@ -17,7 +17,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
-EVALUATION = ("--samples", "1", "--windows", "1", "--depths", "0.5", "--no-report", "--device", "cpu")
+EVALUATION = (
+    "--lengths",
+    "128",
+    "--samples",
+    "1",
+    "--windows",
+    "1",
+    "--depths",
+    "0.5",
+    "--no-report",
+    "--device",
+    "cpu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -116,21 +128,18 @@ def test_export_says_that_apply_writes_files(file, tmp_path):
 # --- commands that run the model
 
 
-def test_compare_says_and_records_that_weights_are_dequantized(file, tmp_path):
-    words = ["compare", str(file), "--methods", "default yarn:factor=2", "--lengths", "128", *EVALUATION]
-    result = invoke(*words, "-o", str(tmp_path))
-    assert result.stderr.count(f"{file}: the weights are dequantized Q8_0\n") == 1
-    assert json.loads((tmp_path / "comparison.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
-
-
-def test_kv_check_records_that_weights_are_dequantized(file, tmp_path):
-    run("kv-check", file, "--formats", "int8", "--lengths", "128", *EVALUATION, "-o", tmp_path)
-    assert json.loads((tmp_path / "kv-check.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
-
-
-def test_analyze_records_that_weights_are_dequantized(file, tmp_path):
-    run("analyze", file, "--tokens", "128", "--p", "0.5", "--no-report", "-o", tmp_path)
-    assert json.loads((tmp_path / "analysis.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
+@pytest.mark.parametrize(
+    ("words", "result"),
+    [
+        (("compare", "--methods", "default yarn:factor=2", *EVALUATION), "comparison.json"),
+        (("kv-check", "--formats", "int8", *EVALUATION), "kv-check.json"),
+        (("analyze", "--tokens", "128", "--p", "0.5", "--no-report"), "analysis.json"),
+    ],
+)
+def test_what_measures_says_and_records_that_weights_are_dequantized(file, tmp_path, words, result):
+    said = invoke(*words, file, "-o", tmp_path).stderr
+    assert said.count(f"{file}: the weights are dequantized Q8_0\n") == 1
+    assert json.loads((tmp_path / result).read_text())["environment"]["weights"] == "dequantized Q8_0"
 
 
 @pytest.mark.full

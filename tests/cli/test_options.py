@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from support.commands import fail, run
+from support.commands import MEASURE, fail, run
 from support.tiny import tiny_model
 
 import rope_patch
@@ -87,11 +87,6 @@ def dynamic(tmp_path_factory):
 
 def frozen(folder):
     return rope_patch.load(folder, "default", freeze_at=1024)
-
-
-DOMAINS = str(BUNDLED.parent / "domains")  # shorter than the built-in text
-MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report")
-MEASURE += ("--text", DOMAINS, "--haystack", DOMAINS)
 
 
 @pytest.mark.parametrize(

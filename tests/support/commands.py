@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from rope_patch import data_path
 from rope_patch.cli import app as cli
+
+DOMAINS = str(data_path("assets") / "domains")
+MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report")
+MEASURE += ("--text", DOMAINS, "--haystack", DOMAINS)
+"""The least that a command may measure, on texts that are shorter than the built-in one."""
 
 
 @dataclass(frozen=True)
