@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import sys
 from collections import defaultdict
@@ -567,16 +568,6 @@ def halved(part, query, key, value, mask, scaling=None, **kwargs):
     return AttentionInterface()["sdpa"](part, query, key, value, mask, scaling=scaling / 2, **kwargs)
 
 
-@contextlib.contextmanager
-def attention_replaced(model, forward):
-    """Let layer 1 attend through a function of the usual forward and its arguments."""
-    attention = model.model.layers[1].self_attn
-    usual = attention.forward
-    attention.forward = lambda *args, **kwargs: forward(usual, *args, **kwargs)
-    yield
-    del attention.forward
-
-
 @pytest.mark.parametrize(("tokens", "refused"), [(4, False), (40, True)])
 def test_a_few_tokens_that_half_precision_puts_far_off_are_no_other_kind_of_attention(tokens, refused):
     # as of SmolLM2 in bfloat16, where transformers' eager attention and sdpa differ by 10 to 30 % on 4 tokens of 64
@@ -600,6 +591,7 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="of its own"):
         measure_heads(model, row)
     model.config._attn_implementation = "sdpa"
+    attention = model.model.layers[1].self_attn
 
     def none(usual, hidden_states, **kwargs):
         return torch.zeros_like(hidden_states), None
@@ -616,7 +608,8 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
         (twice, "once"),
         (masked, "mask"),
     ):
-        with attention_replaced(model, forward), pytest.raises(ValueError, match=message):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
+            patch.setattr(attention, "forward", functools.partial(forward, attention.forward))
             measure_heads(model, row)
 
 

@@ -285,10 +285,8 @@ def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "4q"], "4q"),
         (["--methods", "prope"], "p_rope"),
         (["--methods", ""], "method"),
-        (["--dtype", "int8"], "int8"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--haystack", "nothere"], "nothere"),
     ],
