@@ -24,6 +24,7 @@ from rope_patch.reports.plots.base import (
     mark_position,
     perplexity_by_position,
     plain_axes,
+    signed_percent,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,12 +132,14 @@ def angles() -> Figure:
     ):
         for i, (p, turned, rises) in enumerate(prices(model, where, values)):
             axes.plot(turned, rises, marker="o", markersize=4, color=color, label=label if i == 0 else None)
-            axes.annotate(f" p = {p:g}", (turned[-1], rises[-1]), color=color, fontsize=8, va="center")
+            if rises[-1] > 1:  # names of the others would lie on each other
+                axes.annotate(f"  p = {p:g}", (turned[-1], rises[-1]), color=color, fontsize=8, va="center")
     axes.axvline(1, color="0.4", linewidth=1, linestyle=":")
     axes.set(xscale="log", xlabel="angle of the fastest stopped pair [rad], log scale")
     axes.set_yscale("symlog", linthresh=1)
-    axes.set(ylabel="rise of perplexity [%], log scale above 1")
+    axes.set(ylabel="rise of perplexity [%], log scale above 1", ylim=(-1, 1000), xlim=(None, 40))
     few_log_ticks(axes.xaxis)
+    signed_percent(axes.yaxis)
     plain_axes(axes)
     axes.legend(frameon=False, fontsize=9)
     return figure

@@ -50,7 +50,7 @@ EXTENDING = {
     ),
     "smollm2": ("yarn:factor=2", "abf:factor=4", "yarn:factor=2+p_rope:p=0.9"),
 }  # fmt: skip
-FORMATS = ("fp8", "int4-token", "kivi-2")
+FORMATS = ("vllm:fp8", "llama.cpp:q4_0", "vllm:turboquant-4", "int4-token", "kivi-2")
 PARTS = ("k=int4;v=none", "k=none;v=int4", "k=int4.hadamard;v=none", "k=int4.channel32;v=none", "k=int4.pre;v=none")
 """Formats that show where the cost of int4-token comes from."""
 
@@ -142,8 +142,7 @@ def all_cells() -> Iterator[Cell]:
         yield Cell("gemma3", "wiki", 1024, table)
     yield Cell("gemma3", "heads", 4096)
     for table in ("default", "p_rope:p=0.75", "p_rope:p=0.5"):
-        yield Cell("gemma3", "caches", 4096, table)
-    yield Cell("smollm2", "caches", 4096)
+        yield Cell("gemma3", "caches", 1024, table)
     long = ["default", "yarn:factor=2", "abf:factor=4", "p_rope:p=0.75", "abf:factor=16", "ntk:factor=2"]
     long += ["p_rope:p=0.625", "yarn:factor=2+p_rope:p=0.75", "pi:factor=8", "mrrope:factor=2", "pi:factor=2"]
     for table in long:
@@ -324,7 +323,10 @@ def heads(study: Study, cell: Cell) -> dict[str, Any]:
             "by pair": [sum(pair.pair == i for pair in here) for i in range(pairs)],
         }
     whole = json.loads(result.to_json())
-    return {"by layer type": by_type, **{name: whole[name] for name in ("findings", "p_sweep", "p_sweep_positions", "advice")}}
+    return {
+        "by layer type": by_type,
+        **{name: whole[name] for name in ("findings", "p_sweep", "p_sweep_positions", "advice")},
+    }
 
 
 def caches(study: Study, cell: Cell) -> dict[str, Any]:
