@@ -133,7 +133,7 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("docs/two-models.md", "that study took 17 hours", lambda: [result("study_smollm2")["minutes"] / 60]),
     (
         "docs/two-models.md",
-        "SmolLM2 to 32 and 34, Gemma to 35 and 34",
+        "SmolLM2 at 32 and 34, Gemma at 35 and 34",
         lambda: [smollm2("yarn"), smollm2("abf"), gemma("yarn:factor=2"), gemma("abf:factor=4")],
     ),
     ("docs/two-models.md", "3 to 4 % and 6 to 12 % within", lambda: lost("yarn") + lost("abf")),
@@ -144,7 +144,7 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     (
         "README.md",
-        "72 without a patch (one window of a novel)",
+        "72 without a patch (one window of a novel",
         lambda: [gemma("default")],
     ),
     ("docs/methods/p_rope.md", "0.26 | +0.2 % |", lambda: [8192 * 1e6**-0.75, rise("gemma3", "0.75")]),
