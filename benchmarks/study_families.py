@@ -341,6 +341,7 @@ def caches(study: Study, cell: Cell) -> dict[str, Any]:
     whole = json.loads(checked.to_json())
     for row in whole["rows"]:
         row["lengths"] = row["lengths"][str(cell.length)]
+        del row["errors"]  # of every pair: 50 kB a row
     return {"summary": whole["summary"], "rows": whole["rows"]}
 
 
@@ -388,11 +389,11 @@ MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
 
 def expected_minutes(cell: Cell, done: dict[Cell, dict[str, Any]]) -> float:
     """Return the minutes that a cell is expected to take, by the speed of finished ones like it."""
-    alike = [each for each in done if each[:2] == cell[:2]]
-    alike = [each for each in alike if each.length == cell.length] or alike
-    if not alike:
+    finished = [each for each in done if each[:2] == cell[:2]]
+    finished = [each for each in finished if each.length == cell.length] or finished
+    if not finished:
         return cell.tokens / 500 / 60
-    return cell.tokens * sum(done[each]["seconds"] for each in alike) / sum(each.tokens for each in alike) / 60
+    return cell.tokens * sum(done[each]["seconds"] for each in finished) / sum(each.tokens for each in finished) / 60
 
 
 def run(study: Study, cells: Sequence[Cell], done: dict[Cell, dict[str, Any]]) -> None:

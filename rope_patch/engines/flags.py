@@ -134,14 +134,6 @@ class PatchedCheckpoint:
         return f"{compared}; how they get into text_config was read in its source" if self.multimodal else compared
 
 
-def flags(source: str | Path, method: MethodLike, program: str, **patching: Any) -> Flags:
-    """Return the options by which a program runs a checkpoint under a method, the checkpoint unchanged.
-
-    The arguments and errors are those of :func:`checkpoint_under` and :func:`flags_of`.
-    """
-    return flags_of(checkpoint_under(source, method, **patching), program)
-
-
 def checkpoint_under(
     source: str | Path,
     method: MethodLike,

@@ -18,7 +18,7 @@ from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_a
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending.choose_method import RANKING, shortened_name
 from rope_patch.extending.result import Extended
-from rope_patch.runtime.captions import count_text
+from rope_patch.runtime.captions import count_text, windows_text
 
 HEADING = """
 ## The card of the base model
@@ -55,8 +55,8 @@ Measured and not chosen: {others}.
 
 {scores}
 
-Read were {read}. {exact_match}. {first_choice} Changes are against the
-model before, on the same windows and prompts, with 95 % intervals. {population}
+Text: {text}. Prompts: {prompts} for each task and length. {exact_match}. {first_choice} Changes
+are against the model before, on the same windows and prompts, with 95 % intervals. {population}
 
 {warnings}{effective}
 ## How it was made
@@ -115,7 +115,8 @@ def card(outcome: Extended) -> str:
         cost=choice.cost,
         others=", ".join(f"`{name}`" for name in others) or "nothing else",
         scores=scores(comparison, chosen.label),
-        read=read_text(comparison),
+        text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
+        prompts=count_text(comparison.spec.samples, "haystack"),
         exact_match=EXACT_MATCH,
         first_choice=FIRST_CHOICE,
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
@@ -129,14 +130,6 @@ def card(outcome: Extended) -> str:
 def _name(row: Row) -> str:
     """Return the label of a row, in which a fitted table does not state every number."""
     return row_name(shortened_name(row.method), row.trained)
-
-
-def read_text(comparison: Comparison) -> str:
-    """Return the windows and prompts that a comparison has read, as text."""
-    spec = comparison.spec
-    windows = count_text(spec.windows or 0, "window")
-    haystacks = count_text(spec.samples, "haystack")
-    return f"{windows} of {spec.longest} tokens of {comparison.text_name}, and {haystacks} for each task and length"
 
 
 def programs_of(outcome: Extended) -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.fits import fitted
 from support.gguf_files import rewritten, write_toy
+from support.program_options import flags
 from support.tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -25,7 +26,6 @@ import rope_patch
 from rope_patch.checkpoints.gguf_file import Key
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
-from rope_patch.engines.flags import flags
 from rope_patch.frequencies import table_of
 
 llama_cpp = pytest.importorskip("llama_cpp")

@@ -20,12 +20,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.program_options import flags
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.engines import export
-from rope_patch.engines.flags import flags
 from rope_patch.engines.verified_versions import ENGINES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

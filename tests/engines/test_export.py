@@ -9,6 +9,7 @@ import torch
 from support.commands import fail, run
 from support.gguf_files import write_toy
 from support.patches import edit_json, lora, saved_with
+from support.program_options import flags
 from support.prompting import TOKENIZER
 from support.subsets import byte_level_llama, covering
 from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
@@ -21,7 +22,6 @@ from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines import export, folders
 from rope_patch.engines.compare_programs import compare_programs
-from rope_patch.engines.flags import flags
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.patching.verify import inspect_model
 

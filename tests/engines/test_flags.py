@@ -10,12 +10,12 @@ import torch
 from support.commands import fail, run
 from support.gguf_files import write_toy
 from support.patches import edit_json, patched_model, saved_with
+from support.program_options import flags
 from support.tiny import SIZE, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma4Config, Olmo3Config, Qwen3_5Config
 
 import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.engines.flags import flags
 from rope_patch.patching.verify import inspect_model
 
 METHODS = [
