@@ -4,22 +4,26 @@
 
 Both checkpoints must be in build (``make smollm2-checkpoint gemma3-checkpoint``). FOLDER holds novels as text files,
 of which three are held out for evaluation; FILE is the test part of WikiText-2. The study is a list of cells, which
-``--list`` shows with the minutes that each one is expected to take; ``--cells 'gemma3-text-*'`` chooses some. A
-finished cell is a file in build/study_families and is not measured again. The report is of what is finished.
+``--list`` shows with the minutes that each one is expected to take; ``--cells 'gemma3-text-*'`` chooses some. The
+report is written after each cell, and a cell that it holds is not measured again: to measure one anew, delete it there.
+What an interrupted cell has finished is kept in build/study_families.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import fnmatch
+import functools
 import itertools
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,18 +31,25 @@ from typing import Any, NamedTuple
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from transformers import AutoTokenizer
+from torch import Tensor
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import rope_patch
 from measuring import command, environment, write
+from pair_bits import LEAST, RULES, Allocator, bits_by_loss, keys_by_pair, stored_bits
 from public_checkpoint import BUILD, CHECKPOINTS
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.kv_cache.cache import CacheMaker, quantized
+from rope_patch.kv_cache.schemes import Scheme, effective_bits
+from rope_patch.modeling.scoring import Reader
 from rope_patch.runtime.folders import write_atomically
 
 HELD_OUT = ("moby_dick.txt", "pride_and_prejudice.txt", "sherlock_holmes.txt")
 WINDOWS = 3
+POSITIONS = (0, 1024, 2048, 4096, 8192, 16384, 32768, 49152, 65536)
+"""Positions between which losses are measured [tokens]."""
 DEPTHS = (0.0, 1 / 3, 2 / 3, 1.0)
 LORA_ROWS, LORA_TOKENS = 200, 2048
 
@@ -51,6 +62,17 @@ EXTENDING = {
     "smollm2": ("yarn:factor=2", "abf:factor=4", "yarn:factor=2+p_rope:p=0.9"),
 }  # fmt: skip
 FORMATS = ("vllm:fp8", "llama.cpp:q4_0", "vllm:turboquant-4", "int4-token", "kivi-2")
+BY_POSITION = ("llama.cpp:q8_0", *FORMATS[:1], "llama.cpp:q5_0", *FORMATS[1:3], "kivi-4", "kivi-2")
+"""Formats whose cost is measured by position."""
+BITS = (2, 3, 4)
+"""Mean numbers of bits of a pair of keys that rules share out."""
+CALIBRATION = (4, 1024)
+"""Windows of the text that rules know, and their length [tokens]; half the context of bundled models."""
+KEY_BIASES = (0.0, 10.0, 100.0)
+"""Biases of the slowest pair of keys, whose features are of size 1 or so without one."""
+KEY_FORMATS = ("int3", "int3.pre", "int3.hadamard", "turboquant3.hadamard", "q4_0.hadamard", "int3.channel32")
+STRIDE, STATES_AT_ONCE = 4, 64
+"""Distributions are compared at every fourth token, 64 at a time."""
 PARTS = ("k=int4;v=none", "k=none;v=int4", "k=int4.hadamard;v=none", "k=int4.channel32;v=none", "k=int4.pre;v=none")
 """Formats that show where the cost of int4-token comes from."""
 
@@ -99,10 +121,15 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The stem of the file of its result."""
+        """What ``--cells`` calls it, and the stem of the file of its finished parts."""
         parts = [self.model, self.kind, str(self.length), self.table, self.where.replace(" ", "_").replace(",", "")]
         parts += [f"window{self.window}"] if self.window is not None else []
         return "-".join([part for part in parts if part] + ["lora"] * self.adapted)
+
+    @property
+    def bundled(self) -> bool:
+        """Whether the model is one of those that ship with rope_patch."""
+        return self.model not in CHECKPOINTS
 
     @property
     def tokens(self) -> float:
@@ -113,6 +140,8 @@ class Cell(NamedTuple):
             "wiki": self.length * 8 * WINDOWS,
             "heads": 100_000.0,
             "caches": self.length * (4 + prompts) * (1 + len(FORMATS + PARTS)),
+            "positions": self.length * WINDOWS * (1 + len(BY_POSITION)),
+            "pair_bits": self.length * 4 * (1 + len(BITS) * (4 + len(RULES))),
             "train": 3 * LORA_ROWS * LORA_TOKENS,
         }.get(self.kind, samples_of(self.length) * prompts * self.length)
 
@@ -156,6 +185,16 @@ def all_cells() -> Iterator[Cell]:
     for window in range(1, WINDOWS):
         for table in long[:4]:
             yield Cell("gemma3", "text", 65536, table, window=window)
+    tables = ("default", "yarn:factor=2", "p_rope:p=0.75")
+    for model, length in (("bundled-llama", 256), ("bundled-gemma3", 256), ("smollm2", 2048), ("gemma3", 2048)):
+        for table in tables:
+            yield Cell(model, "pair_bits", length, table)
+    yield Cell("bundled-llama", "key_bias", 256)
+    for model, length, table in (
+        ("smollm2", 8192, "default"), ("smollm2", 16384, "yarn:factor=2"), ("gemma3", 16384, "default"),
+        ("gemma3", 32768, "default"), ("gemma3", 65536, "yarn:factor=2"),
+    ):  # fmt: skip
+        yield Cell(model, "positions", length, table)
     for table in ("p_rope:p=0.75", "yarn:factor=2", "default"):
         yield Cell("gemma3", "train", LORA_TOKENS, table)
         yield Cell("gemma3", "text", 8192, table, adapted=True)
@@ -170,7 +209,7 @@ class Study:
     Attributes:
         novels: a folder of text files.
         wikitext: a text file.
-        root: the folder of the results.
+        root: the folder of finished parts, texts and adapters.
     """
 
     novels: Path
@@ -179,11 +218,9 @@ class Study:
 
     def folder(self, cell: Cell) -> Path:
         """Return the folder of a cell's checkpoint."""
+        if cell.bundled:
+            return rope_patch.data_path("assets") / cell.model.removeprefix("bundled-")
         return BUILD / cell.model / CHECKPOINTS[cell.model].model
-
-    def path(self, cell: Cell) -> Path:
-        """Return the file of a cell's result."""
-        return self.root / f"{cell.name}.json"
 
     def parts(self, cell: Cell) -> Path:
         """Return the file of a cell's finished parts."""
@@ -251,10 +288,12 @@ def put_on_layers(model: Any, cell: Cell) -> None:
 
 # --- measuring
 
+Cache = Callable[[], AbstractContextManager[CacheMaker]]
+
 
 def text(study: Study, cell: Cell) -> dict[str, Any]:
     """Measure the loss of windows of novels between doubling positions [nats/token]."""
-    edges = [0, *(n for n in (1024, 2048, 4096, 8192, 16384, 32768, 49152, 65536) if n <= cell.length)]
+    edges = [edge for edge in POSITIONS if edge <= cell.length]
     windows, digest = spread_windows(study.tokenizer(cell), study.text(), cell.length, WINDOWS)
     chosen = windows if cell.window is None else windows[cell.window : cell.window + 1]
     score = perplexity(study.model(cell), chosen, window=cell.length, buckets=edges, resume=study.parts(cell))
@@ -345,6 +384,139 @@ def caches(study: Study, cell: Cell) -> dict[str, Any]:
     return {"summary": whole["summary"], "rows": whole["rows"]}
 
 
+def compare_caches(
+    model: Any, windows: Sequence[Tensor], edges: Sequence[int], caches: Mapping[str, Cache]
+) -> list[dict[str, Any]]:
+    """Measure what caches change between some positions, for each window: KL, equal most probable tokens, and loss.
+
+    The first row is full precision.
+    """
+    reader = Reader(model)
+
+    @torch.no_grad()
+    def states(ids: Tensor, past: Any, chunk: int | None = None) -> Tensor:
+        return torch.cat([hidden[0] for _, hidden in reader.read(ids[None], past, chunk)])
+
+    @torch.no_grad()
+    def compared(exact: Tensor, rough: Tensor, ids: Tensor) -> Tensor:
+        parts = (sequence.split(STATES_AT_ONCE) for sequence in (exact[:-1:STRIDE], rough[:-1:STRIDE], ids[1::STRIDE]))
+        columns = []
+        for one, other, following in zip(*parts, strict=True):
+            p, q = (reader.logits(part).log_softmax(-1) for part in (one, other))
+            loss = -q.gather(-1, following[:, None])[:, 0]
+            columns.append(torch.stack([(p.exp() * (p - q)).sum(-1), (p.argmax(-1) == q.argmax(-1)).float(), loss]))
+        return torch.cat(columns, 1).double()
+
+    def chunked(ids: Tensor) -> Tensor:
+        return states(ids, reader.new_cache(len(ids)), reader.default_chunk(len(ids)))
+
+    exact = [chunked(window) for window in windows]
+    measured = {"none": [compared(one, one, ids) for one, ids in zip(exact, windows, strict=True)]}
+    for name, make in caches.items():
+        with make() as maker:
+            rough = [states(window, maker()) for window in windows]
+        measured[name] = [compared(*each) for each in zip(exact, rough, windows, strict=True)]
+        print(f"  {name}: KL {sum(float(part[0].mean()) for part in measured[name]) / len(windows):.4f}", flush=True)
+    return [
+        {
+            "format": name,
+            **{
+                what: {
+                    f"{low}-{high}": [float(part[i, low // STRIDE : high // STRIDE].mean()) for part in parts]
+                    for low, high in itertools.pairwise(edges)
+                }
+                for i, what in enumerate(("kl", "same", "nll"))
+            },
+        }
+        for name, parts in measured.items()
+    ]
+
+
+def positions(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure what formats cost between doubling positions."""
+    windows, digest = spread_windows(study.tokenizer(cell), study.text(), cell.length, WINDOWS)
+    count = WINDOWS if cell.length <= 16384 else 1
+    model, edges = study.model(cell), [edge for edge in POSITIONS if edge <= cell.length]
+    caches = {text: functools.partial(quantized, model, text) for text in BY_POSITION}
+    rows = compare_caches(model, [window.ids for window in windows[:count]], edges, caches)
+    return {"sha256": digest, "rows": rows}
+
+
+def pair_bits(study: Study, cell: Cell) -> dict[str, Any]:
+    """Compare rules that share out the bits of keys among rotary pairs, and two formats whose pairs are alike."""
+    model, tokenizer = study.model(cell), study.tokenizer(cell)
+    count, known = CALIBRATION
+    calibration, _ = spread_windows(tokenizer, study.text(held_out=False), min(known, cell.length), count)
+    windows, digest = spread_windows(tokenizer, study.text(), cell.length, 4)
+    rows = torch.stack([window.ids for window in calibration])
+    allocator, caches, stored = Allocator(model, rows), dict[str, Cache](), dict[str, Any]()
+    oracle = {index: torch.full(layer.key.shape, LEAST) for index, layer in allocator.energies.items()}
+    for average in BITS:
+        rules = {rule: allocator.bits(rule, average) for rule in RULES}
+        if cell.bundled and cell.table == "default":
+            oracle = rules["oracle"] = bits_by_loss(model, rows, oracle, average)
+        for rule, bits in rules.items():
+            # All pairs alike, rotated, is TurboQuant.
+            options = {"rotated_from": 0} if rule == "uniform" else {}
+            caches[f"{rule} {average}"] = functools.partial(keys_by_pair, model, bits, **options)
+            stored[f"{rule} {average}"] = {
+                "bits": stored_bits(bits),
+                "by pair": torch.cat(list(bits.values())).double().mean(0).tolist(),
+            }
+        for rule in ("uniform", "product"):
+            name = f"{rule} {average}, one norm"
+            caches[name] = functools.partial(keys_by_pair, model, rules[rule], scales=allocator.scales)
+            stored[name] = {"bits": stored_bits(rules[rule], norms=1)}
+        for text in (f"int{average}.hadamard", f"int{average}.channel32"):
+            caches[text] = functools.partial(quantized, model, f"k={text};v=none")
+            side, width = Scheme.parse(text).key, 2 * allocator.energies[0].key.shape[1]
+            stored[text] = {"bits": effective_bits(side, width)}
+    edges = [edge for edge in POSITIONS if edge < cell.length] + [cell.length]
+    result = [
+        row | stored.get(row["format"], {})
+        for row in compare_caches(model, [window.ids for window in windows], edges, caches)
+    ]
+    fewest = [
+        row for row in result if row["format"].startswith(("none", f"int{BITS[0]}.")) or f" {BITS[0]}" in row["format"]
+    ]
+    for row in fewest:  # with more bits nearly all keys are found
+        with caches.get(row["format"], contextlib.nullcontext)() as cache:
+            found = retrieval(
+                model, tokenizer, "passkey", lengths=[cell.length], depths=DEPTHS, samples=2, chat_template="off",
+                cache=cache,
+            )  # fmt: skip
+        row |= {name: [getattr(each, name) for each in found.samples(cell.length)] for name in ("correct", "logprob")}
+    return {"sha256": digest, "rows": result}
+
+
+def key_bias(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure what a large bias of keys, such as that of Qwen2, does to formats, on a bundled model.
+
+    The bias is put onto the slowest pair of each head, where it hardly changes the attention of full precision, since
+    all keys have it.
+    """
+    model, tokenizer = study.model(cell), study.tokenizer(cell)
+    windows, digest = spread_windows(tokenizer, study.text(), cell.length, 8)
+    calibration, _ = spread_windows(tokenizer, study.text(held_out=False), cell.length, 4)
+    config = Qwen2Config(**{key: value for key, value in model.config.to_dict().items() if key != "model_type"})
+    biased: Any = Qwen2ForCausalLM(config).eval()
+    biased.load_state_dict(model.state_dict(), strict=False)  # it has biases besides, which are 0
+    slowest = [half * config.head_dim // 2 - 1 for half in (1, 2)]
+    result = []
+    for size in KEY_BIASES:
+        for layer in biased.model.layers:
+            layer.self_attn.k_proj.bias.data.view(-1, config.head_dim)[:, slowest] = size
+        rows = torch.stack([window.ids for window in calibration])
+        bits = {rule: Allocator(biased, rows).bits(rule, 3) for rule in ("energy", "product")}
+        caches: dict[str, Cache] = {
+            text: functools.partial(quantized, biased, f"k={text};v=none") for text in KEY_FORMATS
+        }
+        caches |= {f"{rule} 3": functools.partial(keys_by_pair, biased, bits[rule]) for rule in bits}
+        rows_of_size = compare_caches(biased, [window.ids for window in windows], [0, cell.length], caches)
+        result += [{"bias": size, **row} for row in rows_of_size]
+    return {"sha256": digest, "rows": result}
+
+
 def train(study: Study, cell: Cell) -> dict[str, Any]:
     """Train a LoRA adapter on novels, on short rows at skipped positions up to twice the context (PoSE)."""
     from rope_patch.options.finetune import RecipeOptions
@@ -381,6 +553,9 @@ MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
     "niah_multikey_2": prompts,
     "heads": heads,
     "caches": caches,
+    "positions": positions,
+    "pair_bits": pair_bits,
+    "key_bias": key_bias,
     "train": train,
 }
 
@@ -396,54 +571,62 @@ def expected_minutes(cell: Cell, done: dict[Cell, dict[str, Any]]) -> float:
     return cell.tokens * sum(done[each]["seconds"] for each in finished) / sum(each.tokens for each in finished) / 60
 
 
-def run(study: Study, cells: Sequence[Cell], done: dict[Cell, dict[str, Any]]) -> None:
-    """Measure the cells that have no result, one after another."""
-    for cell in cells:
-        if cell in done:
-            continue
-        print(f"{cell.name}: about {expected_minutes(cell, done):.1f} minutes", flush=True)
-        study.parts(cell).parent.mkdir(parents=True, exist_ok=True)
-        began = time.perf_counter()
-        result = MEASURES[cell.kind](study, cell)
-        done[cell] = {**cell._asdict(), "seconds": round(time.perf_counter() - began, 1), **result}
-        write_atomically(study.path(cell), json.dumps(done[cell]))
+def run(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure a cell."""
+    study.parts(cell).parent.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    result = MEASURES[cell.kind](study, cell)
+    return {**cell._asdict(), "seconds": round(time.perf_counter() - began, 1), **result}
+
+
+def finished_cells(report: Path) -> dict[Cell, dict[str, Any]]:
+    """Return the results of the cells that a report holds."""
+    if not report.exists():
+        return {}
+    cells = json.loads(report.read_text())["cells"]
+    return {Cell(*(result[field] for field in Cell._fields)): result for result in cells}
+
+
+def report_of(done: dict[Cell, dict[str, Any]], cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the report of the cells that are done, in the order of all cells."""
+    return {
+        "benchmark": "study_families",
+        "command": command(),
+        "what": "rotary tables on SmolLM2-135M-Instruct and on Gemma 3 270M, with weights of GGUF files",
+        "unfinished": [cell.name for cell in cells if cell not in done],
+        "minutes": round(sum(each["seconds"] for each in done.values()) / 60, 1),
+        "environment": environment(threads=torch.get_num_threads()),
+        "cells": [done[cell] for cell in cells if cell in done],
+    }
 
 
 def main() -> None:
-    """Measure the cells that are asked for, and report all that are finished."""
+    """Measure the cells that are asked for and not finished, and report all that are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--novels", type=Path, required=True, help="a folder of text files")
     parser.add_argument("--wikitext", type=Path, required=True, help="the test part of WikiText-2")
     parser.add_argument("--cells", nargs="*", default=["*"], help="names of cells, with * for any text (all)")
     parser.add_argument("--list", action="store_true", help="show the cells, with expected minutes, and stop")
-    parser.add_argument("-o", "--output", type=Path, help="the JSON report to write")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the JSON report, which goes on if it exists")
     args = parser.parse_args()
     study = Study(args.novels, args.wikitext, BUILD / "study_families")
     cells = list(dict.fromkeys(all_cells()))
-    done = {cell: json.loads(study.path(cell).read_text()) for cell in cells if study.path(cell).exists()}
+    done = finished_cells(args.output)
     chosen = [cell for cell in cells if any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in args.cells)]
     if args.list:
         for cell in chosen:
             print("finished" if cell in done else f"{expected_minutes(cell, done):5.1f} min", cell.name)
         return
     torch.set_num_threads(os.cpu_count() or 1)
-    try:
-        run(study, chosen, done)
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on")
-    finally:
-        if args.output is not None and done:
-            report = {
-                "benchmark": "study_families",
-                "command": command(),
-                "what": "rotary tables on SmolLM2-135M-Instruct and on Gemma 3 270M, with weights of GGUF files",
-                "unfinished": [cell.name for cell in cells if cell not in done],
-                "minutes": round(sum(each["seconds"] for each in done.values()) / 60, 1),
-                "environment": environment(threads=torch.get_num_threads()),
-                "cells": [done[cell] for cell in cells if cell in done],
-            }
-            write(report, args.output)
+    for cell in chosen:
+        if cell not in done:
+            print(f"{cell.name}: about {expected_minutes(cell, done):.1f} minutes", flush=True)
+            done[cell] = run(study, cell)
+            write(report_of(done, cells), args.output)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on")
