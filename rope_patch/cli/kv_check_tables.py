@@ -25,6 +25,8 @@ def print_check(checked: Any) -> None:
             print(checked.meant(method))
     for length in checked.lengths:
         _print_length(checked, length)
+    if checked.limits.memory is not None:
+        _print_memory(checked)
     for sentence in checked.summary():
         print(f"- {sentence}")
     print(
@@ -78,6 +80,22 @@ def _print_length(checked: Any, length: int) -> None:
         verdict = checked.verdict(row, length)
         word = "rounds nothing" if verdict.idle else verdict.kind
         table.add_row("", escape(row.format), *cells, f"[{colors[verdict.kind]}]{word}[/]")
+    show(table, 160)
+
+
+def _print_memory(checked: Any) -> None:
+    """Print the table of how long a text fits into the memory in each format."""
+    from rich.markup import escape
+
+    heads = ("bytes a token", "tokens that fit", "shown to work at")
+    table = new_table(
+        "method", "format", *heads, title=f"weights and cache in {checked.limits.memory:g} GiB", right=heads
+    )
+    for row in checked.rows:
+        name = "full precision" if row.divergence is None else row.format
+        shown = checked.shown(row)
+        cells = f"{row.token_bytes:,.0f}", f"{row.fits:,}", "–" if shown is None else f"{shown:,}"
+        table.add_row(escape(row.method if row.divergence is None else ""), escape(name), *cells)
     show(table, 160)
 
 

@@ -14,17 +14,16 @@ from torch import Tensor
 from rope_patch.evaluation.compare import naming_method
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.formats import FULL_BITS
-from rope_patch.kv_cache.plans import LayerPlan, plan_layers
-from rope_patch.kv_cache.schemes import Scheme, Side, effective_bits
+from rope_patch.kv_cache.plans import LayerPlan
+from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import LayerErrors, attention_errors
 from rope_patch.kv_evaluation.attribution import Attribution, longest_keys, worst_layers, worst_pairs
+from rope_patch.kv_evaluation.cache_size import cache_bits, longest_context, stored_states, token_bytes
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.attention_layers import split_pairs
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.modeling.scoring import CacheFactory, Reader
-from rope_patch.modeling.state_statistics import Capture
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.progress import Progress
@@ -55,7 +54,8 @@ def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme
     with quantized(setting.model, scheme) as factory:
         cache = factory if quantizing else None
         scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
-    key_bits, value_bits, cache_bits = _bits(setting, patched.capture, scheme)
+    stored = stored_states(setting.model, patched.capture, scheme)
+    bits = {name: [states.bits for states in stored if states.name == name] for name in ("keys", "values")}
     return CheckRow(
         method=patched.method,
         format=name,
@@ -63,9 +63,11 @@ def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme
         scores=scores,
         tables=patched.tables,
         divergence=_divergence(setting, patched, scheme) if quantizing else None,
-        key_bits=key_bits,
-        value_bits=value_bits,
-        cache_bits=cache_bits,
+        key_bits=math.fsum(bits["keys"]) / len(bits["keys"]),
+        value_bits=math.fsum(bits["values"]) / len(bits["values"]),
+        cache_bits={length: cache_bits(stored, length) for length in setting.lengths},
+        token_bytes=token_bytes(stored),
+        fits=None if setting.room is None else longest_context(stored, setting.room),
         errors=_errors(setting, scheme) if quantizing else (),
     )
 
@@ -86,29 +88,6 @@ def _errors(setting: Setting, scheme: Scheme) -> tuple[LayerErrors, ...]:
     return tuple(
         LayerErrors(layer, *(torch.tensor(part, dtype=torch.float64) for part in parts)) for layer, *parts in stored
     )
-
-
-def _bits(setting: Setting, capture: Capture, scheme: Scheme) -> tuple[float, float, dict[int, float]]:
-    """Return effective bits of keys and values, mean over layers, and those of whole caches by length."""
-    bits: dict[str, list[float]] = {"keys": [], "values": []}
-    stored, elements = dict.fromkeys(setting.lengths, 0.0), dict.fromkeys(setting.lengths, 0)
-    # Layers that share the keys of another one store none.
-    layers = {layer.index: layer for layer in capture.layers if layer.keys_of == layer.index}
-    for index, plan in plan_layers(setting.model, scheme).items():
-        if index not in layers:
-            continue
-        for name, states in (("keys", layers[index].key), ("values", layers[index].value)):
-            heads, width = states.mean.shape
-            own = effective_bits(plan.sides[name], width)
-            bits[name].append(own)
-            for length in setting.lengths:
-                stored_tokens = min(length, plan.layer.window or length)
-                end = plan.frozen(name, length + bool(scheme.flush))  # with `flush` as the next query reads the cache
-                rounded = max(0, end - max(scheme.sinks, length - stored_tokens))
-                stored[length] += heads * width * (own * rounded + FULL_BITS * (stored_tokens - rounded))
-                elements[length] += heads * width * stored_tokens
-    key_bits, value_bits = (math.fsum(part) / len(part) for part in bits.values())
-    return key_bits, value_bits, {length: stored[length] / elements[length] for length in setting.lengths}
 
 
 def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:

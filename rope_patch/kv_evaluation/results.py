@@ -121,9 +121,28 @@ class KVCheck:
         """Return the verdict on the format of a row at a length."""
         return verdict_of(row, self.of(row.method)[0], length, self.limits)
 
+    def shown(self, row: CheckRow) -> int | None:
+        """Return the longest length at which a format is safe under a method that suits the length [tokens].
+
+        A method suits a length if in full precision it is the best one that was measured there, or shown to be as good
+        within the tolerance. None if there is no such length.
+        """
+        lengths = (length for length in self.lengths if self.verdict(row, length).kind == "safe")
+        return max((length for length in lengths if self._suits(row.method, length)), default=None)
+
+    def _suits(self, method: str, length: int) -> bool:
+        full = {name: self.of(name)[0].scores for name in self.methods}
+        for metric, span in spans_at(self.spec, length):
+            values = {name: metric.value(scores, span) for name, scores in full.items()}
+            best = (min if metric.lower_is_better else max)(values, key=lambda name: values[name])
+            worse = metric.difference(full[method], full[best], span, self.limits.confidence)
+            if best != method and metric.verdict(worse, self.limits.tolerance) != "safe":
+                return False
+        return True
+
     def summary(self) -> list[str]:
-        """Return sentences on what is safe: everywhere first, then for each method and length."""
-        sentences = self._everywhere()
+        """Return sentences on what to take and what is safe: everywhere first, then for each method and length."""
+        sentences = [*self._choice(), *self._everywhere()]
         for method in self.methods:
             for length in self.lengths:
                 base, *rows = self.of(method)
@@ -145,6 +164,21 @@ class KVCheck:
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
                 sentences.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
         return sentences
+
+    def _choice(self) -> list[str]:
+        """Return a sentence on the method and format with which the longest texts work, if the limits name a memory."""
+        if self.limits.memory is None:
+            return []
+        where = f"In {self.limits.memory:g} GiB"
+        reaches = {row: min(shown, row.fits) for row in self.rows if row.fits and (shown := self.shown(row))}
+        if not reaches:
+            return [f"{where} no format was shown to work at any of the lengths."]
+        row = max(reaches, key=lambda row: (reaches[row], row.fits))
+        name = "full precision" if row.divergence is None else row.format
+        return [
+            f"{where} take {name} under {row.method}: {row.fits:,} tokens fit, and it was shown to work at "
+            f"{self.shown(row):,}."
+        ]
 
     def _everywhere(self) -> list[str]:
         """Return a sentence on what is safe under every method and at every length, if there are several of either."""
@@ -183,8 +217,8 @@ class KVCheck:
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
-        names = ("method", "format", "format_text", "key_bits", "value_bits", "bits")
-        document: dict[str, Any] = {name: getattr(row, name) for name in names}
+        names = ("method", "format", "format_text", "key_bits", "value_bits", "bits", "token_bytes", "fits")
+        document: dict[str, Any] = {name: getattr(row, name) for name in names} | {"shown": self.shown(row)}
         for name in ("divergence", "attribution"):
             part = getattr(row, name)
             document[name] = None if part is None else asdict(part)

@@ -68,6 +68,9 @@ class CheckRow:
         value_bits: effective bits per element of the quantized part of values, mean over layers.
         cache_bits: bits per element of a whole cache, by its length. Sinks, the residual window and unfinished blocks
             are in full precision, and sliding layers hold only their window.
+        token_bytes: the size that each token adds to a long cache [bytes].
+        fits: the length of the longest text whose cache fits beside the weights into the memory of the limits [tokens];
+            None if they name none.
         errors: the errors of logits in each layer; empty for full precision.
         attribution: the costs of the format's parts; None unless the format is unsafe at some length.
     """
@@ -81,6 +84,8 @@ class CheckRow:
     key_bits: float
     value_bits: float
     cache_bits: Mapping[int, float]
+    token_bytes: float
+    fits: int | None
     errors: tuple[LayerErrors, ...]
     attribution: Attribution | None = None
 

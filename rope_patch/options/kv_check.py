@@ -19,6 +19,11 @@ class Limits(OptionSet):
         "The relative increase in perplexity up to which a format counts as safe.", 0.02, metavar="SHARE", least=0
     )
     confidence: float = number("The confidence of the intervals.", 0.95, above=0, below=1)
+    memory: float | None = shared.memory(
+        "The memory for weights and cache together, such as 24GB: shows how long a text fits in each format, and at "
+        "which length the format was shown to work.",
+        None,
+    )
 
 
 @dataclass(frozen=True)

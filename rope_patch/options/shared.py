@@ -6,8 +6,8 @@ from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.options.fields import OptionSet, flag, number, option, path, tokens, whole, word
-from rope_patch.runtime.text import parse_duration
+from rope_patch.options.fields import OptionSet, flag, option, path, tokens, whole, word
+from rope_patch.runtime.text import parse_duration, parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -134,9 +134,14 @@ def chunk() -> Any:
     )
 
 
+def memory(help: str, default: float | None) -> Any:
+    """Return a field for a memory, written as 24 or 24GB."""
+    return option(help, default, metavar="GIB", kind=float, read=parse_memory, above=0)
+
+
 def gpu_memory() -> Any:
     """Return the field for the memory of a GPU."""
-    return number("The memory of one GPU in GiB, as nvidia-smi shows it.", 80.0, metavar="GIB", above=0)
+    return memory("The memory of one GPU in GiB, as nvidia-smi shows it.", 80.0)
 
 
 def seed() -> Any:

@@ -13,13 +13,12 @@ from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.memory import Part, kv_cache_bytes, prefill_memory, training_memory, weight_bytes
 from rope_patch.planning.read_shapes import shape_of
 from rope_patch.planning.shapes import Shape
-from rope_patch.runtime.text import parse_length
+from rope_patch.runtime.text import GIB, parse_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SCHEMA = 1
-GIB = 2**30
 _PARALLEL_SIZES = (2, 4, 8, 16, 32, 64)
 _WORTHWHILE_SHARE = 0.98  # advice that saves less than 2 % is left out
 

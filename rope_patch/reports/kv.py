@@ -59,6 +59,7 @@ def _results(check: KVCheck) -> Section:
     parts: list[Part] = [
         *(Note(f"Note: {sentence}.") for sentence in check.warnings),
         *(_table(check, length) for length in check.lengths),
+        *([_memory(check)] if check.limits.memory is not None else []),
         *(_costs(check, metric, span) for metric, span in spans_at(check.spec, max(check.lengths))),
         answers(check.named_scores()),
         _formats(check),
@@ -148,6 +149,21 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     return figure_image(
         figure, f"Change from full precision with its interval; {better} is better. Dotted: what is tolerated."
     )
+
+
+def _memory(check: KVCheck) -> Figure:
+    """Return the figure of how long a text fits into the memory in each format, and at which length it was shown."""
+    names, panels = _formats_of(check), {}
+    for method, name in _methods(check).items():
+        panels[name] = {
+            names.get(row.format, "full precision"): (row.fits or 0, check.shown(row) or 0) for row in check.of(method)
+        }
+    title = f"How long a text fits into {check.limits.memory:g} GiB"
+    caption = (
+        "Weights and the cache of one text, without what is computed meanwhile. Bars: the length that fits; dots: the "
+        "longest one at which the format was shown to work, under a table that no other one beats there."
+    )
+    return figure_image(plots.contexts(panels, title=title), caption)
 
 
 def _formats(check: KVCheck) -> DataTable:

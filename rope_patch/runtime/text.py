@@ -32,6 +32,22 @@ def parse_length(text: str) -> int:
     return int(digits) * thousands
 
 
+GIB = 2**30
+"""The number of bytes of a GiB."""
+
+
+def parse_memory(text: str) -> float:
+    """Return a memory in GiB; the unit may follow, and GB is read as GiB, as graphics cards are sold.
+
+    >>> parse_memory("24GB"), parse_memory("80")
+    (24.0, 80.0)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:gi?b?)?", text.lower())
+    if not match:
+        raise ValueError(f"a memory is a number of GiB such as 24 or 24GB, got {text!r}")
+    return float(match[1])
+
+
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -14,15 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "adapt.py"
-pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="not in the source distribution")
-
-
-@pytest.fixture(scope="module")
-def adapt():
-    spec = importlib.util.spec_from_file_location("adapt", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+adapt = pytest.importorskip("adapt", reason="not in the source distribution")
 
 
 def seeds(*shares):
@@ -30,7 +21,7 @@ def seeds(*shares):
     return [[[i < right for i in range(5)] for _ in range(4)] for right in shares]
 
 
-def test_a_difference_is_paired_and_its_interval_over_seeds_is_students(adapt):
+def test_a_difference_is_paired_and_its_interval_over_seeds_is_students():
     result = adapt.difference(seeds(5, 4, 5), seeds(1, 2, 1))
     assert result["difference"] == pytest.approx((14 - 4) / 15)
     assert result["seeds"] == pytest.approx([0.8, 0.4, 0.8])
@@ -43,7 +34,7 @@ def test_a_difference_is_paired_and_its_interval_over_seeds_is_students(adapt):
     assert same["difference"] == 0 and same["interval_prompts"][0] < 0 < same["interval_prompts"][1]
 
 
-def test_a_share_knows_that_prompts_of_a_haystack_hang_together(adapt):
+def test_a_share_knows_that_prompts_of_a_haystack_hang_together():
     mixed = [[[i % 2 == 0 for i in range(4)] for _ in range(6)]]
     split = [[[h % 2 == 0] * 4 for h in range(6)]]  # whole haystacks right or wrong: six answers, not 24
     one, other = adapt.share(mixed), adapt.share(split)
@@ -52,7 +43,7 @@ def test_a_share_knows_that_prompts_of_a_haystack_hang_together(adapt):
 
 
 @pytest.mark.full
-def test_a_quick_study_runs_is_resumed_and_says_what_it_measured(adapt, tmp_path):
+def test_a_quick_study_runs_is_resumed_and_says_what_it_measured(tmp_path):
     def run():
         command = [sys.executable, str(SCRIPT), "--quick", "-o", "out.json", "--workers", "1"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -73,7 +64,7 @@ def test_a_quick_study_runs_is_resumed_and_says_what_it_measured(adapt, tmp_path
     assert again["cells_run_now"] == 0 and again["rows"] == report["rows"]
 
 
-def test_pages_say_what_the_study_measured(adapt):
+def test_pages_say_what_the_study_measured():
     report = json.loads((ROOT / "benchmarks" / "results" / "adapt.json").read_text())
     assert len(report["rows"]) == 12 and all(row["seeds"] == [0, 1, 2] for row in report["rows"])
     assert all(row["passkey"]["1024"]["prompts"] == 600 for row in report["rows"])

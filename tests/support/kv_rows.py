@@ -19,11 +19,22 @@ def error(layer, pair):
     return LayerErrors(layer, torch.ones(2).double(), torch.tensor(pair).double())
 
 
-def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attribution=COST):
+def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attribution=COST, fits=None):
     divergence = None if name == "none" else Divergence(0.1, 0.9, 8)
     cache = dict.fromkeys((4, 8), 16.0 if name == "none" else bits)
     scored_row = scored(method, losses, hits)
-    parts = (scored_row.scores, scored_row.tables, divergence, bits, bits, cache, tuple(errors), attribution)
+    parts = (
+        scored_row.scores,
+        scored_row.tables,
+        divergence,
+        bits,
+        bits,
+        cache,
+        bits,
+        fits,
+        tuple(errors),
+        attribution,
+    )
     return CheckRow(method, name, "none", *parts)
 
 
