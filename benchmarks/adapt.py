@@ -23,7 +23,6 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -155,7 +154,6 @@ def report(root: Path, done: list[tuple[str, str, int]]) -> dict[str, Any]:
                     if name.startswith("perplexity")
                     for values in [[runs[shape, arm, seed]["after"][name] for seed in seeds]]
                 },
-                "seconds": mean_seconds(runs[shape, arm, seed]["seconds"] for seed in seeds),
             }
             if arm != "default":
                 row["above_default"] = difference(answered[LONG], base)
@@ -169,12 +167,6 @@ def report(root: Path, done: list[tuple[str, str, int]]) -> dict[str, Any]:
         "environment": {**first["environment"], "device": platform.machine()},
         "options": first["options"],
     }
-
-
-def mean_seconds(each: Iterable[float | None]) -> float | None:
-    """Return the mean time of runs; None if one of them was resumed, since its time is not known."""
-    times = list(each)
-    return None if None in times else round(statistics.fmean(time for time in times if time is not None), 1)
 
 
 def answers(evaluation: dict[str, Any], length: int) -> list[list[bool]]:

@@ -177,7 +177,6 @@ def measure_energies(model: Any, rows: Tensor) -> dict[int, LayerEnergies]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             if not output.requires_grad:
                 output.requires_grad_()
-            output.retain_grad()
             seen[layer.index, role] = output
 
         return hook
@@ -192,13 +191,12 @@ def measure_energies(model: Any, rows: Tensor) -> dict[int, LayerEnergies]:
                 stack.callback(layer.parts[role].module.register_forward_hook(keep(layer, role)).remove)
         for row in rows:
             logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
-            nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum").backward()
-            for layer in layers:
-                key = seen[layer.index, "key"]
-                assert key.grad is not None
+            loss = nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum")
+            keys = [seen[layer.index, "key"] for layer in layers]
+            for layer, key, slope in zip(layers, keys, torch.autograd.grad(loss, keys), strict=True):
                 add(layer, "query", layer.parts["query"].of(seen[layer.index, "query"].detach()))
                 add(layer, "key", layer.parts["key"].of(key.detach()))
-                add(layer, "gradient", layer.parts["key"].of(key.grad))
+                add(layer, "gradient", layer.parts["key"].of(slope))
             seen.clear()
     energies = {}
     for layer in layers:

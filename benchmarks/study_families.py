@@ -36,7 +36,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import rope_patch
 from measuring import command, environment, write
-from pair_bits import LEAST, RULES, Allocator, bits_by_loss, keys_by_pair, stored_bits
+from pair_bits import LEAST, RULES, Allocator, bits_by_loss, keys_by_pair, measure_energies, stored_bits
 from public_checkpoint import BUILD, CHECKPOINTS
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
@@ -71,6 +71,13 @@ CALIBRATION = (4, 1024)
 KEY_BIASES = (0.0, 10.0, 100.0)
 """Biases of the slowest pair of keys, whose features are of size 1 or so without one."""
 KEY_FORMATS = ("int3", "int3.pre", "int3.hadamard", "turboquant3.hadamard", "q4_0.hadamard", "int3.channel32")
+PUBLISHED = (
+    *("k=int4;v=none", "k=int4.hadamard;v=none", "k=int3;v=none", "k=int3.hadamard;v=none"),
+    *("k=q4_0;v=none", "k=q4_0.hadamard;v=none", "k=q5_0;v=none", "k=q5_0.hadamard;v=none"),
+    *("k=int4.token32;v=int2.token32", "k=int2.token32;v=int4.token32"),
+    *("k=int4.channel32;v=int2.token32", "k=int2.channel32;v=int4.token32"),
+)
+"""Formats on which others have published numbers: rotated or not, and 4 and 2 bits for keys and values or reversed."""
 STRIDE, STATES_AT_ONCE = 4, 64
 """Distributions are compared at every fourth token, 64 at a time."""
 PARTS = ("k=int4;v=none", "k=none;v=int4", "k=int4.hadamard;v=none", "k=int4.channel32;v=none", "k=int4.pre;v=none")
@@ -140,7 +147,8 @@ class Cell(NamedTuple):
             "wiki": self.length * 8 * WINDOWS,
             "heads": 100_000.0,
             "caches": self.length * (4 + prompts) * (1 + len(FORMATS + PARTS)),
-            "positions": self.length * WINDOWS * (1 + len(BY_POSITION)),
+            "positions": self.length * (WINDOWS if self.length <= 8192 else 1) * (1 + len(BY_POSITION)),
+            "published": self.length * 8 * (5 + len(PUBLISHED)),
             "pair_bits": self.length * 4 * (1 + len(BITS) * (4 + len(RULES))),
             "train": 3 * LORA_ROWS * LORA_TOKENS,
         }.get(self.kind, samples_of(self.length) * prompts * self.length)
@@ -190,6 +198,8 @@ def all_cells() -> Iterator[Cell]:
         for table in tables:
             yield Cell(model, "pair_bits", length, table)
     yield Cell("bundled-llama", "key_bias", 256)
+    yield Cell("smollm2", "published", 1024)
+    yield Cell("gemma3", "published", 1024)
     for model, length, table in (
         ("smollm2", 8192, "default"), ("smollm2", 16384, "yarn:factor=2"), ("gemma3", 16384, "default"),
         ("gemma3", 32768, "default"), ("gemma3", 65536, "yarn:factor=2"),
@@ -435,7 +445,7 @@ def compare_caches(
 def positions(study: Study, cell: Cell) -> dict[str, Any]:
     """Measure what formats cost between doubling positions."""
     windows, digest = spread_windows(study.tokenizer(cell), study.text(), cell.length, WINDOWS)
-    count = WINDOWS if cell.length <= 16384 else 1
+    count = WINDOWS if cell.length <= 8192 else 1
     model, edges = study.model(cell), [edge for edge in POSITIONS if edge <= cell.length]
     caches = {text: functools.partial(quantized, model, text) for text in BY_POSITION}
     rows = compare_caches(model, [window.ids for window in windows[:count]], edges, caches)
@@ -487,6 +497,19 @@ def pair_bits(study: Study, cell: Cell) -> dict[str, Any]:
             )  # fmt: skip
         row |= {name: [getattr(each, name) for each in found.samples(cell.length)] for name in ("correct", "logprob")}
     return {"sha256": digest, "rows": result}
+
+
+def published(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure formats on which others have published numbers."""
+    model = study.model(cell)
+    windows, digest = spread_windows(study.tokenizer(cell), study.text(), cell.length, 8)
+    ids = [window.ids for window in windows]
+    caches: dict[str, Cache] = {text: functools.partial(quantized, model, text) for text in PUBLISHED}
+    shapes = {index: layer.key.shape for index, layer in measure_energies(model, torch.stack(ids[:1])).items()}
+    for width in (2, 3, 4, 5):
+        bits = {index: torch.full(shape, width) for index, shape in shapes.items()}
+        caches[f"keys: {width} bits, rotated, Lloyd-Max"] = functools.partial(keys_by_pair, model, bits, rotated_from=0)
+    return {"sha256": digest, "rows": compare_caches(model, ids, [0, cell.length], caches)}
 
 
 def key_bias(study: Study, cell: Cell) -> dict[str, Any]:
@@ -556,6 +579,7 @@ MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
     "positions": positions,
     "pair_bits": pair_bits,
     "key_bias": key_bias,
+    "published": published,
     "train": train,
 }
 
