@@ -1,6 +1,6 @@
-"""Draw the figures of the README and of docs/two-models.md from benchmarks/results.
+"""Draw the figures of the README, of docs/two-models.md and of docs/kv-caches.md from benchmarks/results.
 
-python benchmarks/page_figures.py        # writes docs/before_after.png, docs/two_models.png and docs/angles.png
+python benchmarks/page_figures.py        # writes before_after.png, two_models.png, angles.png and caches.png in docs
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from rope_patch.reports.plots.base import (
     mark_position,
     perplexity_by_position,
     plain_axes,
+    shared_legend,
     signed_percent,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA, GEMMA = "SmolLM2-135M: all layers", "Gemma 3 270M: its full layers"
+NAMES = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 CONTEXTS = {"smollm2": 8192, "gemma3": 32768}
 PAIRS = {"smollm2": (1e5, 32), "gemma3": (1e6, 128)}
 """Base and number of pairs of the table that p-RoPE changes."""
@@ -92,7 +94,7 @@ def two_models() -> Figure:
                 means = losses(model=model, length=65536, table=table)
                 perplexity = {span: math.exp(statistics.fmean(each)) for span, each in means.items()}
             axes.plot(*steps(perplexity), label=label, **styles[label])
-        axes.set_title({"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}[model], fontsize=10, loc="left")
+        axes.set_title(NAMES[model], fontsize=10, loc="left")
         axes.set(xlabel="position [tokens]", ylabel="perplexity (log scale)", yscale="log")
         mark_position(axes, CONTEXTS[model], "trained length")
         few_log_ticks(axes.yaxis)
@@ -145,9 +147,32 @@ def angles() -> Figure:
     return figure
 
 
+def caches() -> Figure:
+    """Draw what formats of the cache cost by position, a panel for each model and table."""
+    cells = [cell for cell in result("study_families")["cells"] if cell["kind"] == "positions"]
+    figure = Figure(figsize=(WIDTH, 3.2 * math.ceil(len(cells) / 2)), layout="constrained")
+    add_title(figure, "What a quantized cache costs by position")
+    grid = figure.subplots(math.ceil(len(cells) / 2), 2, sharey=True, squeeze=False)
+    styles = line_styles([row["format"] for row in cells[0]["rows"][1:]])
+    for axes, cell in zip(grid.flat, cells, strict=False):
+        for row in cell["rows"][1:]:  # the first is full precision
+            means = {span: statistics.fmean(windows) for span, windows in row["kl"].items()}
+            axes.plot(*steps(means), label=row["format"], **styles[row["format"]])
+        table = "" if cell["table"] == "default" else f", {cell['table']}"
+        axes.set_title(f"{NAMES[cell['model']]}{table}", fontsize=10, loc="left")
+        axes.set(xlabel="position [tokens]", yscale="log")
+        mark_position(axes, CONTEXTS[cell["model"]], "trained length")
+        plain_axes(axes)
+    for axes in grid.flat[len(cells) :]:
+        axes.set_axis_off()
+    figure.supylabel("KL from full precision [nats/token], log scale", fontsize=10)
+    shared_legend(figure, {line.get_label(): line for line in grid.flat[0].get_lines() if line.get_label()[0] != "_"})
+    return figure
+
+
 def main() -> None:
     """Draw the figures and write the pictures."""
-    for draw in (before_after, two_models, angles):
+    for draw in (before_after, two_models, angles, caches):
         draw().savefig(ROOT / "docs" / f"{draw.__name__}.png", dpi=110, bbox_inches="tight")
 
 

@@ -198,6 +198,7 @@ def all_cells() -> Iterator[Cell]:
         for table in tables:
             yield Cell(model, "pair_bits", length, table)
     yield Cell("bundled-llama", "key_bias", 256)
+    yield Cell("smollm2", "one_pass", 1024)
     yield Cell("smollm2", "published", 1024)
     yield Cell("gemma3", "published", 1024)
     for model, length, table in (
@@ -394,6 +395,12 @@ def caches(study: Study, cell: Cell) -> dict[str, Any]:
     return {"summary": whole["summary"], "rows": whole["rows"]}
 
 
+@torch.no_grad()
+def states(reader: Reader, ids: Tensor, past: Any, chunk: int | None = None) -> Tensor:
+    """Return the last hidden states of a text that is read through a cache: (tokens, features)."""
+    return torch.cat([hidden[0] for _, hidden in reader.read(ids[None], past, chunk)])
+
+
 def compare_caches(
     model: Any, windows: Sequence[Tensor], edges: Sequence[int], caches: Mapping[str, Cache]
 ) -> list[dict[str, Any]]:
@@ -402,10 +409,6 @@ def compare_caches(
     The first row is full precision.
     """
     reader = Reader(model)
-
-    @torch.no_grad()
-    def states(ids: Tensor, past: Any, chunk: int | None = None) -> Tensor:
-        return torch.cat([hidden[0] for _, hidden in reader.read(ids[None], past, chunk)])
 
     @torch.no_grad()
     def compared(exact: Tensor, rough: Tensor, ids: Tensor) -> Tensor:
@@ -418,13 +421,13 @@ def compare_caches(
         return torch.cat(columns, 1).double()
 
     def chunked(ids: Tensor) -> Tensor:
-        return states(ids, reader.new_cache(len(ids)), reader.default_chunk(len(ids)))
+        return states(reader, ids, reader.new_cache(len(ids)), reader.default_chunk(len(ids)))
 
     exact = [chunked(window) for window in windows]
     measured = {"none": [compared(one, one, ids) for one, ids in zip(exact, windows, strict=True)]}
     for name, make in caches.items():
         with make() as maker:
-            rough = [states(window, maker()) for window in windows]
+            rough = [states(reader, window, maker()) for window in windows]
         measured[name] = [compared(*each) for each in zip(exact, rough, windows, strict=True)]
         print(f"  {name}: KL {sum(float(part[0].mean()) for part in measured[name]) / len(windows):.4f}", flush=True)
     return [
@@ -512,6 +515,22 @@ def published(study: Study, cell: Cell) -> dict[str, Any]:
     return {"sha256": digest, "rows": compare_caches(model, ids, [0, cell.length], caches)}
 
 
+def one_pass(study: Study, cell: Cell) -> dict[str, Any]:
+    """Compare the time of one pass through a quantized cache with that of decoding token by token [s]."""
+    model, rows = study.model(cell), []
+    ((window,), digest) = spread_windows(study.tokenizer(cell), study.text(), cell.length, 1)
+    for text in FORMATS:
+        with quantized(model, text) as maker:
+            seconds, read = {}, {}
+            for name, chunk in (("one pass", None), ("decoding", 1)):
+                began = time.perf_counter()
+                read[name] = states(Reader(model), window.ids, maker(), chunk)
+                seconds[name] = time.perf_counter() - began
+        apart = float((read["one pass"] - read["decoding"]).float().norm() / read["decoding"].float().norm())
+        rows.append({"format": text, "seconds": seconds, "relative difference of states": apart})
+    return {"sha256": digest, "rows": rows}
+
+
 def key_bias(study: Study, cell: Cell) -> dict[str, Any]:
     """Measure what a large bias of keys, such as that of Qwen2, does to formats, on a bundled model.
 
@@ -579,6 +598,7 @@ MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
     "positions": positions,
     "pair_bits": pair_bits,
     "key_bias": key_bias,
+    "one_pass": one_pass,
     "published": published,
     "train": train,
 }
