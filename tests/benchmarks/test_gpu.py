@@ -13,8 +13,11 @@ from support.forks import run_script
 
 from rope_patch.planning import plan, shape_of
 
+pytest.importorskip("gpu_stages", reason="not in the source distribution")
+base, manifest, running, training = (
+    importlib.import_module(f"gpu_stages.{name}") for name in ("base", "manifest", "running", "training")
+)
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")
 
 
 # --- all of it
@@ -81,9 +84,8 @@ def raises(error: BaseException) -> Any:
 
 
 @pytest.fixture
-def suite(stages: Any, tmp_path: Path) -> Any:
+def suite(tmp_path: Path) -> Any:
     """Runs a stage of cells, each a name with the value it finds or a function; returns the suite and the report."""
-    base, running = stages("base"), stages("running")
 
     def cell(name: str, found: Any, **changes: Any) -> Any:
         return base.Cell(name, 60.0, found if callable(found) else lambda done: {"value": found}, **changes)
@@ -168,15 +170,13 @@ def test_results_of_another_device_are_refused(suite: Any) -> None:
 # --- the stages
 
 
-def test_every_need_of_a_cell_is_known(stages: Any) -> None:
-    setting, known = stages("base").Setting(False, "cpu", []), stages("manifest").NEEDS
-    gpu = importlib.import_module("gpu")
-    assert {name for stage in gpu.STAGES for cell in stage.cells(setting) for name in cell.needs} == set(known)
+def test_every_need_of_a_cell_is_known() -> None:
+    setting, gpu = base.Setting(False, "cpu", []), importlib.import_module("gpu")
+    assert {name for stage in gpu.STAGES for cell in stage.cells(setting) for name in cell.needs} == set(manifest.NEEDS)
 
 
-def test_shares_of_the_peak_by_hand(stages: Any) -> None:
+def test_shares_of_the_peak_by_hand() -> None:
     """Ten times the seconds of a plan that assumes 30 % of 989: 3 % of the same peak, 6 % of half of it."""
-    training = stages("training")
     planned = plan("Llama-3.1-8B", length=8192)
     done = training.step_flops(planned)
     seconds = 10 * done.executed / (0.3 * 989e12)

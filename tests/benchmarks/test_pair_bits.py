@@ -34,9 +34,9 @@ def test_every_rule_shares_out_the_budget_of_each_head():
     with torch.enable_grad():
         allocator = pair_bits.Allocator(model, ids)
     full = model(input_ids=ids).logits
-    for average, rule in zip((8, 3, 3, 3, 3, 3), pair_bits.RULES, strict=True):
-        bits = allocator.bits(rule, average)
-        assert all((heads.sum(1) == average * heads.shape[1]).all() and heads.min() >= 1 for heads in bits.values())
+    for rule in pair_bits.RULES:
+        bits = allocator.bits(rule, 3)
+        assert all((heads.sum(1) == 3 * heads.shape[1]).all() and heads.min() >= 1 for heads in bits.values())
         with pair_bits.keys_by_pair(model, bits) as maker:
             lost = (model(input_ids=ids, past_key_values=maker()).logits - full).norm() / full.norm()
-        assert 0 < lost < (0.01 if average == 8 else 0.5)
+        assert 0 < lost < 0.5
