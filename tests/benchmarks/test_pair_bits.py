@@ -28,11 +28,9 @@ def test_bits_and_keys_are_those_of_block_gtq():
     torch.testing.assert_close(read, states("read", torch.float32), atol=1e-5, rtol=0)
 
 
-@torch.no_grad()
 def test_every_rule_shares_out_the_budget_of_each_head():
     model, ids = small("gemma3"), torch.randint(0, 64, (2, 32))
-    with torch.enable_grad():
-        allocator = pair_bits.Allocator(model, ids)
+    allocator = pair_bits.Allocator(model, ids)
     full = model(input_ids=ids).logits
     for rule in pair_bits.RULES:
         bits = allocator.bits(rule, 3)
