@@ -322,8 +322,11 @@ class Allocator:
 
     @property
     def scales(self) -> dict[int, Tensor]:
-        """(heads, pairs) root mean square of the features of each pair of keys, by the index of the layer."""
-        return {index: (layer.key / 2).sqrt() for index, layer in self.energies.items()}
+        """(heads, pairs) root mean square of the features of each pair of keys, by the index of the layer.
+
+        Norms of heads may have learned to set pairs to 0, as some of Gemma 3's have; these have a small scale.
+        """
+        return {index: (layer.key / 2).sqrt().clamp_min(1e-6) for index, layer in self.energies.items()}
 
 
 def stored_bits(bits: Mapping[int, Tensor], norms: int | None = None) -> float:

@@ -147,7 +147,7 @@ class Cell(NamedTuple):
             "wiki": self.length * 8 * WINDOWS,
             "heads": 100_000.0,
             "caches": self.length * (4 + prompts) * (1 + len(FORMATS + PARTS)),
-            "positions": self.length * (WINDOWS if self.length <= 8192 else 1) * (1 + len(BY_POSITION)),
+            "positions": self.length * (WINDOWS if self.length <= 4096 else 1) * (1 + len(BY_POSITION)),
             "published": self.length * 8 * (5 + len(PUBLISHED)),
             "pair_bits": self.length * 4 * (1 + len(BITS) * (4 + len(RULES))),
             "train": 3 * LORA_ROWS * LORA_TOKENS,
@@ -448,7 +448,7 @@ def compare_caches(
 def positions(study: Study, cell: Cell) -> dict[str, Any]:
     """Measure what formats cost between doubling positions."""
     windows, digest = spread_windows(study.tokenizer(cell), study.text(), cell.length, WINDOWS)
-    count = WINDOWS if cell.length <= 8192 else 1
+    count = WINDOWS if cell.length <= 4096 else 1
     model, edges = study.model(cell), [edge for edge in POSITIONS if edge <= cell.length]
     caches = {text: functools.partial(quantized, model, text) for text in BY_POSITION}
     rows = compare_caches(model, [window.ids for window in windows[:count]], edges, caches)

@@ -87,14 +87,22 @@ def _print_memory(checked: Any) -> None:
     """Print the table of how long a text fits into the memory in each format."""
     from rich.markup import escape
 
-    heads = ("bytes a token", "tokens that fit", "shown to work at")
+    from rope_patch.kv_evaluation.results import MEMORY_NOTE
+
+    heads, title = ("bytes a token", "tokens that fit", "shown to work at"), "weights and cache in {:g} GiB"
     table = new_table(
-        "method", "format", *heads, title=f"weights and cache in {checked.limits.memory:g} GiB", right=heads
+        "method",
+        "format",
+        *heads,
+        title=title.format(checked.limits.memory),
+        right=heads,
+        caption=MEMORY_NOTE,
+        caption_justify="left",
     )
     for row in checked.rows:
         name = "full precision" if row.divergence is None else row.format
         shown = checked.shown(row)
-        cells = f"{row.token_bytes:,.0f}", f"{row.fits:,}", "–" if shown is None else f"{shown:,}"
+        cells = f"{row.token_bytes:,.0f}", row.fits_text, "–" if shown is None else f"{shown:,}"
         table.add_row(escape(row.method if row.divergence is None else ""), escape(name), *cells)
     show(table, 160)
 

@@ -18,6 +18,11 @@ from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 5
+MEMORY_NOTE = (
+    "Weights and the cache of one text, full precision as 16 bits, without what is computed meanwhile. Shown to work: "
+    "the longest length at which the format is safe, and its table the best of those compared or shown to be as good."
+)
+"""What the lengths that fit into a memory mean."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +130,15 @@ class KVCheck:
         """Return the longest length at which a format is safe under a method that suits the length [tokens].
 
         A method suits a length if in full precision it is the best one that was measured there, or shown to be as good
-        within the tolerance. None if there is no such length.
+        within the tolerance; beyond the trained length another one must have been measured. None if there is no such
+        length.
         """
         lengths = (length for length in self.lengths if self.verdict(row, length).kind == "safe")
         return max((length for length in lengths if self._suits(row.method, length)), default=None)
 
     def _suits(self, method: str, length: int) -> bool:
+        if length > self.trained_length and len(self.methods) == 1:
+            return False
         full = {name: self.of(name)[0].scores for name in self.methods}
         for metric, span in spans_at(self.spec, length):
             values = {name: metric.value(scores, span) for name, scores in full.items()}
@@ -172,12 +180,12 @@ class KVCheck:
         where = f"In {self.limits.memory:g} GiB"
         reaches = {row: min(shown, row.fits) for row in self.rows if row.fits and (shown := self.shown(row))}
         if not reaches:
-            return [f"{where} no format was shown to work at any of the lengths."]
+            return [f"{where} no format was shown to work on a text that fits."]
         row = max(reaches, key=lambda row: (reaches[row], row.fits))
         name = "full precision" if row.divergence is None else row.format
         return [
-            f"{where} take {name} under {row.method}: {row.fits:,} tokens fit, and it was shown to work at "
-            f"{self.shown(row):,}."
+            f"{where} take {name} under {row.method}: {row.fits_text} tokens fit. It was shown to work at "
+            f"{self.shown(row):,}; nothing is known of longer texts."
         ]
 
     def _everywhere(self) -> list[str]:

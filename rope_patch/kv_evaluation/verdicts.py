@@ -90,6 +90,11 @@ class CheckRow:
     attribution: Attribution | None = None
 
     @property
+    def fits_text(self) -> str:
+        """The number of tokens that fit, as text: any if the cache of a long text stops growing."""
+        return f"{self.fits:,}" if self.token_bytes else "any"
+
+    @property
     def bits(self) -> float:
         """Effective bits per element of the quantized part, mean of keys and values."""
         return (self.key_bits + self.value_bits) / 2

@@ -21,7 +21,7 @@ from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
-from rope_patch.kv_evaluation.results import KVCheck
+from rope_patch.kv_evaluation.results import MEMORY_NOTE, KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
 from rope_patch.reports.comparison import answers, haystack_of, retrieval_text
@@ -159,11 +159,7 @@ def _memory(check: KVCheck) -> Figure:
             names.get(row.format, "full precision"): (row.fits or 0, check.shown(row) or 0) for row in check.of(method)
         }
     title = f"How long a text fits into {check.limits.memory:g} GiB"
-    caption = (
-        "Weights and the cache of one text, without what is computed meanwhile. Bars: the length that fits; dots: the "
-        "longest one at which the format was shown to work, under a table that no other one beats there."
-    )
-    return figure_image(plots.contexts(panels, title=title), caption)
+    return figure_image(plots.contexts(panels, title=title), f"{MEMORY_NOTE} Bars: what fits; dots: what was shown.")
 
 
 def _formats(check: KVCheck) -> DataTable:
@@ -246,8 +242,8 @@ def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:
 
 def _how(check: KVCheck) -> Section:
     answer = (
-        "Formats are simulated, not packed: keys and values are rounded exactly as decoding would round them, and "
-        "nothing here says what memory or time a format saves."
+        "Formats are simulated, not packed: keys and values are rounded exactly as decoding would round them. Memory "
+        "is computed from bits, and no time is measured."
     )
     note = (
         "Scales and zero points are float32, except in formats of programs that store them in 16 bits. In half "

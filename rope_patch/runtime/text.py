@@ -42,10 +42,11 @@ def parse_memory(text: str) -> float:
     >>> parse_memory("24GB"), parse_memory("80")
     (24.0, 80.0)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:gi?b?)?", text.lower())
-    if not match:
-        raise ValueError(f"a memory is a number of GiB such as 24 or 24GB, got {text!r}")
-    return float(match[1])
+    number = text.strip().lower().removesuffix("b").removesuffix("i").removesuffix("g")
+    try:
+        return float(number)
+    except ValueError:
+        raise ValueError(f"a memory is a number of GiB such as 24 or 24GB, got {text!r}") from None
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}

@@ -212,9 +212,11 @@ def test_the_choice_is_what_works_on_the_longest_text_under_the_table_that_suits
     ]
     check = check_of(*rows, memory=24)
     assert [check.shown(row) for row in rows] == [None, None, 8, 8, None]
-    assert check.summary()[0] == "In 24 GiB take b under far: 20 tokens fit, and it was shown to work at 8."
+    assert check.summary()[0] == (
+        "In 24 GiB take b under far: 20 tokens fit. It was shown to work at 8; nothing is known of longer texts."
+    )
     nothing = check_of(by_hand("none", BASE, fits=0), by_hand("a", slow, fits=9), memory=24).summary()[0]
-    assert nothing == "In 24 GiB no format was shown to work at any of the lengths."
+    assert nothing == "In 24 GiB no format was shown to work on a text that fits."
 
 
 def test_attribution_by_hand():
