@@ -151,7 +151,7 @@ def caches() -> Figure:
     """Draw what formats of the cache cost by position, a panel for each model and table."""
     cells = [cell for cell in result("study_families")["cells"] if cell["kind"] == "positions"]
     figure = Figure(figsize=(WIDTH, 3.2 * math.ceil(len(cells) / 2)), layout="constrained")
-    add_title(figure, "What a quantized cache costs by position")
+    add_title(figure, "What a quantized cache costs by position, against full precision")
     grid = figure.subplots(math.ceil(len(cells) / 2), 2, sharey=True, squeeze=False)
     styles = line_styles([row["format"] for row in cells[0]["rows"][1:]])
     for axes, cell in zip(grid.flat, cells, strict=False):
@@ -160,12 +160,12 @@ def caches() -> Figure:
             axes.plot(*steps(means), label=row["format"], **styles[row["format"]])
         table = "" if cell["table"] == "default" else f", {cell['table']}"
         axes.set_title(f"{NAMES[cell['model']]}{table}", fontsize=10, loc="left")
-        axes.set(xlabel="position [tokens]", yscale="log")
-        mark_position(axes, CONTEXTS[cell["model"]], "trained length")
+        axes.set(xlabel="position [tokens]", ylabel="KL [nats/token], log scale", yscale="log")
+        if cell["length"] > CONTEXTS[cell["model"]]:
+            mark_position(axes, CONTEXTS[cell["model"]], "trained length")
         plain_axes(axes)
     for axes in grid.flat[len(cells) :]:
         axes.set_axis_off()
-    figure.supylabel("KL from full precision [nats/token], log scale", fontsize=10)
     shared_legend(figure, {line.get_label(): line for line in grid.flat[0].get_lines() if line.get_label()[0] != "_"})
     return figure
 
