@@ -222,13 +222,12 @@ def greedy_bits(scores: Tensor, average: int) -> Tensor:
     return bits
 
 
-def bits_by_loss(model: Any, rows: Tensor, start: Mapping[int, Tensor], average: int) -> dict[int, Tensor]:
+def bits_by_loss(model: Any, rows: Tensor, average: int) -> dict[int, Tensor]:
     """Give each next bit of every head to the pair that lowers the loss most, tried one by one: an oracle, and slow.
 
     Args:
         model: the model.
         rows: (rows, tokens) token ids on which the loss is measured.
-        start: (heads, pairs) number of bits that each layer has already.
         average: mean number of bits of a pair.
     """
 
@@ -238,7 +237,7 @@ def bits_by_loss(model: Any, rows: Tensor, start: Mapping[int, Tensor], average:
             logits = model(input_ids=rows, past_key_values=maker()).logits[:, :-1]
         return float(nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten()))
 
-    bits = {index: layer.clone() for index, layer in start.items()}
+    bits = {index: torch.full(layer.key.shape, LEAST) for index, layer in measure_energies(model, rows).items()}
     while any(float(layer.double().mean()) < average for layer in bits.values()):
         chosen = []
         for index, layer in bits.items():

@@ -36,7 +36,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import rope_patch
 from measuring import command, environment, write
-from pair_bits import LEAST, RULES, Allocator, bits_by_loss, keys_by_pair, measure_energies, stored_bits
+from pair_bits import RULES, Allocator, bits_by_loss, keys_by_pair, measure_energies, stored_bits
 from public_checkpoint import BUILD, CHECKPOINTS
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
@@ -463,11 +463,10 @@ def pair_bits(study: Study, cell: Cell) -> dict[str, Any]:
     windows, digest = spread_windows(tokenizer, study.text(), cell.length, 4)
     rows = torch.stack([window.ids for window in calibration])
     allocator, caches, stored = Allocator(model, rows), dict[str, Cache](), dict[str, Any]()
-    oracle = {index: torch.full(layer.key.shape, LEAST) for index, layer in allocator.energies.items()}
     for average in BITS:
         rules = {rule: allocator.bits(rule, average) for rule in RULES}
-        if cell.bundled and cell.table == "default":
-            oracle = rules["oracle"] = bits_by_loss(model, rows, oracle, average)
+        if cell.bundled and cell.table == "default" and average == BITS[0]:  # more bits take hours
+            rules["oracle"] = bits_by_loss(model, rows[:1], average)
         for rule, bits in rules.items():
             # All pairs alike, rotated, is TurboQuant.
             options = {"rotated_from": 0} if rule == "uniform" else {}
