@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from rope_patch.analysis.outliers import outlier_pairs
 from rope_patch.kv_cache.cache import CacheMaker, quantized
-from rope_patch.kv_cache.plans import LayerPlan
-from rope_patch.kv_cache.schemes import SCALE_BITS
+from rope_patch.kv_cache.plans import LayerPlan, plan_layers
+from rope_patch.kv_cache.schemes import SCALE_BITS, Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.temporary_modes import in_eval_mode
@@ -44,7 +44,11 @@ def places(layer: AttentionLayer) -> Tensor:
 
 @functools.cache
 def levels(bits: int, features: int) -> Tensor:
-    """Return the levels of least squared error for a normal variable of variance ``1 / features``: (2 ** bits,)."""
+    """Return the levels of least squared error for a normal variable of variance ``1 / features``: (2 ** bits,).
+
+    ``lloyd_max`` of the package has the levels of vLLM, which differ: these have two digits for 2 bits, and stop after
+    the same number of rounds as Block-GTQ's.
+    """
     if bits == 2:
         return torch.tensor([-1.51, -0.453, 0.453, 1.51], dtype=torch.float64).div(features**0.5).float()
     normal, count = torch.special.ndtr, 2**bits
@@ -222,6 +226,12 @@ def greedy_bits(scores: Tensor, average: int) -> Tensor:
     return bits
 
 
+def equal_bits(model: nn.Module, count: int) -> dict[int, Tensor]:
+    """Return the same number of bits for every pair: (heads, pairs) of each layer, by its index."""
+    keys = {index: plan.layer.parts["key"] for index, plan in plan_layers(model, Scheme()).items()}
+    return {index: torch.full((len(key.heads), key.head_dim // 2), count) for index, key in keys.items()}
+
+
 def bits_by_loss(model: Any, rows: Tensor, average: int) -> dict[int, Tensor]:
     """Give each next bit of every head to the pair that lowers the loss most, tried one by one: an oracle, and slow.
 
@@ -237,7 +247,7 @@ def bits_by_loss(model: Any, rows: Tensor, average: int) -> dict[int, Tensor]:
             logits = model(input_ids=rows, past_key_values=maker()).logits[:, :-1]
         return float(nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten()))
 
-    bits = {index: torch.full(layer.key.shape, LEAST) for index, layer in measure_energies(model, rows).items()}
+    bits = equal_bits(model, LEAST)
     while any(float(layer.double().mean()) < average for layer in bits.values()):
         chosen = []
         for index, layer in bits.items():
@@ -258,7 +268,7 @@ Scores = dict[int, Tensor]
 
 
 def uniform(energies: Mapping[int, LayerEnergies], statistics: Capture) -> Scores:
-    """All pairs alike."""
+    """The same for all pairs."""
     return {index: torch.ones_like(layer.key) for index, layer in energies.items()}
 
 
@@ -283,7 +293,7 @@ def mean_key(energies: Mapping[int, LayerEnergies], statistics: Capture) -> Scor
 
 
 def bound(energies: Mapping[int, LayerEnergies], statistics: Capture) -> Scores:
-    """Outliers below Jonasson's frequency bound first, up to 8 bits, and all others alike."""
+    """Outliers below Jonasson's frequency bound first, up to 8 bits, and equal bits for all others."""
     scores = uniform(energies, statistics)
     groups = {layer.index: layer.groups for layer in statistics.layers}
     for pair in outlier_pairs(statistics):

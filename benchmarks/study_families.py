@@ -36,7 +36,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import rope_patch
 from measuring import command, environment, write
-from pair_bits import RULES, Allocator, bits_by_loss, keys_by_pair, measure_energies, stored_bits
+from pair_bits import RULES, Allocator, bits_by_loss, equal_bits, keys_by_pair, stored_bits
 from public_checkpoint import BUILD, CHECKPOINTS
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
@@ -456,7 +456,7 @@ def positions(study: Study, cell: Cell) -> dict[str, Any]:
 
 
 def pair_bits(study: Study, cell: Cell) -> dict[str, Any]:
-    """Compare rules that share out the bits of keys among rotary pairs, and two formats whose pairs are alike."""
+    """Compare rules that share out the bits of keys among rotary pairs, and two formats with equal bits."""
     model, tokenizer = study.model(cell), study.tokenizer(cell)
     count, known = CALIBRATION
     calibration, _ = spread_windows(tokenizer, study.text(held_out=False), min(known, cell.length), count)
@@ -468,7 +468,7 @@ def pair_bits(study: Study, cell: Cell) -> dict[str, Any]:
         if cell.bundled and cell.table == "default" and average == BITS[0]:  # more bits take hours
             rules["oracle"] = bits_by_loss(model, rows[:1], average)
         for rule, bits in rules.items():
-            # All pairs alike, rotated, is TurboQuant.
+            # Equal bits, rotated, are TurboQuant's.
             options = {"rotated_from": 0} if rule == "uniform" else {}
             caches[f"{rule} {average}"] = functools.partial(keys_by_pair, model, bits, **options)
             stored[f"{rule} {average}"] = {
@@ -507,9 +507,8 @@ def published(study: Study, cell: Cell) -> dict[str, Any]:
     windows, digest = spread_windows(study.tokenizer(cell), study.text(), cell.length, 8)
     ids = [window.ids for window in windows]
     caches: dict[str, Cache] = {text: functools.partial(quantized, model, text) for text in PUBLISHED}
-    shapes = {index: layer.key.shape for index, layer in measure_energies(model, torch.stack(ids[:1])).items()}
     for width in (2, 3, 4, 5):
-        bits = {index: torch.full(shape, width) for index, shape in shapes.items()}
+        bits = equal_bits(model, width)
         caches[f"keys: {width} bits, rotated, Lloyd-Max"] = functools.partial(keys_by_pair, model, bits, rotated_from=0)
     return {"sha256": digest, "rows": compare_caches(model, ids, [0, cell.length], caches)}
 

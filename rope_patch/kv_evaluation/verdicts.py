@@ -13,6 +13,7 @@ from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.attribution import Attribution
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
+from rope_patch.runtime.text import LARGEST_LENGTH
 from rope_patch.tables import RotaryTable
 
 NOISE = 0.1
@@ -91,8 +92,8 @@ class CheckRow:
 
     @property
     def fits_text(self) -> str:
-        """The number of tokens that fit, as text: any if the cache of a long text stops growing."""
-        return f"{self.fits:,}" if self.token_bytes else "any"
+        """The number of tokens that fit, as text; without a limit if the cache of a long text stops growing."""
+        return "any number of" if self.fits == LARGEST_LENGTH else f"{self.fits:,}"
 
     @property
     def bits(self) -> float:

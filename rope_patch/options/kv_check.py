@@ -13,7 +13,7 @@ from rope_patch.options.shared import Machine, Patching
 
 @dataclass(frozen=True)
 class Limits(OptionSet):
-    """The limits within which a format is called safe."""
+    """What a safe format may cost, and the memory that it must fit into."""
 
     tolerance: float = number(
         "The relative increase in perplexity up to which a format counts as safe.", 0.02, metavar="SHARE", least=0
