@@ -62,8 +62,9 @@ class CoPE(Method, name="cope"):
     """CoPE: fade the slowest pairs out by half a cosine, where p-RoPE cuts them off.
 
     ``share`` of all pairs, rounded to whole pairs, is faded: the first of them keeps its frequency, the slowest becomes
-    unrotated. The paper fades 20 of 64 pairs. A share of fewer than two pairs leaves the table as it is. *Source*:
-    arXiv:2602.05258, applied to the table of the checkpoint as in the authors' code (hrlics/CoPE at ed52ba5).
+    unrotated. A share of fewer than two pairs leaves the table as it is. *Source*: arXiv:2602.05258, applied to the
+    table of the checkpoint as in the authors' code (hrlics/CoPE at ed52ba5). That code fades 20 pairs of heads of any
+    width; ours fades the share that this is of their 64 pairs, 10 of 32 and 40 of 128.
     """
 
     share: float = number(20 / 64, least=0, most=1)

@@ -105,7 +105,7 @@ def test_a_chain_of_variables_has_one_value():
     while following := [name for name, before in links.items() if before == chain[-1]]:
         chain += following
     assert prompt.parts == tuple(chain) and len(chain) == 5
-    assert prompt.text.endswith(f" Which variables have the value {value}? In order, they are")
+    assert prompt.text.endswith(f" Which 5 variables have the value {value}? In order, they are")
 
 
 def test_a_seed_gives_the_same_prompts_and_every_setting_others():

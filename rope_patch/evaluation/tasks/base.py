@@ -89,14 +89,14 @@ class Draw:
     haystack: Haystack
 
     def numbers(self, count: int, digits: int) -> list[str]:
-        """Return ``count`` different numbers with this number of digits.
+        """Return ``count`` different numbers with this number of digits, of which the first is not 0, as in RULER.
 
         Args:
             count: the number of numbers that are returned.
             digits: the number of digits of each.
         """
         # More than needed, because some repeat and some have another number of tokens.
-        pool = ["".join(self.rng.choices("0123456789", k=digits)) for _ in range(64 + count)]
+        pool = [str(self.rng.randrange(10 ** (digits - 1), 10**digits)) for _ in range(64 + count)]
         return self.equally_long(list(dict.fromkeys(pool)), count)
 
     def names(self, count: int) -> list[str]:

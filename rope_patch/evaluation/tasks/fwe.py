@@ -17,8 +17,9 @@ class FrequentWords(Task, name="fwe"):
 
     source = (
         "Hsieh et al. (2024), RULER, arXiv:2404.06654, frequent words extraction, exponent 2, a vocabulary of one "
-        "word per 50 tokens; ours has our wording, asks for the most frequent word first, and lets no two of the words "
-        "asked for be equally frequent"
+        "word per 50 tokens of the prompt and its answer, as lm-eval has it (NVIDIA's own code leaves the answer's 50 "
+        "tokens out of the count); ours has our wording, asks for the most frequent word first, and lets no two of the "
+        "words asked for be equally frequent"
     )
     joined, placed, anywhere = True, False, True
 

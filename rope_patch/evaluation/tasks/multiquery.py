@@ -8,7 +8,10 @@ from rope_patch.evaluation.tasks.base import Draw, Question, Task
 class MultiQuery(Task, name="multiquery"):
     """Another word with a number of seven digits at every depth; one question asks for all numbers."""
 
-    source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-query NIAH; ours asks for them in their order"
+    source = (
+        "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-query NIAH; ours has our wording, nouns as keys, one key "
+        "for every depth where RULER has four, and asks for the values in the order of the keys"
+    )
     joined = True
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:

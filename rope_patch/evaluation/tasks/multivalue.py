@@ -8,7 +8,10 @@ from rope_patch.evaluation.tasks.base import Draw, Question, Task
 class MultiValue(Task, name="multivalue"):
     """One word that has a number of seven digits at every depth; one question asks for all numbers."""
 
-    source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-value NIAH; ours asks for them in their order"
+    source = (
+        "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-value NIAH; ours has our wording, a noun as the key, a "
+        "value at every depth where RULER has four values, and asks for them in their order"
+    )
     joined = True
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:

@@ -8,7 +8,10 @@ from rope_patch.evaluation.tasks.base import CrowdedTask, Draw, endless_pairs
 class NiahMultikey2(CrowdedTask, name="niah_multikey_2"):
     """One number of seven digits for each pair of an adjective and a noun."""
 
-    source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-key NIAH 2; our sentences, needles at stated depths"
+    source = (
+        "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-key NIAH 2; our sentences and lists of words (139 "
+        "adjectives and 72 nouns, where RULER has thousands), needles at stated depths"
+    )
     opening = "Some words have a magic number."
     needle = " The magic number of {name} is {value}."
     question = " What is the magic number of {name}?"
@@ -22,4 +25,4 @@ class NiahMultikey2(CrowdedTask, name="niah_multikey_2"):
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
         """Yield other words and their numbers."""
         for name in endless_pairs(draw.rng):
-            yield name, f"{draw.rng.randrange(10**self.digits):0{self.digits}}"
+            yield name, str(draw.rng.randrange(10 ** (self.digits - 1), 10**self.digits))

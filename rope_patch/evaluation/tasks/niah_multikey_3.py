@@ -6,7 +6,10 @@ from rope_patch.evaluation.tasks.base import UuidTask
 class NiahMultikey3(UuidTask, name="niah_multikey_3"):
     """One UUID for each UUID."""
 
-    source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-key NIAH 3; our sentences, needles at stated depths"
+    source = (
+        "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-key NIAH 3; our sentences, UUIDs that begin with a digit, "
+        "needles at stated depths"
+    )
     opening = "Some codes have a magic code."
     needle = " The magic code of {name} is {value}."
     question = " What is the magic code of {name}?"

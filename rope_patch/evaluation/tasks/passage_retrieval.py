@@ -58,8 +58,9 @@ class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
 
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
         """Yield other passages."""
-        numbers = draw.rng.sample(range(10**self.digits), 10**self.digits)
-        yield from ((text, f"{number:05}") for text, number in zip(shuffled_passages(draw), numbers, strict=False))
+        passages = shuffled_passages(draw)
+        numbers = draw.rng.sample(range(10 ** (self.digits - 1), 10**self.digits), len(passages))
+        yield from ((text, str(number)) for text, number in zip(passages, numbers, strict=True))
 
 
 def one_line(haystack: Haystack) -> str:

@@ -56,7 +56,9 @@ class StoryTask(Task):
 
     source = (
         "Kuratov et al. (2024), BABILong, arXiv:2406.10149, after the task of this number of Weston et al. (2015), "
-        "bAbI, arXiv:1502.05698; facts, names and wording are ours, without instructions and worked examples"
+        "bAbI, arXiv:1502.05698; facts, names and wording are ours, without instructions and worked examples; an "
+        "answer ends after as many tokens as the right one has, so that 'the garden or the park' counts as the garden,"
+        " where BABILong's scorer counts it wrong"
     )
     anywhere = True
     places: ClassVar[int]
