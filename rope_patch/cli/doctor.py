@@ -19,7 +19,7 @@ def doctor(words: Sequence[str]) -> int:
         return _print_flags(options, options.method)
     from rope_patch.diagnosis.doctor import doctor as diagnose
 
-    diagnosis = diagnose(options.model, for_programs=options.for_programs)
+    diagnosis = diagnose(options.model, for_programs=options.for_programs, results=options.results)
     if options.as_json:
         print_json(diagnosis.to_dict())
     else:

@@ -15,11 +15,13 @@ from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_recor
 from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.checkpoints.gguf_table import layers_in
 from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.checkpoints.source_files import read_tokenizer
 from rope_patch.checkpoints.tokenizer_length import stated_length
 from rope_patch.checkpoints.weight_files import check_weights
 from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check, Diagnosis
+from rope_patch.diagnosis.eval_results import check_results
 from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, layers_of, unreadable
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.engines.tables_by_program import PROGRAMS
@@ -30,7 +32,13 @@ from rope_patch.patching.verify import shortened
 from rope_patch.runtime.folders import is_gguf
 
 
-def doctor(model: nn.Module | str | Path, tokenizer: Any = None, *, for_programs: Sequence[str] = ()) -> Diagnosis:
+def doctor(
+    model: nn.Module | str | Path,
+    tokenizer: Any = None,
+    *,
+    for_programs: Sequence[str] = (),
+    results: str | Path | None = None,
+) -> Diagnosis:
     """Check whether the rotary table that is used is the one that is meant, for any model.
 
     For a model in memory, the rotary module is called, and its angles are compared with the table that the config
@@ -43,13 +51,16 @@ def doctor(model: nn.Module | str | Path, tokenizer: Any = None, *, for_programs
             folder, a hub id, an adapter's folder, or a GGUF file.
         tokenizer: the tokenizer whose length is compared with the context; by default that of the folder.
         for_programs: other programs whose tables count for the verdict, such as ``["vllm"]``; by default none does.
+        results: a folder or file that lm-eval wrote of this model, which is checked, too: were prompts cut, and are
+            answers that score 0 really wrong? For a model in memory the tokenizer is needed.
 
     Returns:
         The diagnosis; ``ok`` and ``status`` hold the verdict, and ``print`` shows everything.
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: a program is unknown or is given for a model in memory, or there is no such folder.
+        ValueError: a program is unknown or is given for a model in memory, there is no such folder, or there are no
+            such results.
         OSError: there is nothing that can be read.
 
     Example:
@@ -62,6 +73,17 @@ def doctor(model: nn.Module | str | Path, tokenizer: Any = None, *, for_programs
     for name in for_programs:
         if name not in PROGRAMS:
             raise ValueError(f"unknown program {name!r}. Known: {', '.join(PROGRAMS)}")
+    if results is not None:
+        # Read first: a wrong path is an error before anything is checked.
+        if tokenizer is not None:
+            counting = tokenizer
+        elif isinstance(model, nn.Module):
+            raise ValueError("results are checked with a tokenizer: give it, too")
+        else:
+            counting = read_tokenizer(model)
+        more = list(check_results(results, counting))
+        diagnosed = doctor(model, tokenizer, for_programs=for_programs)
+        return replace(diagnosed, checks=(*diagnosed.checks, *more))
     if isinstance(model, nn.Module):
         if for_programs:
             raise ValueError("for_programs goes with a folder or file: other programs do not read models in memory")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, contained, flag, word
+from rope_patch.options.fields import OptionSet, contained, flag, path, word
 from rope_patch.options.shared import Patching
 
 _NEW_CHECKPOINT = (
@@ -90,6 +90,8 @@ class DoctorOptions(OptionSet, command="doctor"):
     The exit status is 0 if all checks hold, 1 if something differs, and 3 if a check could not be made. Other programs
     count only if they are named with ``--for``.
 
+    With ``--results``, what lm-eval wrote is checked, too: were prompts cut, and are answers that score 0 really wrong?
+
     With ``--method``, the options are printed by which each program runs this unchanged checkpoint under a method. The
     exit status is 3 if a program's options cannot express it.
 
@@ -105,6 +107,10 @@ class DoctorOptions(OptionSet, command="doctor"):
         metavar="PROGRAM",
         name="for",
         repeated=True,
+    )
+    results: Path | None = path(
+        "Check results of lm-eval, too: the folder of --output_path or a file in it, best with --log_samples.",
+        None,
     )
     method: str | None = word(
         "Print the options by which programs run this unchanged checkpoint under a method, such as yarn:factor=4.",

@@ -51,7 +51,7 @@ def run(name: str, tmp_path: Path, *more: str, against: str = "lm_eval", fork: b
             status = subprocess.run([sys.executable, *command], env=environment, stderr=file, check=False).returncode
     assert status == 0, log.read_text()[-3000:]
     report = json.loads(output.read_text())
-    assert {"benchmark", "command", "what", "summary", "settings", "environment"} <= report.keys()
+    assert {"benchmark", "command", "what", "settings", "environment"} <= report.keys()
     assert report["benchmark"] == name
     assert report["command"].startswith(f"python benchmarks/{name}.py --quick")
     assert {"torch", "transformers", against, "rope_patch", "threads", "device"} <= report["environment"].keys()

@@ -38,7 +38,7 @@ from support.task_index import TASKS, build, defaults, our_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 import rope_patch
-from rope_patch import PatchError
+from rope_patch import PatchError, doctor
 from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
@@ -668,6 +668,17 @@ def test_every_flag_that_keeps_something(shell, capsys, tmp_path):
     (samples,) = out.rglob("samples_rope_passkey_*.jsonl")
     assert len(samples.read_text().splitlines()) == 3
     assert len(list((tmp_path / "requests").iterdir())) == 2
+
+
+def test_the_doctor_finds_prompts_that_lm_eval_cut(shell, tmp_path):
+    """On a run of lm-eval's own model type, which cuts what does not fit; ours refuses such prompts."""
+    out = tmp_path / "out"
+    line = f"lm_eval --model hf --model_args pretrained={LLAMA},max_length=400 --include_path {TASKS} --device cpu"
+    line += " --tasks rope_passkey --metadata max_seq_lengths=[256,512] samples=1 depths=0.5"
+    shell(f"{line} --output_path {out} --log_samples", lm_eval.__main__.cli_evaluate)
+    lengths, prompts, _ = doctor(LLAMA, results=out).checks[-3:]
+    assert lengths.found == "scores at 512 tokens, and max_length was 400"
+    assert prompts.found.startswith("1 of 2 were cut: up to 11")  # 112 tokens in all, some of them of the answer
 
 
 def test_ls_and_run_know_our_tasks_and_the_users(shell, capsys, tmp_path, monkeypatch):

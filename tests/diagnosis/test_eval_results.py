@@ -1,0 +1,86 @@
+"""``doctor`` on results of lm-eval: samples as its files hold them; a run of lm-eval itself is in ``tests/harness``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.commands import invoke
+
+from rope_patch import data_path
+from rope_patch.diagnosis.eval_results import check_results
+
+LLAMA = data_path("assets") / "llama"
+STAMP = "2026-11-26T06-43-14.154957"
+PROMPT = "def f(x):"
+SCORES = {"128,none": 0, "256,none": -1}
+
+
+class Characters:
+    """A tokenizer of a character per token, with a template."""
+
+    chat_template = "{{ messages }}"
+
+    def __call__(self, text, **_):
+        return {"input_ids": [list(one) for one in text] if isinstance(text, list) else list(text)}
+
+
+def sample(said, target="['28334']", kept=None, **more):
+    return {
+        "target": target,
+        "arguments": {"gen_args_0": {"arg_0": PROMPT, "arg_1": {"max_gen_toks": 5}}},
+        "resps": [[said]],
+        "filtered_resps": [said if kept is None else kept],
+        "metrics": ["exact_match"],
+        "exact_match": 0.0,
+        **more,
+    }
+
+
+def written(folder, *samples, **results):
+    results = {"config": {"model": "hf"}, "max_length": 64, "results": {}} | results
+    (folder / f"results_{STAMP}.json").write_text(json.dumps(results))
+    path = folder / f"samples_niah_{STAMP}.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in samples))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("check", "state", "said", "samples", "results"),
+    [
+        ("lengths of niah", "differs", "scores at 128 tokens", [], {"results": {"niah": SCORES}}),
+        ("prompts of niah", "holds", "all 1 fit", [sample("")], {"max_length": len(PROMPT) + 5}),
+        ("prompts of niah", "differs", "1 of 1 were cut: up to 1 ", [sample("")], {"max_length": len(PROMPT) + 4}),
+        ("answers of niah", "differs", "as in: 'It is 28,334.'", [sample("It is 28,334."), sample("no")], {}),
+        ("answers of niah", "differs", "took it out of 1 of them", [sample("is 28334", kept="is")], {}),
+        ("answers of niah", "differs", "1 of the 1 that score 0", [sample("I say YES-A", target="yesa")], {}),
+        ("answers of niah", "holds", "none of the 1 of 2", [sample("28333"), sample("28334", exact_match=1.0)], {}),
+        ("answers of niah", "holds", "none of the 1 of 1", [sample("1234", target="4")], {}),
+        ("answers of niah", "unknown", "2 of 3 are empty", [sample(""), sample("\n"), sample("no")], {}),
+        ("chat template", "note", "without it", [], {}),
+    ],
+)
+def test_what_results_say(tmp_path, check, state, said, samples, results):
+    written(tmp_path, *samples, **results)
+    (found,) = [one for one in check_results(tmp_path, Characters()) if one.name == check]
+    assert found.state == state and said in f"{found.found} {found.meaning}"
+
+
+def test_a_program_that_cuts_nothing_and_a_template_that_was_applied_say_nothing(tmp_path):
+    path = written(tmp_path, sample("no"), config={"model": "rope_patch"}, max_length=1, chat_template="{{ messages }}")
+    assert [one.name for one in check_results(path, Characters())] == ["answers of niah"]
+
+
+def test_an_answer_that_is_scored_takes_a_token_less(tmp_path):
+    scored = {"arguments": {"gen_args_0": {"arg_0": PROMPT, "arg_1": "28"}}, "exact_match": 1.0}
+    written(tmp_path, sample("") | scored, max_length=len(PROMPT) + 1)
+    assert next(check_results(tmp_path, Characters())).state == "holds"
+
+
+def test_the_command_counts_them(tmp_path):
+    path = written(tmp_path, sample("It is 28334."))
+    told = invoke("doctor", str(LLAMA), "--results", str(path))
+    assert told.exit_code == 1 and "hold the right answer '28334'" in " ".join(told.output.split())
+    for wrong, said in [(tmp_path / "none", "no"), (LLAMA, "has no results_"), (LLAMA / "config.json", "not named")]:
+        told = invoke("doctor", str(LLAMA), "--results", str(wrong))
+        assert told.exit_code == 2 and said in told.output, told.output
