@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -139,8 +138,8 @@ def tokens_per_second(
 ) -> float:
     """Measure how many tokens a model reads in a second, on a short row and then on longer ones while time allows.
 
-    For longer rows the speed is extrapolated: because of attention, the time for each token grows linearly with the
-    length of the row.
+    For longer rows the speed is extrapolated by :func:`operations`. Each row is read twice and the faster time counts,
+    because other programs only ever make a reading slower.
 
     Args:
         model: a causal language model.
@@ -161,12 +160,14 @@ def tokens_per_second(
 
     with in_eval_mode(model):
         seconds(1, min(length, 16))  # the first call of a process is slower
-        size, spent, sizes, costs = min(length, SHORTEST_ROW), 0.0, list[int](), list[float]()
+        size, spent = min(length, SHORTEST_ROW), 0.0
         while True:
             elapsed = seconds(1, size)
+            # A row that takes long by itself is read once.
+            if spent + 2 * elapsed <= MEASURING_SECONDS:
+                elapsed = min(elapsed, seconds(1, size))
+                spent += elapsed
             spent += elapsed
-            sizes.append(size)
-            costs.append(elapsed / size)
             # A row twice as long takes at least twice the time, and more because of attention.
             if size == length or spent + 2.5 * elapsed > MEASURING_SECONDS:
                 break
@@ -174,7 +175,20 @@ def tokens_per_second(
         # On a GPU several rows may take no longer than one, so a batch is timed if there is time for it.
         if size == length and rows > 1 and rows * elapsed < MEASURING_SECONDS:
             return rows * length / seconds(rows, length)
-    # Longer rows get more weight: they are closer to the length that is extrapolated to.
-    growing = float(np.polyfit(sizes, costs, 1, w=sizes)[0]) if len(sizes) > 1 else 0.0
-    growing = max(growing, 0.0)  # noise must not make longer rows look faster
-    return 1 / (costs[-1] + growing * (length - sizes[-1]))
+    return size / elapsed * operations(model, size) / operations(model, length)
+
+
+def operations(model: nn.Module, length: int) -> float:
+    """Return the mean number of multiplications for a token of a row: of the weights, and of full attention.
+
+    Args:
+        model: a causal language model.
+        length: length of the row [tokens].
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None)
+    width = config.num_attention_heads * head_dim if head_dim else config.hidden_size
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    # A token attends to half of the row on average, with its query and again with the values.
+    return weights + kinds.count("full_attention") * width * length

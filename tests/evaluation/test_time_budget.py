@@ -11,6 +11,7 @@ from rope_patch.evaluation.time_budget import (
     FILLED_SHARE,
     MEASURING_SECONDS,
     default_tokens,
+    operations,
     tokens_per_second,
     tokens_within,
 )
@@ -34,24 +35,38 @@ def test_the_speed_of_a_model_is_measured_and_its_mode_is_kept():
 @pytest.mark.parametrize(
     ("cost", "length", "rows", "speed"),
     [
-        (lambda rows, n: rows * n * (1e-3 + 1e-6 * n), 16384, 1, 1 / (1e-3 + 1e-6 * 16384)),  # extrapolated
-        (lambda rows, n: n * 1.0, 4096, 1, 1),  # the shortest row is read even where it takes long
+        (lambda rows, n: n * 1.0, 1 << 20, 1, None),  # the shortest row is read even where it takes long
+        (lambda rows, n: n * 1e-4, 1 << 20, 1, None),
+        (lambda rows, n: n * 1e-4, 1024, 1, 1e4),
         (lambda rows, n: 1e-3 * n, 128, 8, 8e3),  # as a GPU, which takes no longer for several rows
-        (lambda rows, n: 0.1 if n == 128 else n * 1e-4, 1 << 20, 1, 1e4),  # noise never makes longer rows faster
     ],
 )
 def test_what_is_too_long_to_measure_is_extrapolated(monkeypatch, cost, length, rows, speed):
-    """With a time that passes only while rows are read."""
-    now, shapes = [0.0], []
+    """With a time that passes only while rows are read; another program makes the first reading of a row slower."""
+    now, shapes, model = [0.0], [], tiny_model()
 
     def read(reader, ids, first, chunk):
+        slower = 1 if (shapes and shapes[-1] == tuple(ids.shape)) or len(ids) > 1 else 1.2
         shapes.append(tuple(ids.shape))
-        now.append(now[-1] + cost(*ids.shape))
+        now.append(now[-1] + slower * cost(*ids.shape))
 
     monkeypatch.setattr("time.perf_counter", lambda: now[-1])
     monkeypatch.setattr(budget, "losses", read)
-    assert tokens_per_second(tiny_model(), length, rows=rows) == pytest.approx(speed)
+    measured = tokens_per_second(model, length, rows=rows)
+    _, last = shapes[-1]
+    once = shapes.count((1, last)) == 1
+    speed = speed or last / cost(1, last) / (1.2 if once else 1) * operations(model, last) / operations(model, length)
+    assert measured == pytest.approx(speed)
     assert now[-1] < 2 * MEASURING_SECONDS or shapes == [(1, 16), (1, 128)]
+
+
+def test_a_token_takes_more_operations_the_more_it_attends_to():
+    model, hybrid = tiny_model(), tiny_model()
+    weights = sum(p.numel() for p in model.parameters())
+    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    assert operations(model, 1000) == weights + layers * width * 1000
+    hybrid.config.layer_types = ["full_attention"] + ["sliding_attention"] * (layers - 1)
+    assert operations(hybrid, 1000) == weights + width * 1000
 
 
 def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch, tmp_path):
