@@ -160,7 +160,7 @@ def caches() -> Figure:
             axes.plot(*steps(means), label=row["format"], **styles[row["format"]])
         table = "" if cell["table"] == "default" else f", {cell['table']}"
         axes.set_title(f"{NAMES[cell['model']]}{table}", fontsize=10, loc="left")
-        axes.set(xlabel="position [tokens]", ylabel="KL [nats/token], log scale", yscale="log")
+        axes.set(xlabel="position [tokens]", ylabel="KL [nats/token], log scale", yscale="log", ylim=(None, 1))
         if cell["length"] > CONTEXTS[cell["model"]]:
             mark_position(axes, CONTEXTS[cell["model"]], "trained length")
         plain_axes(axes)

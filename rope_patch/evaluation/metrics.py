@@ -78,6 +78,7 @@ class Metric(ABC):
         of_text: whether it is measured on windows of text, by position; otherwise it is measured on the prompts of
             every task, by length.
         is_perplexity: whether its values are perplexities; its differences are then those of the loss [nats/token].
+        supporting: whether it only supports another one: it is shown at the longest length, and no verdict rests on it.
         title: name of the metric in reports; by default ``name``.
         heading: name of the metric in headings of tables; by default ``name``.
         difference_name: name of its differences in JSON; by default ``name``.
@@ -88,6 +89,7 @@ class Metric(ABC):
     lower_is_better: ClassVar[bool]
     of_text: ClassVar[bool] = False
     is_perplexity: ClassVar[bool] = False
+    supporting: ClassVar[bool] = False
     title: ClassVar[str]
     heading: ClassVar[str]
     difference_name: ClassVar[str]
@@ -222,18 +224,36 @@ class Retrieval(Metric, name="retrieval"):
         return "unsafe" if change.high < 0 else "safe" if change.estimate >= -SAFE_LOST_SHARE else "undecided"
 
 
+class AnswerLogprob(Metric, name="logprob"):
+    """Log-probability of the tokens of the right answer, whether the model gives it or not.
+
+    It tells methods apart from far fewer prompts than exact matches do, also where no prompt is answered or all are
+    (``benchmarks/results/separation.json``). A model that reads all text better gives right answers a higher one, too,
+    so that it does not prove retrieval.
+    """
+
+    unit, lower_is_better, supporting = "nats", False, True
+    title = "Log-probability of the right answer"
+
+    def values(self, result: EvalResult, span: Span) -> list[float]:
+        """Return the mean over the prompts of each haystack [nats]."""
+        haystacks = result.retrieval[span.task or ""].haystacks(span.stop)
+        return [math.fsum(sample.logprob for sample in haystack) / len(haystack) for haystack in haystacks]
+
+
 def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:
     """Return the spans of a metric's columns: the positions between the lengths, or every task and length."""
     if not metric.is_measured(spec):
         return []
     if metric.of_text:
         return [Span(stop, start) for start, stop in itertools.pairwise([0, *spec.lengths])]
-    return [Span(length, task=task) for task in spec.tasks for length in spec.lengths]
+    lengths = spec.lengths[-1:] if metric.supporting else spec.lengths
+    return [Span(length, task=task) for task in spec.tasks for length in lengths]
 
 
 def spans_at(spec: EvalSpec, length: int) -> Iterator[tuple[Metric, Span]]:
-    """Yield every metric with its span at one length: all positions below it, or the prompts of that length."""
-    for metric in METRICS.values():
+    """Yield every metric that verdicts rest on, with its span at one length: all positions below it, or its prompts."""
+    for metric in (one for one in METRICS.values() if not one.supporting):
         if metric.of_text and metric.is_measured(spec):
             yield metric, Span(length, 0)
         else:
@@ -262,7 +282,7 @@ def change_sentence(metric: Metric, change: PairedDifference) -> str:
     """Return a change with its interval as text."""
     estimate, low, high = (change_text(metric, value) for value in change)
     if math.isinf(change.high - change.low):
-        return f"{estimate} (no interval from one {'window' if metric.of_text else 'prompt'})"
+        return f"{estimate} (no interval from one {'window' if metric.of_text else 'haystack'})"
     return f"{estimate} ({low} to {high})"
 
 

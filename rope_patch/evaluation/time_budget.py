@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -185,10 +186,11 @@ def operations(model: nn.Module, length: int) -> float:
         model: a causal language model.
         length: length of the row [tokens].
     """
-    config = model.config.get_text_config()
+    config: Any = model.config
+    config = config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None)
     width = config.num_attention_heads * head_dim if head_dim else config.hidden_size
     weights = sum(parameter.numel() for parameter in model.parameters())
     # A token attends to half of the row on average, with its query and again with the values.
-    return weights + kinds.count("full_attention") * width * length
+    return float(weights + kinds.count("full_attention") * width * length)

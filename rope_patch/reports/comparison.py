@@ -154,7 +154,10 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
         f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
         f"intervals. {INTERVALS}"
     )
-    caption = "Perplexity (lower is better) and the share of prompts answered exactly (higher is better)."
+    caption = (
+        "Perplexity (lower is better), the share of prompts answered exactly and the log-probability of the right "
+        "answer (both: higher is better)."
+    )
     return _table("Scores", names, shown, caption + several if len(comparison.rows) > 1 else caption)
 
 

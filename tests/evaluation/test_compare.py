@@ -64,9 +64,13 @@ def test_its_numbers_are_those_of_the_suite_under_each_method(bundled):
         assert (row.scores.perplexity, row.scores.retrieval) == (alone.perplexity, alone.retrieval)
     columns = result.columns()
     measured = [(column.metric, column.span.stop) for column in columns]
-    assert measured == [(metric, length) for metric in ("perplexity", "retrieval") for length in (64, 128)]
+    both = [(metric, length) for metric in ("perplexity", "retrieval") for length in (64, 128)]
+    assert measured == [*both, ("logprob", 128)]
     assert columns[1].values == tuple(row.scores.perplexity.between(64, 128) for row in result.rows)
-    assert columns[3].values == tuple(row.scores.retrieval["passkey"].accuracy(128) for row in result.rows)
+    answers = [row.scores.retrieval["passkey"] for row in result.rows]
+    assert columns[3].values == tuple(one.accuracy(128) for one in answers)
+    given = [[sample.logprob for sample in one.samples(128)] for one in answers]
+    assert columns[4].values == pytest.approx([sum(logprobs) / len(logprobs) for logprobs in given])
 
 
 # --- what can be told apart, on made-up scores
@@ -96,7 +100,7 @@ def test_a_winner_needs_every_interval_to_exclude_zero():
         assert [difference.significant for difference in column.differences.values()] == [False, True]
     for name, winner in (("close", "best"), ("worse", None)):  # alone there is nobody to win against
         del losses[name], hits[name]
-        assert [column.winner for column in made_up(losses, hits).columns()] == [winner] * 4
+        assert [column.winner for column in made_up(losses, hits).columns()] == [winner] * 5
 
 
 def test_pairing_sees_what_the_means_alone_do_not():

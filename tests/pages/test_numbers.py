@@ -75,6 +75,12 @@ def kl(kind: str, *formats: str) -> list[float]:
     return [statistics.fmean(itertools.chain(*spans)) for spans in measured]
 
 
+def by_position(name: str, span: str) -> float:
+    """Return the KL of a format at these positions on SmolLM2 under YaRN [nats/token]."""
+    like = {"model": "smollm2", "kind": "positions", "table": "yarn:factor=2"}
+    return statistics.fmean(row(row(result("study_families")["cells"], **like)["rows"], format=name)["kl"][span])
+
+
 def lost(table: str) -> list[float]:
     """Return the least and the greatest rise of SmolLM2's perplexity up to position 8192 [%]."""
     spans = ("0-1024", "1024-2048", "2048-4096", "4096-8192")
@@ -172,6 +178,11 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     ("docs/methods/p_rope.md", "0.26 | +0.2 % |", lambda: [8192 * 1e6**-0.75, rise("gemma3", "0.75")]),
     ("docs/methods/p_rope.md", "differs by 0.1 % from", lambda: [abs(rise("gemma3", "0.75", lora=True))]),
+    (
+        "docs/kv-caches.md",
+        "and `kivi-2` from .23 to .49.",
+        lambda: [by_position("kivi-2", "0-1024"), by_position("kivi-2", "8192-16384")],
+    ),
     (
         "docs/kv-caches.md",
         "(Block-GTQ) | .31 | .074 | .020 | **.35** | **.090** | **.026** |",

@@ -49,10 +49,10 @@ class TestNumbers:
 
     def test_a_winner_is_marked_only_where_there_is_one(self):
         page = shown(GOOD, BAD)
-        assert [kind for kind, _ in page.row("good")] == ["", *["winner"] * 4]
-        assert [kind for kind, _ in page.row("bad")] == [""] * 5
+        assert [kind for kind, _ in page.row("good")] == ["", *["winner"] * 5]
+        assert [kind for kind, _ in page.row("bad")] == [""] * 6
         page = shown(BAD, GOOD, NEAR)
-        for method, kinds in {"bad": [""] * 4, "good": ["tied"] * 4, "near": ["tied"] * 4}.items():
+        for method, kinds in {"bad": [""] * 5, "good": ["tied"] * 5, "near": ["tied"] * 5}.items():
             assert [kind for kind, _ in page.row(method)][1:] == kinds
 
     def test_scores_and_differences(self):

@@ -48,7 +48,9 @@ def answered(expected, output, correct, logprob):
 def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
     """A retrieval result whose prompts of each (length, depth) are answered right or wrong as ``hits`` says."""
     cells = tuple(
-        RetrievalCell(*place, tuple(answered("1", "1" if hit else "2", bool(hit), -1.0) for hit in column))
+        RetrievalCell(
+            *place, tuple(answered("1", "1" if hit else "2", bool(hit), -0.5 if hit else -9.0) for hit in column)
+        )
         for place, column in hits.items()
     )
     return RetrievalResult(task, cells, 0, haystack, "", None, (), chat)

@@ -35,7 +35,10 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
         RetrievalCell(
             length,
             depth,
-            tuple(answered("12", "12", i < (hits or {}).get((length, depth), 6), -1.5) for i in range(6)),
+            tuple(
+                answered("12", "12", right, -1.5 if right else -9.0)
+                for right in (i < (hits or {}).get((length, depth), 6) for i in range(6))
+            ),
         )
         for length in lengths
         for depth in DEPTHS
