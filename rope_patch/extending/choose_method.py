@@ -22,8 +22,9 @@ FLAT_RATIO = 1.25
 the end is at most this many times the unpatched model's at the end of that context."""
 
 RANKING = (
-    "Methods are ranked by exact match at the target length first, and by perplexity there second; among those that "
-    "these do not tell apart, the one that costs least within the trained context is chosen"
+    "Methods that answer fewer prompts at the target length, significantly or by half, are behind; the others are "
+    "ranked by perplexity there; among those that this does not tell apart, the one that costs least within the "
+    "trained context is chosen"
 )
 """The order of the choice, as a sentence for reports."""
 
@@ -157,18 +158,34 @@ class MethodEvaluator:
         return EvaluatedMethod(row.method, row.trained, answered, perplexity, change, tuple(failures))
 
     def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[EvaluatedMethod]:
-        """Return methods with the best first, by what was measured and without regard to intervals.
+        """Return methods with the best first.
 
-        Those that keep more of the conditions come first; then retrieval at the target decides, then perplexity there.
+        Those that keep more of the conditions come first, then those that are not behind in retrieval at the target,
+        then perplexity there decides. One prompt more or fewer puts nothing behind (:meth:`behind`).
 
         Args:
             methods: the labels of the methods' rows.
             conditions: whether methods that fail fewer conditions come first.
         """
         evaluated = [self.evaluate(self.rows[method]) for method in methods]
-        return sorted(
-            evaluated, key=lambda one: (len(one.failures) if conditions else 0, -one.answered, one.perplexity)
-        )
+        behind = {one.label for one in self.behind(evaluated)}
+
+        def rank(one: EvaluatedMethod) -> tuple[float, ...]:
+            answered = -one.answered if one.label in behind else -1.0
+            return len(one.failures) if conditions else 0, answered, one.perplexity
+
+        return sorted(evaluated, key=rank)
+
+    def behind(self, evaluated: Sequence[EvaluatedMethod]) -> list[EvaluatedMethod]:
+        """Return the methods that are behind the one that answers most at the target.
+
+        They answer significantly fewer prompts, or less than the :data:`REACHED_SHARE` of what it answers, since a
+        handful of prompts cannot show significance.
+        """
+        best = max(evaluated, key=lambda one: (one.answered, -one.perplexity))
+        others = (one for one in evaluated if one is not best)
+        few = REACHED_SHARE * best.answered if best.answered >= REACHED_SHARE else 0.0
+        return [one for one in others if one.answered < few or self._sign(one.label, best.label, "retrieval") < 0]
 
     def leaders(self, methods: Sequence[str], count: int, *, conditions: bool = True) -> list[str]:
         """Return the methods that are worth more windows and prompts, the best first.
@@ -210,22 +227,16 @@ class MethodEvaluator:
     def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:
         """Return the methods that do not differ significantly from the best, and the metrics in which the others do.
 
-        A method that answers less than the :data:`REACHED_SHARE` of what the best answers is behind without
-        significance too, since a handful of prompts cannot show any.
-
         Args:
             evaluated: the methods to compare, the best first.
         """
         remaining, by = list(evaluated), []
-        for metric, name in (("retrieval", "retrieval"), ("perplexity", "perplexity")):
-            best = (
-                max(remaining, key=lambda one: one.answered)
-                if metric == "retrieval"
-                else min(remaining, key=lambda one: one.perplexity)
-            )
-            behind = [one for one in remaining if one is not best and self._sign(one.label, best.label, metric) < 0]
-            if metric == "retrieval" and best.answered >= REACHED_SHARE:
-                behind += [one for one in remaining if one.answered < REACHED_SHARE * best.answered]
+        for name in ("retrieval", "perplexity"):
+            if name == "retrieval":
+                behind = self.behind(remaining)
+            else:
+                best = min(remaining, key=lambda one: one.perplexity)
+                behind = [one for one in remaining if self._sign(one.label, best.label, "perplexity") < 0]
             by += [name] if behind else []
             remaining = [one for one in remaining if one not in behind]
         return remaining, " and ".join(by)

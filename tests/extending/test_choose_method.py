@@ -87,6 +87,11 @@ def test_the_least_costly_wins_between_those_that_nothing_tells_apart():
     assert "lowers that" not in choose(row("yarn", within=1.99)).cost
 
 
+def test_one_prompt_fewer_does_not_drop_the_method_that_reads_better():
+    found = evaluator(row("pi", right=(20, 4)), row("yarn", right=(20, 19)), row("ntk", end=2.5), row("abf", end=2.5))
+    assert [one.method for one in found.order(["pi", "yarn", "ntk", "abf"])] == ["yarn", "ntk", "abf", "pi"]
+
+
 def test_one_answer_of_three_is_behind_three_although_no_interval_says_so():
     few = dict(unpatched=row("default", end=4.0, right=(2, 0), prompts=3))
     found = choose(row("yarn", right=(3, 1), prompts=3), row("abf", within=2.005, right=(3, 3), prompts=3), **few)
