@@ -7,9 +7,11 @@ was right and written in another way.
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 
 CUTTING = ("hf", "hf-auto", "huggingface")
 """Model types of lm-eval that drop the start of a prompt that does not fit."""
+ANSWER_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names that lm-eval knows for the length of an answer [tokens]."""
 DEFAULT_ANSWER = 256
-"""Longest answer of lm-eval's ``hf`` where a task states no ``max_gen_toks`` [tokens]."""
+"""Longest answer of lm-eval's ``hf`` where a task states none of them [tokens]."""
 SHORTEST_ANSWER = 4
 """Shortest right answer that is looked for in wrong ones: a shorter one may stand there by chance [characters]."""
 
@@ -34,19 +38,31 @@ def check_results(source: str | Path, tokenizer: Any) -> Iterator[Check]:
         ValueError: the file is neither of the two, or the folder has no results.
         OSError: there is no such file.
     """
-    results, samples = _read(Path(source))
-    cuts = results.get("config", {}).get("model") in CUTTING
-    longest = int(results.get("max_length") or 0) if cuts else 0
+    file, results, samples = _read(Path(source))
+    yield Check("results", HOLDS, f"{file.name}, of {results.get('model_name') or 'a model without a name'}")
+    try:
+        yield from _checks(results, samples, tokenizer)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} does not hold what lm_eval writes: {error!r}") from None
+
+
+def _checks(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]], tokenizer: Any) -> Iterator[Check]:
+    config = results.get("config") or {}
+    longest = max(0, int(results.get("max_length") or 0)) if config.get("model") in CUTTING else 0
     if longest:
         yield from _lengths(results, longest)
     if not samples:
-        yield Check("prompts and answers", NOTE, f"no samples beside {source}", fix="run lm_eval with --log_samples")
+        yield Check("prompts and answers", NOTE, "no samples beside the results", fix="run lm_eval with --log_samples")
+    bos = "add_bos_token=False" not in str(config.get("model_args")).replace("'", "").replace(": ", "=")
     for task, rows in samples.items():
-        if longest:
-            yield _prompts(task, rows, longest, tokenizer)
-        if rows and "gen_args_0" in rows[0].get("arguments", {}):
-            yield _answers(task, rows)
-    if getattr(tokenizer, "chat_template", None) and not results.get("chat_template"):
+        requests = [request for row in rows for request in row["arguments"].values() if "arg_1" in request]
+        if longest and requests:  # rolling log-likelihoods have no second argument, and cut nothing
+            yield _prompts(task, requests, longest, functools.partial(tokenizer, add_special_tokens=bos))
+        generated = [row for row in rows if isinstance(row["arguments"]["gen_args_0"].get("arg_1"), dict)]
+        better = (results.get("higher_is_better") or {}).get(task) or {}
+        if generated:
+            yield _answers(task, generated, [name for name, higher in better.items() if higher is False])
+    if getattr(tokenizer, "chat_template", None) and results.get("chat_template", "unknown") is None:
         yield Check(
             "chat template",
             NOTE,
@@ -56,10 +72,10 @@ def check_results(source: str | Path, tokenizer: Any) -> Iterator[Check]:
         )
 
 
-def _read(source: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Return the results, and the samples of each task."""
+def _read(source: Path) -> tuple[Path, dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """Return the file that was read, the results, and the samples of each task."""
     if source.is_dir():
-        found = sorted(source.rglob("results_*.json"), key=lambda path: path.stat().st_mtime)
+        found = sorted(source.rglob("results_*.json"), key=lambda path: path.name)
         if not found:
             raise ValueError(f"{source} has no results_*.json of lm_eval --output_path")
         source = found[-1]
@@ -70,13 +86,25 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]
         raise ValueError(f"{source} is not named results_….json or samples_….jsonl, as lm_eval names its files")
     file = source.with_name(f"results_{name[1]}.json")
     one = source.suffix == ".jsonl"
-    results = json.loads(file.read_text(encoding="utf-8")) if file.is_file() or not one else {}
+    results = _json(file, file.read_text(encoding="utf-8")) if file.is_file() or not one else {}
     files = [source] if one else sorted(source.parent.glob(f"samples_*_{name[1]}.jsonl"))
     samples = {}
     for path in files:
         task = path.name.removeprefix("samples_").removesuffix(f"_{name[1]}.jsonl")
-        samples[task] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return results, samples
+        # Not splitlines, which also divides at characters that lm_eval leaves within a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
+        samples[task] = [_json(path, line) for line in lines if line.strip()]
+    return source, results, samples
+
+
+def _json(path: Path, text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} does not hold what lm_eval writes")
+    return values
 
 
 def _lengths(results: Mapping[str, Any], longest: int) -> Iterator[Check]:
@@ -95,11 +123,14 @@ def _lengths(results: Mapping[str, Any], longest: int) -> Iterator[Check]:
             )
 
 
-def _prompts(task: str, rows: list[dict[str, Any]], longest: int, tokenizer: Any) -> Check:
-    requests = [request for row in rows for request in row["arguments"].values()]
-    texts = [request["arg_0"] for request in requests]
-    sizes = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
-    room = [_room(request.get("arg_1"), longest, tokenizer) for request in requests]
+def _prompts(task: str, requests: list[dict[str, Any]], longest: int, tokenize: Any) -> Check:
+    start = getattr(tokenize.func, "bos_token", None)
+    sizes = []
+    for request in requests:
+        text = request["arg_0"]
+        begun = {"add_special_tokens": False} if start and text.startswith(start) else {}
+        sizes.append(len(tokenize(text, verbose=False, **begun)["input_ids"]))
+    room = [_room(request["arg_1"], longest, tokenize) for request in requests]
     cut = [size - most for size, most in zip(sizes, room, strict=True) if size > most]
     if not cut:
         return Check(f"prompts of {task}", HOLDS, f"all {len(sizes)} fit into {longest} tokens with their answers")
@@ -113,62 +144,86 @@ def _prompts(task: str, rows: list[dict[str, Any]], longest: int, tokenizer: Any
     )
 
 
-def _room(asked: Any, longest: int, tokenizer: Any) -> int:
+def _room(asked: Any, longest: int, tokenize: Any) -> int:
     """Return how many tokens of a prompt are kept: an answer, generated or given, takes its place of the length."""
     if isinstance(asked, str):  # the last token of an answer that is scored is not read
-        return longest + 1 - len(tokenizer(asked, add_special_tokens=False)["input_ids"])
-    return longest - int((asked or {}).get("max_gen_toks", DEFAULT_ANSWER))
+        return longest + 1 - len(tokenize(asked, add_special_tokens=False)["input_ids"])
+    given = (asked[name] for name in ANSWER_LENGTHS if name in (asked or {}))
+    return longest - int(next(given, DEFAULT_ANSWER))
 
 
-def _answers(task: str, rows: list[dict[str, Any]]) -> Check:
-    wrong = [row for row in rows if _scored_zero(row)]
-    lost = [row for row in wrong if _holds_answer(row, row["resps"])]
-    empty = [row for row in wrong if not _plain(row["resps"])]
+def _answers(task: str, rows: list[dict[str, Any]], lower: Collection[str]) -> Check:
+    """Look for right answers in those that score 0.
+
+    Args:
+        task: name of the task.
+        rows: samples, one for each document and filter.
+        lower: metrics of which a lower value is better, which are left out.
+    """
+    scored = {row["doc_id"] for row in rows if not _scored_zero(row, lower)}
+    documents = len({row["doc_id"] for row in rows})
+    # Of a document that several filters were applied to, one row is looked at.
+    wrong = list({row["doc_id"]: row for row in rows if row["doc_id"] not in scored}.values())
+    known = [row for row in wrong if _targets(row)]
+    lost = [row for row in known if _holds_answer(row, row["resps"])]
+    empty = [row for row in wrong if not "".join(_texts(row["resps"])).strip()]
     if lost:
         filtered = sum(not _holds_answer(row, row["filtered_resps"]) for row in lost)
-        answer = " ".join(str(lost[0]["resps"][0][0]).split())
+        answer = next(text for text in _texts(lost[0]["resps"]) if _holds_answer(lost[0], text))
         return Check(
             f"answers of {task}",
             DIFFERS,
             f"{len(lost)} of the {len(wrong)} that score 0 hold the right answer {_targets(lost[0])[0]!r}, as in: "
-            f"{answer[:80]!r}",
+            f"{' '.join(answer.split())[:80]!r}",
             meaning=f"the filter of the task took it out of {filtered} of them; the others have another case, sign or "
             "space, or say it at another place than the task looks at",
             fix="read these samples, and write a filter or process_results for the task that finds them",
         )
-    if len(empty) > len(rows) / 2:
+    if len(empty) > documents / 2:
         return Check(
             f"answers of {task}",
             UNKNOWN,
-            f"{len(empty)} of {len(rows)} are empty",
+            f"{len(empty)} of {documents} are empty",
             meaning="the model ended its text at once, or began with what the task stops at (until)",
             fix="look at the task's until and at the chat template",
         )
-    return Check(f"answers of {task}", HOLDS, f"none of the {len(wrong)} of {len(rows)} that score 0 is right")
+    if wrong and not known:
+        return Check(f"answers of {task}", NOTE, f"the right answers of the {len(wrong)} that score 0 are too short")
+    return Check(f"answers of {task}", HOLDS, f"none of the {len(wrong)} of {documents} that score 0 is right")
 
 
-def _scored_zero(row: Mapping[str, Any]) -> bool:
-    scores = [row[name] for name in row["metrics"] if isinstance(row.get(name), int | float)]
+def _scored_zero(row: Mapping[str, Any], lower: Collection[str]) -> bool:
+    scores = [row[name] for name in row["metrics"] if name not in lower and isinstance(row.get(name), int | float)]
     return 0 in scores and max(scores) == 0
 
 
 def _targets(row: Mapping[str, Any]) -> list[str]:
+    """Return the right answers that are long enough to be looked for."""
     target = row["target"]
     if isinstance(target, str) and target[:1] == "[":  # how lm-eval writes a list of answers
-        try:
+        with contextlib.suppress(ValueError, SyntaxError):
             target = ast.literal_eval(target)
-        except (ValueError, SyntaxError):
-            return [target]
-    return [str(one) for one in (target if isinstance(target, list) else [target])]
+    several = [str(one) for one in (target if isinstance(target, list) else [target])]
+    return [one for one in several if sum(map(str.isalnum, one)) >= SHORTEST_ANSWER]
 
 
 def _holds_answer(row: Mapping[str, Any], answers: Any) -> bool:
-    plain, targets = _plain(answers), [_plain(target) for target in _targets(row)]
-    return any(len(target) >= SHORTEST_ANSWER and target in plain for target in targets)
+    """Tell whether the text holds a right answer in whole words, whatever the case and the signs between them."""
+    said = " ".join(_texts(answers)).lower()
+    # Digits may be divided: 28,334 and 28 334 are 28334.
+    either = (said, re.sub(r"(?<=\d)[,. ](?=\d)", "", said))
+    wanted = (" ".join(_words(target)) for target in _targets(row))
+    return any(f" {one} " in f" {' '.join(_words(text))} " for one in wanted for text in either)
 
 
-def _plain(text: Any) -> str:
-    """Return the letters and digits of a text, or of lists of texts, in lower case."""
-    if isinstance(text, list):
-        return " ".join(map(_plain, text))
-    return "".join(re.findall(r"[^\W_]+", str(text).lower()))
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def _texts(answers: Any) -> Iterator[str]:
+    """Yield the texts of lists of answers."""
+    if isinstance(answers, list):
+        for one in answers:
+            yield from _texts(one)
+    else:
+        yield str(answers)

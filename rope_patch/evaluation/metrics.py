@@ -17,6 +17,7 @@ from rope_patch.evaluation.number_format import number_text, percent, perplexity
 from rope_patch.evaluation.perplexity_result import PerplexityResult
 from rope_patch.evaluation.retrieval import effective_prompts
 from rope_patch.evaluation.suite import EvalResult
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.registry import Registry
 
@@ -236,9 +237,10 @@ class AnswerLogprob(Metric, name="logprob"):
     title = "Log-probability of the right answer"
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
-        """Return the mean over the prompts of each haystack [nats]."""
+        """Return the mean over the prompts of each haystack [nats]; one prompt may ask for several values."""
         haystacks = result.retrieval[span.task or ""].haystacks(span.stop)
-        return [math.fsum(sample.logprob for sample in haystack) / len(haystack) for haystack in haystacks]
+        prompts = 1 if TASKS[span.task or ""].joined else len(haystacks[0])
+        return [math.fsum(sample.logprob for sample in haystack) / prompts for haystack in haystacks]
 
 
 def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:

@@ -186,11 +186,16 @@ def operations(model: nn.Module, length: int) -> float:
         model: a causal language model.
         length: length of the row [tokens].
     """
-    config: Any = model.config
-    config = config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None)
-    width = config.num_attention_heads * head_dim if head_dim else config.hidden_size
     weights = sum(parameter.numel() for parameter in model.parameters())
+    config: Any = model.config
+    try:
+        config = config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        head_dim = getattr(config, "head_dim", None)
+        width = config.num_attention_heads * head_dim if head_dim else config.hidden_size
+    except (AttributeError, RuntimeError, ValueError):  # layers of several shapes, or none: only the weights count
+        return float(weights)
+    bounded = ("sliding", "chunked", "linear", "mamba", "recurrent", "conv")
+    full = sum(not kind.startswith(bounded) for kind in kinds)
     # A token attends to half of the row on average, with its query and again with the values.
-    return float(weights + kinds.count("full_attention") * width * length)
+    return float(weights + full * width * length)

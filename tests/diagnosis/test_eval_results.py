@@ -13,6 +13,7 @@ from rope_patch.diagnosis.eval_results import check_results
 LLAMA = data_path("assets") / "llama"
 STAMP = "2026-11-26T06-43-14.154957"
 PROMPT = "def f(x):"
+RIGHT = {"exact_match": 1.0}
 SCORES = {"128,none": 0, "256,none": -1}
 
 
@@ -41,7 +42,8 @@ def written(folder, *samples, **results):
     results = {"config": {"model": "hf"}, "max_length": 64, "results": {}} | results
     (folder / f"results_{STAMP}.json").write_text(json.dumps(results))
     path = folder / f"samples_niah_{STAMP}.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in samples))
+    lines = [json.dumps({"doc_id": i} | each, ensure_ascii=False) for i, each in enumerate(samples)]
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return path
 
 
@@ -53,11 +55,13 @@ def written(folder, *samples, **results):
         ("prompts of niah", "differs", "1 of 1 were cut: up to 1 ", [sample("")], {"max_length": len(PROMPT) + 4}),
         ("answers of niah", "differs", "as in: 'It is 28,334.'", [sample("It is 28,334."), sample("no")], {}),
         ("answers of niah", "differs", "took it out of 1 of them", [sample("is 28334", kept="is")], {}),
-        ("answers of niah", "differs", "1 of the 1 that score 0", [sample("I say YES-A", target="yesa")], {}),
-        ("answers of niah", "holds", "none of the 1 of 2", [sample("28333"), sample("28334", exact_match=1.0)], {}),
-        ("answers of niah", "holds", "none of the 1 of 1", [sample("1234", target="4")], {}),
+        ("answers of niah", "differs", "1 of the 1 that score 0", [sample("I\u2028say YES-A", target="yes a")], {}),
+        ("answers of niah", "holds", "none of the 1 of 2", [sample("28333"), sample("28334", **RIGHT)], {}),
+        ("answers of niah", "holds", "none of the 1 of 1", [sample("1283345")], {}),
+        ("answers of niah", "holds", "none of the 0 of 1", [sample("28334"), sample("28334", doc_id=0, **RIGHT)], {}),
+        ("answers of niah", "note", "too short", [sample("1234", target="4")], {}),
         ("answers of niah", "unknown", "2 of 3 are empty", [sample(""), sample("\n"), sample("no")], {}),
-        ("chat template", "note", "without it", [], {}),
+        ("chat template", "note", "without it", [], {"chat_template": None}),
     ],
 )
 def test_what_results_say(tmp_path, check, state, said, samples, results):
@@ -68,13 +72,14 @@ def test_what_results_say(tmp_path, check, state, said, samples, results):
 
 def test_a_program_that_cuts_nothing_and_a_template_that_was_applied_say_nothing(tmp_path):
     path = written(tmp_path, sample("no"), config={"model": "rope_patch"}, max_length=1, chat_template="{{ messages }}")
-    assert [one.name for one in check_results(path, Characters())] == ["answers of niah"]
+    assert [one.name for one in check_results(path, Characters())] == ["results", "answers of niah"]
 
 
 def test_an_answer_that_is_scored_takes_a_token_less(tmp_path):
     scored = {"arguments": {"gen_args_0": {"arg_0": PROMPT, "arg_1": "28"}}, "exact_match": 1.0}
     written(tmp_path, sample("") | scored, max_length=len(PROMPT) + 1)
-    assert next(check_results(tmp_path, Characters())).state == "holds"
+    (found,) = [one for one in check_results(tmp_path, Characters()) if one.name.startswith(("prompts", "answers"))]
+    assert (found.name, found.state) == ("prompts of niah", "holds")
 
 
 def test_the_command_counts_them(tmp_path):
