@@ -676,7 +676,7 @@ def test_the_doctor_finds_prompts_that_lm_eval_cut(shell, tmp_path):
     line = f"lm_eval --model hf --model_args pretrained={LLAMA},max_length=400 --include_path {TASKS} --device cpu"
     line += " --tasks rope_passkey --metadata max_seq_lengths=[256,512] samples=1 depths=0.5"
     shell(f"{line} --output_path {out} --log_samples", lm_eval.__main__.cli_evaluate)
-    lengths, _, prompts, _ = doctor(LLAMA, results=out).checks[-4:]
+    _, lengths, prompts, _ = doctor(LLAMA, results=out).checks[-4:]
     assert lengths.found == "scores at 512 tokens, and max_length was 400"
     assert prompts.found.startswith("1 of 2 were cut: up to 11")  # 112 tokens in all, some of them of the answer
 
