@@ -1,7 +1,7 @@
 """Which score of which retrieval task tells methods apart on small models, for the tokens that it reads.
 
     python benchmarks/separation.py llama gemma3 -o benchmarks/results/separation.json
-    python benchmarks/separation.py build/smollm2/SmolLM2-135M-Instruct --length 16384 --samples 1 --dtype bfloat16 -o …
+    python benchmarks/separation.py build/smollm2/SmolLM2-135M-Instruct --length 12288 --factor 2 --samples 2 -o FILE
 
 Each task is measured unpatched, under YaRN and under ABF. Three scores of the same answers are compared: the exact
 match, the ratio of matching characters (difflib's, as OpenAI grades MRCR), and the log-probability of the right answer.

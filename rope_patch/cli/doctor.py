@@ -16,6 +16,8 @@ def doctor(words: Sequence[str]) -> int:
     """Run ``rope-patch doctor`` with the words behind it; return its exit status."""
     options = parse(DoctorOptions, words)
     if options.method is not None:
+        if options.results:
+            raise ValueError("--results goes without --method, which only prints options")
         return _print_flags(options, options.method)
     from rope_patch.diagnosis.doctor import doctor as diagnose
 

@@ -53,7 +53,7 @@ def _checks(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]], t
         yield from _lengths(results, longest)
     if not samples:
         yield Check("prompts and answers", NOTE, "no samples beside the results", fix="run lm_eval with --log_samples")
-    bos = "add_bos_token=False" not in str(config.get("model_args")).replace("'", "").replace(": ", "=")
+    bos = not re.search(r"add_bos_token\W+False", str(config.get("model_args")))
     for task, rows in samples.items():
         requests = [request for row in rows for request in row["arguments"].values() if "arg_1" in request]
         if longest and requests:  # rolling log-likelihoods have no second argument, and cut nothing

@@ -230,16 +230,12 @@ class MethodEvaluator:
         Args:
             evaluated: the methods to compare, the best first.
         """
-        remaining, by = list(evaluated), []
-        for name in ("retrieval", "perplexity"):
-            if name == "retrieval":
-                behind = self.behind(remaining)
-            else:
-                best = min(remaining, key=lambda one: one.perplexity)
-                behind = [one for one in remaining if self._sign(one.label, best.label, "perplexity") < 0]
-            by += [name] if behind else []
-            remaining = [one for one in remaining if one not in behind]
-        return remaining, " and ".join(by)
+        behind = self.behind(evaluated)
+        remaining = [one for one in evaluated if one not in behind]
+        best = min(remaining, key=lambda one: one.perplexity)
+        worse = [one for one in remaining if self._sign(one.label, best.label, "perplexity") < 0]
+        by = [name for name, found in (("retrieval", behind), ("perplexity", worse)) if found]
+        return [one for one in remaining if one not in worse], " and ".join(by)
 
     def choose(self, methods: Sequence[str], *, conditions: bool = True) -> Choice:
         """Return the decision between methods.

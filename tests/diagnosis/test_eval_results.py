@@ -23,7 +23,7 @@ class Characters:
     chat_template = "{{ messages }}"
 
     def __call__(self, text, **_):
-        return {"input_ids": [list(one) for one in text] if isinstance(text, list) else list(text)}
+        return {"input_ids": list(text)}
 
 
 def sample(said, target="['28334']", kept=None, **more):
@@ -84,8 +84,8 @@ def test_an_answer_that_is_scored_takes_a_token_less(tmp_path):
 
 def test_the_command_counts_them(tmp_path):
     path = written(tmp_path, sample("It is 28334."))
-    told = invoke("doctor", str(LLAMA), "--results", str(path))
-    assert told.exit_code == 1 and "hold the right answer '28334'" in " ".join(told.output.split())
+    printed = invoke("doctor", str(LLAMA), "--results", str(path))
+    assert printed.exit_code == 1 and "hold the right answer '28334'" in " ".join(printed.output.split())
     for wrong, said in [(tmp_path / "none", "no"), (LLAMA, "has no results_"), (LLAMA / "config.json", "not named")]:
-        told = invoke("doctor", str(LLAMA), "--results", str(wrong))
-        assert told.exit_code == 2 and said in told.output, told.output
+        printed = invoke("doctor", str(LLAMA), "--results", str(wrong))
+        assert printed.exit_code == 2 and said in printed.output, printed.output
