@@ -1,4 +1,4 @@
-"""What mkdocs makes besides the pages of this folder: home, the Python API, and what pages link to.
+"""What mkdocs makes besides the pages of this folder: the README, the Python API, and what pages link to.
 
 make docs        # into build/site
 """
@@ -22,12 +22,9 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made here, and the results that pages link to."""
-    home = (ROOT / "README.md").read_text(encoding="utf-8")
-    made = {
-        "index.md": home.replace("](docs/", "]("),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "]("),
-        "api.md": api(),
-    }
+    made = {"api.md": api()}
+    for name, page in ("start.md", "README.md"), ("changelog.md", "CHANGELOG.md"):
+        made[name] = (ROOT / page).read_text(encoding="utf-8").replace("](docs/", "](")
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):

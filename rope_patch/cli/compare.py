@@ -99,7 +99,8 @@ def print_table(comparison: Any) -> None:
     from rope_patch.evaluation.shown_answers import answers_text, first_choice_note, shortest_of_each
 
     columns = print_scores(comparison)
-    print_differences(comparison)
+    for line in comparison.differences_text():
+        print(line)
     scores = [(row.label, row.scores) for row in comparison.rows]
     print(answers_text(shortest_of_each(scores)))
     if note := first_choice_note(scores):
@@ -115,26 +116,6 @@ def print_table(comparison: Any) -> None:
     if any(column.winner for column in columns):
         print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
         print(f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}")
-
-
-def print_differences(comparison: Any) -> None:
-    """Print how each method differs from the unpatched model, or from the first method if that was not measured."""
-    from rope_patch.evaluation.effective_length import UNPATCHED
-    from rope_patch.evaluation.metrics import METRICS, change_sentence
-
-    names = [row.label for row in comparison.rows]
-    first = UNPATCHED if UNPATCHED in names else names[0]
-    if len(names) == 1:
-        return
-    print(f"Against {first}, paired by window and by prompt, with {comparison.confidence:.0%} intervals:")
-    for name in names:
-        if name == first:
-            continue
-        changes = []
-        for column in comparison.columns():
-            change = comparison.difference(name, first, column.metric, column.span)
-            changes.append(f"{column.heading}: {change_sentence(METRICS[column.metric], change)}")
-        print(f"  {name}: {'; '.join(changes)}")
 
 
 def print_scores(comparison: Any) -> Any:

@@ -17,8 +17,17 @@ from torch import nn
 
 from rope_patch import __version__
 from rope_patch.checkpoints.gguf import weights_in_file
-from rope_patch.evaluation.effective_length import EffectiveLengths, effective_lengths
-from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, Span, column_heading, spans_of
+from rope_patch.evaluation.effective_length import UNPATCHED, EffectiveLengths, effective_lengths
+from rope_patch.evaluation.metrics import (
+    METRICS,
+    Metric,
+    PairedDifference,
+    Span,
+    change_sentence,
+    column_heading,
+    spans_of,
+    value_text,
+)
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.modeling.scoring import name_of
@@ -182,6 +191,29 @@ class Comparison:
         """
         rows = {row.label: row.scores for row in self.rows}
         return METRICS.find(metric).difference(rows[method], rows[other], span, self.confidence)
+
+    def differences_text(self) -> list[str]:
+        """Return lines on how each method differs from the unpatched model, or from the first one."""
+        names = [row.label for row in self.rows]
+        first = UNPATCHED if UNPATCHED in names else names[0]
+        lines = [f"Against {first}, paired by window and by prompt, with {self.confidence:.0%} intervals:"]
+        for name in names:
+            if name == first:
+                continue
+            changes = []
+            for column in self.columns():
+                change = self.difference(name, first, column.metric, column.span)
+                changes.append(f"{column.heading}: {change_sentence(METRICS[column.metric], change)}")
+            lines.append(f"  {name}: {'; '.join(changes)}")
+        return lines if len(names) > 1 else []
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}, trained at {self.trained_length} tokens"]
+        columns = self.columns()
+        for i, row in enumerate(self.rows):
+            scores = [f"{column.heading} {value_text(METRICS[column.metric], column.values[i])}" for column in columns]
+            lines.append(f"  {row.label}: {', '.join(scores)}")
+        return "\n".join(lines + self.differences_text())
 
     def _column(self, metric: Metric, span: Span) -> Column:
         values = [metric.value(row.scores, span) for row in self.rows]

@@ -26,8 +26,11 @@ def test_compare_shows_a_wrong_answer_and_a_right_one(capsys):
 def test_compare_shows_differences_from_the_unpatched_model(capsys):
     """+.1 nats in each of two windows is 10.5 %; four of 18 prompts of 8 tokens fewer are found."""
     worse = row("pi:factor=2", [1.2, 1.3], {(8, 0.5): 2})
-    print_table(comparison(worse, row("default", [1.1, 1.2])))
+    both = comparison(worse, row("default", [1.1, 1.2]))
+    print_table(both)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  pi:factor=2: ppl"))
+    assert str(both).splitlines()[-1] == line, "what a notebook prints"
+    assert "  default: ppl 0-4 3.16, ppl 4-8 3.16, passkey 4 1.00" in str(both)
     assert line.startswith(
         "  pi:factor=2: ppl 0-4: +10.5 % (+10.5 % to +10.5 %); ppl 4-8: +10.5 % (+10.5 % to +10.5 %); "
     )

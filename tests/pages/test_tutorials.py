@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -21,14 +22,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*") if path.suffix in (".md", ".ipynb"))
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```\n", re.DOTALL)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PAGES, reason="not in the source distribution")]
 SMALLER = {
     "build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "checkpoint.gguf",
     "build/smollm2/SmolLM2-135M-Instruct": str(rope_patch.data_path("assets") / "llama"),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": str(rope_patch.data_path("assets") / "llama"),
     "build/tutorials": "out",
     "16k": "1k",
+    "16384": "1024",
+    "Yarn(factor=2)": "Yarn(factor=4)",
+    "[4096, 12288]": "[64, 128]",
+    "bucket=1024": "bucket=64",
     "4k 12k": "64 128",
     "--bucket 4k": "--bucket 64",
     " * 650": " * 20",
@@ -76,8 +82,23 @@ class Llama:
         pass
 
 
-EXPECTED = {"extend": "answer: 58213", "kv": "llama.cpp:q8_0", "adapt": "p_rope:p=0.75", "gguf": "answer: 58213"}
+EXPECTED = {
+    "extend": "answer: 58213",
+    "notebook": "answer: 58213",
+    "kv": "llama.cpp:q8_0",
+    "adapt": "p_rope:p=0.75",
+    "gguf": "answer: 58213",
+}
 """What each tutorial prints."""
+
+
+def read(path: Path) -> str:
+    """Return a page; the cells of code of a notebook become blocks of Python."""
+    page = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return page
+    cells = ["".join(cell["source"]) for cell in json.loads(page)["cells"] if cell["cell_type"] == "code"]
+    return "".join(f"```python\n{cell}\n```\n" for cell in cells)
 
 
 def run_blocks(page: str) -> str:
@@ -99,7 +120,8 @@ def run_blocks(page: str) -> str:
 def test_a_tutorial_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(Llama=Llama))
-    page = path.read_text(encoding="utf-8")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    page = read(path)
     for theirs, ours in SMALLER.items():
         page = page.replace(theirs, ours)
     if "checkpoint.gguf" in page:
