@@ -56,7 +56,8 @@ def _checks(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]], t
     bos = not re.search(r"add_bos_token\W+False", str(config.get("model_args")))
     for task, rows in samples.items():
         requests = [request for row in rows for request in row["arguments"].values() if "arg_1" in request]
-        if longest and requests:  # rolling log-likelihoods have no second argument, and cut nothing
+        rolling = ((results.get("configs") or {}).get(task) or {}).get("output_type") == "loglikelihood_rolling"
+        if longest and requests and not rolling:  # rolling log-likelihoods cut nothing
             yield _prompts(task, requests, longest, functools.partial(tokenizer, add_special_tokens=bos))
         generated = [row for row in rows if isinstance(row["arguments"]["gen_args_0"].get("arg_1"), dict)]
         better = (results.get("higher_is_better") or {}).get(task) or {}

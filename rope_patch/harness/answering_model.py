@@ -82,19 +82,20 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             )
         return ids[:-count], ids[-count:]
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Any]:
         """Score whole texts, as lm-eval does; one bar shows the windows of all."""
-        # Cut here as lm-eval will cut them, only to know the number of tokens for the bar.
+        # Cut here as lm-eval will cut them, only to know the number of tokens for the bar. The text is a request's last
+        # argument: since lm-eval 0.5 an empty context stands before it.
         windows = [
             make_disjoint_window(window)
             for request in requests
             for window in get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                self.tok_encode(request.args[-1]), self.prefix_token_id, self.max_length, context_len=1
             )
         ]
         tokens = sum(len(context) + len(rest) - 1 for context, rest in windows)
         with self._bar("loglikelihood_rolling", tokens, disable_tqdm):
-            scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+            scores: list[Any] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
         return scores
 
     def _loglikelihood_tokens(

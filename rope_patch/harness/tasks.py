@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import difflib
 import functools
 import hashlib
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
@@ -23,6 +23,7 @@ from rope_patch.evaluation.chat import turns_of
 from rope_patch.evaluation.documents import documents
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
+from rope_patch.harness.lm_eval_versions import task_request
 
 TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows", "first_choice")
 """What ``--metadata`` may set."""
@@ -93,20 +94,21 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
         ``--gen_kwargs max_gen_toks=`` goes before the answer's length.
         """
-        request = super().construct_requests(doc, ctx, **kwargs)
+        request = task_request(self, doc, ctx, **kwargs)
         if self.OUTPUT_TYPE == "generate_until":
             request.arguments[1].setdefault("max_gen_toks", doc["answer_tokens"])
         if not self.first_choice:
             return request
-        return [request, Instance("loglikelihood", doc, (ctx, doc["target"]), 1, metadata=kwargs["metadata"])]
+        scored = {"request_type": "loglikelihood", "arguments": (ctx, doc["target"]), "idx": 1}
+        return [request, dataclasses.replace(request, **scored, resps=[], filtered_resps={})]
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> Any:
         """Return the scores of a document, with ``first_choice`` where its right answer was read."""
         scores = super().process_results(doc, results)
-        metric = f"first_choice_{doc['length']}"
-        if self.first_choice and metric in self.aggregation():  # --predict_only takes all metrics away
-            scores[metric] = float(results[1][1])
-        return scores
+        if self.first_choice:
+            scores[f"first_choice_{doc['length']}"] = float(results[1][1])
+        metrics = self.aggregation()  # --predict_only takes all of ours away
+        return {metric: score for metric, score in scores.items() if metric in metrics}
 
     def build_all_requests(self, *, tokenizer_name: str = "", samples: Any = None, **kwargs: Any) -> None:
         """Make the requests, or take them from lm-eval's cache when they are those of the same documents.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lm_eval
 import pytest
 import torch
-from lm_eval.api.instance import Instance
+from harness.instances import answers_of, instance
 from lm_eval.models.huggingface import HFLM
 from support.number_tokenizers import KINDS, tokenizer_of
 from support.prompting import TOKENIZER, bold
@@ -33,7 +33,7 @@ def evaluated(model, names, *, chat=False, predict_only=False, **metadata):
 
 def right_answer(prompt, target, tokens):
     doc = {"prompt": prompt, "target": target, "answer_tokens": tokens}
-    return Instance("loglikelihood", doc, (prompt, target), 1)
+    return instance("loglikelihood", doc, (prompt, target), 1)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def test_first_choice_and_log_probabilities_are_those_of_the_engine(llama):
         scores = read["results"][name]
         assert scores["first_choice_512,none"] == pytest.approx(engine.first_choice(512))
         expected = [(cell.samples[i].logprob, cell.samples[i].first_choice) for i in range(3) for cell in engine.cells]
-        answers = [sample["filtered_resps"][1] for sample in read["samples"][name]]
-        for (score, greedy), (logprob, first_choice) in zip(answers, expected, strict=True):
+        scored = [answers_of(sample)[1] for sample in read["samples"][name]]
+        for (score, greedy), (logprob, first_choice) in zip(scored, expected, strict=True):
             assert (score, greedy) == (pytest.approx(logprob, abs=1e-4), first_choice)
         assert scores["512,none"] == plain["results"][name]["512,none"]
         assert "first_choice_512,none" not in plain["results"][name]
@@ -78,7 +78,7 @@ def test_of_several_values_all_have_to_be_first_choice(llama):
     whole = [all(sample.first_choice for sample in haystack) for haystack in engine.haystacks(512)]
     assert result["results"]["rope_niah_multivalue"]["first_choice_512,none"] == pytest.approx(sum(whole) / 6)
     joined = [sum(sample.logprob for sample in haystack) for haystack in engine.haystacks(512)]
-    read = [sample["filtered_resps"][1][0] for sample in result["samples"]["rope_niah_multivalue"]]
+    read = [answers_of(sample)[1][0] for sample in result["samples"]["rope_niah_multivalue"]]
     assert read == pytest.approx(joined, abs=1e-4)
 
 
@@ -95,7 +95,7 @@ def test_in_a_chat_the_answer_stands_behind_the_ids_that_generation_reads(llama,
     assert {tuple(row[:507]) for row in answers} == prompts
     assert len(answers) == len(prompts) == 2
     engine = retrieval(llama, chatty, lengths=[512], depths=[0.3], samples=2, chat_template="on")
-    read = [sample["filtered_resps"][1][0] for sample in result["samples"]["rope_passkey"]]
+    read = [answers_of(sample)[1][0] for sample in result["samples"]["rope_passkey"]]
     assert read == pytest.approx([sample.logprob for sample in engine.samples(512)], abs=1e-4)
 
 
@@ -127,8 +127,8 @@ def test_other_requests_are_those_of_hf_beside_an_answer():
     coder.pad_token = coder.eos_token
     model = bold().eval()
     ours, stock = (cls(pretrained=model, tokenizer=coder, device="cpu") for cls in (RopePatchLM, HFLM))
-    others = [Instance("loglikelihood", {}, pair, 0) for pair in [("The key is ", "12345"), ("", "12345"), ("A ", "b")]]
-    others.append(Instance("loglikelihood", {"answer_tokens": 1, "target": "2"}, ("The magic number is ", "12"), 0))
+    others = [instance("loglikelihood", {}, pair) for pair in [("The key is ", "12345"), ("", "12345"), ("A ", "b")]]
+    others.append(instance("loglikelihood", {"answer_tokens": 1, "target": "2"}, ("The magic number is ", "12")))
     expected = stock.loglikelihood(others, disable_tqdm=True)
     answer = right_answer("The pass key is 1", "2345", 4)
     scores = ours.loglikelihood([answer, *others], disable_tqdm=True)[1:]
@@ -151,7 +151,7 @@ def test_the_answer_of_every_kind_of_task_can_be_cut():
         for task in ("passkey", "multivalue", "json_kv", "qa2", "cwe")
         for doc in retrieval_documents(task, **options)
     ]
-    requests = [Instance("loglikelihood", doc, (doc["prompt"], doc["target"]), 1) for doc in docs]
+    requests = [instance("loglikelihood", doc, (doc["prompt"], doc["target"]), 1) for doc in docs]
     with spy_ids(model.model) as ids:
         model.loglikelihood(requests, disable_tqdm=True)
     assert [row.shape[1] for row in ids] == [1023] * len(docs)

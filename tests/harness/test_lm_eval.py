@@ -20,8 +20,8 @@ import lm_eval.__main__
 import pytest
 import torch
 import wonderwords
+from harness.instances import answers_of, instance
 from lm_eval._cli import HarnessCLI
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import Registry, get_model
 from lm_eval.models.huggingface import HFLM
@@ -39,10 +39,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 import rope_patch
 from rope_patch import PatchError, doctor
+from rope_patch.diagnosis.eval_results import check_results
 from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.harness import tasks as lm_eval_tasks
+from rope_patch.harness.lm_eval_versions import SINCE_0_5
 from rope_patch.harness.model import METHOD_PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
 from rope_patch.kv_cache.cache import quantized
@@ -69,7 +71,7 @@ def lm(kind=RopePatchLM, model=None, **options):
 
 
 def requests(kind, *arguments):
-    return [Instance(kind, {}, item, i) for i, item in enumerate(arguments)]
+    return [instance(kind, {}, item, i) for i, item in enumerate(arguments)]
 
 
 def greedy(tokens):
@@ -132,10 +134,11 @@ def test_rolling_loglikelihood_is_that_of_hf():
     texts = requests("loglikelihood_rolling", (DOCUMENT * 6,), ("short",))  # 3 windows of 128, and 1
     stock = lm(HFLM, batch_size=4)
     rope_patch.apply(stock.model, "p_rope:p=0.5")
-    expected = stock.loglikelihood_rolling(texts, disable_tqdm=True)
+    expected = torch.tensor(stock.loglikelihood_rolling(texts, disable_tqdm=True), dtype=torch.float64)
     for options in ({"batch_size": 1}, {"batch_size": 4, "chunk": 50}, {"batch_size": "auto"}):
         ours = lm(method="p_rope:p=0.5", **options)
-        assert ours.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(expected, abs=1e-4)
+        scores = torch.tensor(ours.loglikelihood_rolling(texts, disable_tqdm=True), dtype=torch.float64)
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
 
 
 def test_no_logits_of_a_whole_text_are_made():
@@ -186,7 +189,11 @@ def test_the_tokenizer_does_not_warn_of_the_length_before_the_patch(checkpoint):
     [
         (["method=p_rope", "p=0.75"], "p_rope:p=0.75"),
         (["method=yarn:factor=4,target_length=512"], "yarn:factor=4"),
-        (["method=longrope,factors=[1,1,1,1,2,2,4,4]"], "longrope:factors=1/1/1/1/2/2/4/4"),
+        pytest.param(
+            ["method=longrope,factors=[1,1,1,1,2,2,4,4]"],
+            "longrope:factors=1/1/1/1/2/2/4/4",
+            marks=pytest.mark.xfail(SINCE_0_5, reason="0.5.0.dev1 divides lists at their commas"),
+        ),
         (['{"method": ["abf:rope_theta=5e5", "p_rope:p=0.5"]}'], "abf:rope_theta=500000+p_rope:p=0.5"),
         (
             ['{"method": {"method": "chain", "steps": ["pi:factor=2", "p_rope:p=0.5"]}}'],
@@ -459,7 +466,7 @@ def test_scores_are_those_of_the_engine(yarn):
         assert ours["results"][name]["512,none"] == pytest.approx(engine.accuracy(512))
         cells = engine.cells[:1] if lm_eval_tasks.TASKS[task].joined else engine.cells
         expected = [cell.samples[i].output for i in range(2) for cell in cells]
-        assert [sample["filtered_resps"][0] for sample in ours["samples"][name]] == expected
+        assert [answers_of(sample)[0] for sample in ours["samples"][name]] == expected
     assert ours["results"]["rope_passkey"]["512,none"] >= 0.5, "a score that could be seen to differ"
 
 
@@ -558,7 +565,7 @@ def lm_pair(context, continuation):
 )
 def test_wrong_metadata_is_an_error(task, metadata, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        our_tasks(**metadata).load([task])
+        _ = our_tasks(**metadata).load([task])["tasks"][task].dataset  # 0.5 makes it when it is asked for
 
 
 def test_options_of_other_tasks_and_of_the_model_pass():
@@ -655,7 +662,7 @@ def test_every_flag_that_keeps_something(shell, capsys, tmp_path):
     out = tmp_path / "out"
     line = ["rope-patch-eval", "--tasks", "rope_passkey,rope_ppl"]
     line += ["--model_args", f"pretrained={LLAMA},method=yarn:factor=4,target_length=1024,dtype=float32"]
-    line += ["--metadata", "max_seq_lengths=512", "samples=2", "windows=2", "depths=[0.1,0.9]", "--limit", "3"]
+    line += ["--metadata", '{"max_seq_lengths": 512, "samples": 2, "windows": 2, "depths": [0.1, 0.9]}', "--limit", "3"]
     line += ["--output_path", str(out), "--log_samples", "--cache_requests", "true", "--device", "cpu"]
     shell(line)
     assert "|rope_passkey" in capsys.readouterr().out
@@ -674,7 +681,7 @@ def test_the_doctor_finds_prompts_that_lm_eval_cut(shell, tmp_path):
     """On a run of lm-eval's own model type, which cuts what does not fit; ours refuses such prompts."""
     out = tmp_path / "out"
     line = f"lm_eval --model hf --model_args pretrained={LLAMA},max_length=400 --include_path {TASKS} --device cpu"
-    line += " --tasks rope_passkey --metadata max_seq_lengths=[256,512] samples=1 depths=0.5"
+    line += """ --tasks rope_passkey --metadata '{"max_seq_lengths": [256, 512], "samples": 1, "depths": 0.5}'"""
     shell(f"{line} --output_path {out} --log_samples", lm_eval.__main__.cli_evaluate)
     _, lengths, prompts, _ = doctor(LLAMA, results=out).checks[-4:]
     assert lengths.found == "scores at 512 tokens, and max_length was 400"
@@ -694,12 +701,13 @@ def test_ls_and_run_know_our_tasks_and_the_users(shell, capsys, tmp_path, monkey
     assert all(name in listed for name in ("rope_passkey", "mine", "niah_multikey_2"))
     config = tmp_path / "run.yaml"
     config.write_text(f"include_path: {own}\ntasks: mine\nmodel_args: {{pretrained: {LLAMA}, max_length: 300}}\n")
-    shell(f"rope-patch-eval run --config {config} --metadata max_seq_lengths=300 samples=1 depths=0.5 --device cpu")
+    metadata = """--metadata '{"max_seq_lengths": 300, "samples": 1, "depths": 0.5}'"""
+    shell(f"rope-patch-eval run --config {config} {metadata} --device cpu")
     assert "|mine" in capsys.readouterr().out
 
 
 def test_errors_are_one_line(shell, capsys, monkeypatch):
-    base = "rope-patch-eval --tasks rope_passkey --metadata max_seq_lengths=512 samples=1 --device cpu"
+    base = """rope-patch-eval --tasks rope_passkey --metadata '{"max_seq_lengths": 512, "samples": 1}' --device cpu"""
     base += f" --model_args pretrained={LLAMA}"
     assert "do not fit into the model's 256" in failure(shell, capsys, base)
     assert "Did you mean 'p_rope'" in failure(shell, capsys, f"{base},method=prope")
@@ -708,6 +716,17 @@ def test_errors_are_one_line(shell, capsys, monkeypatch):
     monkeypatch.setenv("ROPE_PATCH_DEBUG", "1")
     with pytest.raises(ValueError, match="unknown method"):
         shell(f"{base},method=prope")
+
+
+def test_the_doctor_knows_that_rolling_log_likelihoods_are_not_cut(tmp_path):
+    """In 0.5 they have a second argument as others have: the text, behind an empty context."""
+    stamp = "2026-11-26T06-43-14.154957"
+    sample = {"doc_id": 0, "target": "0", "arguments": {"gen_args_0": {"arg_0": "", "arg_1": DOCUMENT}}, "metrics": []}
+    (tmp_path / f"samples_ppl_{stamp}.jsonl").write_text(json.dumps(sample))
+    for kind, count in (("loglikelihood_rolling", 0), ("loglikelihood", 1)):
+        results = {"config": {"model": "hf"}, "max_length": 4, "configs": {"ppl": {"output_type": kind}}}
+        (tmp_path / f"results_{stamp}.json").write_text(json.dumps(results))
+        assert [check.name for check in check_results(tmp_path, TOKENIZER)].count("prompts of ppl") == count
 
 
 def test_without_lm_eval_one_line_says_what_to_install():

@@ -6,7 +6,7 @@ import contextlib
 import json
 
 import pytest
-from lm_eval.api.instance import Instance
+from harness.instances import instance
 from support.prompting import TOKENIZER, bold
 from tqdm import tqdm
 
@@ -31,7 +31,7 @@ def requests_of(kind, count):
         "generate_until": ({"until": [], "do_sample": False, "max_gen_toks": 3},),
     }[kind]
     texts = [f"{i} " + " ".join(WORDS[i % 20 : i % 20 + 60]) for i in range(count)]
-    return [Instance(kind, {}, (text, *rest), i) for i, text in enumerate(texts)]
+    return [instance(kind, {}, (text, *rest), i) for i, text in enumerate(texts)]
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_all_that_is_announced_is_read(kind, options, bars):
     requests = requests_of(kind, 5)
     if kind == "loglikelihood":  # they begin one another, and are read together
         requests += [
-            Instance(kind, {}, pair, 0) for pair in [("short", " text"), ("short text", " and"), ("short", " text and")]
+            instance(kind, {}, pair) for pair in [("short", " text"), ("short text", " and"), ("short", " text and")]
         ]
     model = lm(**options)
     getattr(model, kind)(requests)
@@ -117,7 +117,7 @@ def interrupt():
 def test_with_use_cache_the_same_command_goes_on_where_it_was(shell, capsys, tmp_path, bars):
     command = ["rope-patch-eval", "--model_args", f"pretrained={LLAMA},dtype=float32,max_length=512", "--device", "cpu"]
     command += ["--tasks", "rope_passkey,rope_ppl", "--batch_size", "1"]
-    command += ["--metadata", "max_seq_lengths=512", "samples=2", "windows=4", "depths=[0.2,0.8]"]
+    command += ["--metadata", '{"max_seq_lengths": 512, "samples": 2, "windows": 4, "depths": [0.2, 0.8]}']
 
     def announced():
         totals = {bar.desc: bar.total for bar in bars}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lm_eval.api.instance import Instance
+from harness.instances import instance
 
 import rope_patch
 from rope_patch.evaluation.builtin_text import builtin_text
@@ -33,7 +33,7 @@ def texts(models):
 
 
 def requests(kind, arguments):
-    return [Instance(kind, {}, each, i, metadata=("x", i, 1)) for i, each in enumerate(arguments)]
+    return [instance(kind, {}, each, i) for i, each in enumerate(arguments)]
 
 
 def scores(lm, texts):
