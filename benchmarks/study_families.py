@@ -202,7 +202,8 @@ def all_cells() -> Iterator[Cell]:
     yield Cell("smollm2", "published", 1024)
     yield Cell("gemma3", "published", 1024)
     for model, length, table in (
-        ("smollm2", 8192, "default"), ("smollm2", 16384, "yarn:factor=2"), ("gemma3", 16384, "default"),
+        ("smollm2", 8192, "default"), ("smollm2", 8192, "p_rope:p=0.75"), ("smollm2", 16384, "yarn:factor=2"),
+        ("gemma3", 16384, "default"), ("gemma3", 16384, "p_rope:p=0.75"), ("gemma3", 16384, "yarn:factor=2"),
         ("gemma3", 32768, "default"), ("gemma3", 65536, "yarn:factor=2"),
     ):  # fmt: skip
         yield Cell(model, "positions", length, table)
