@@ -17,13 +17,15 @@ import rope_patch
 ROOT = Path(__file__).resolve().parents[1]
 FIRST, LAST = ("patching", "checkpoints", "extending", "evaluation"), ("methods", "tables", "packaged")
 """Parts of the page of the Python API that begin it and end it."""
+PAGES = {"README.md": "start.md", "CHANGELOG.md": "changelog.md"}
+"""Files of the repository that become pages."""
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made here, and the results that pages link to."""
     made = {"api.md": api()}
-    for name, page in ("start.md", "README.md"), ("changelog.md", "CHANGELOG.md"):
+    for page, name in PAGES.items():
         made[name] = (ROOT / page).read_text(encoding="utf-8").replace("](docs/", "](")
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
@@ -41,6 +43,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if files.get_file_from_path(posixpath.normpath(posixpath.join(folder, written))) is not None:
             return match[0]
         path = re.sub(r"^(\.\./)+", "", written)
+        path = PAGES.get(path, path)
         if files.get_file_from_path(path) is not None:
             return f"[{text}]({posixpath.relpath(path, folder)}{anchor})"
         return f"{text} (`{path}`)" if (ROOT / path).exists() else match[0]

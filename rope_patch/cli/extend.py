@@ -49,7 +49,12 @@ def extend(words: Sequence[str]) -> int:
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.say_what_the_model_is()
         tokens = None if settings.budget is None else run.tokens_in_time()
-        rounds, training = run.plan(tokens)
+        try:
+            rounds, training = run.plan(tokens)
+        except ValueError:  # nothing was measured that another run would use
+            if fresh and first:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
         for line in run.describe(rounds, training):
             say(line)
         if settings.budget is None:

@@ -59,7 +59,8 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
         import_modules(modules)
     # Flags come last, and replace values of files.
     values = {path: value for word in sources for path, value in _stated(word, by_name)} | written
-    missing = [leaf.flag for leaf in known if leaf.default is MISSING and leaf.path not in values]
+    required = [leaf for leaf in known if leaf.default is MISSING and leaf.path not in values]
+    missing = [leaf.flag if leaf.positional else f"{leaf.flag} {leaf.metavar}" for leaf in required]
     if missing:
         raise UsageError(f"missing {', '.join(missing)}: rope-patch {kind.command} --help says what is needed")
     options: T = build(kind, values)
@@ -81,7 +82,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`, where argparse would end the process."""
-        raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", r"\1 needs a value", message))
+        needs = r"\1 needs a value (one that begins with a dash as \1=-1)"
+        raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", needs, message))
 
 
 def _divided(

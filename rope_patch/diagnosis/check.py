@@ -131,11 +131,13 @@ class Diagnosis:
             partial, layers = int((turns(table.inv_freq, context) < 1).sum()), self.layers.get(kind, "all")
             lines.append(f"  {table}")
             lines.append(f"    {layers} layers, context {context}; {partial} pairs make no full turn within it")
-        lines.append(self.verdict)
         own = [check for check in self.checks if check.program is None or check.counts]
+        others = [check for check in self.checks if check not in own]
+        elsewhere = [check.name for check in others if check.state == DIFFERS and self.ok]
+        lines.append(self.verdict + (f"; not so in {', '.join(elsewhere)} (see below)" if elsewhere else ""))
         order = (DIFFERS, UNKNOWN, NOTE, HOLDS)
         lines += map(str, sorted(own, key=lambda check: order.index(check.state)))
-        if others := [check for check in self.checks if check not in own]:
+        if others:
             lines += ["", "What other programs compute (this counts only with --for PROGRAM):", *map(str, others)]
         return "\n".join(lines)
 

@@ -37,6 +37,8 @@ SHORTEST_ROW = 128
 """Length of the first row that the speed is measured on [tokens]."""
 MEASURING_SECONDS = 8.0
 """Approximate time spent on measuring the speed [s]; one row of the shortest length is read in any case."""
+MEASURING_SHARE = 0.02
+"""The share of the given time that measuring may take where that is more: short rows read slower than long ones."""
 FILLED_SHARE = 0.85
 """Share of the given time that is planned; the rest is a reserve."""
 
@@ -122,7 +124,8 @@ def tokens_within(
         name = key(what="speed", model=model_hash(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
         # Where nothing else is finished there is nothing to find, and the machine may have been busy at that time.
         if name not in cache or set(cache) == {name}:
-            cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
+            most = max(MEASURING_SECONDS, MEASURING_SHARE * seconds)
+            cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk, most=most)
         return float(cache[name])
 
     # The first process measures for all, because all have to plan the same work.
@@ -136,6 +139,7 @@ def tokens_per_second(
     *,
     rows: int = 1,
     chunk: int | None = None,
+    most: float = MEASURING_SECONDS,
 ) -> float:
     """Measure how many tokens a model reads in a second, on a short row and then on longer ones while time allows.
 
@@ -147,6 +151,7 @@ def tokens_per_second(
         length: length of the rows that will be read [tokens].
         rows: number of rows in a batch; a batch is tried only if a single row took little time.
         chunk: length of a forward pass [tokens]; None for that of :meth:`Reader.default_chunk`.
+        most: time that the measurement takes, roughly [s].
     """
     reader = Reader(model)
     if reader.dynamic:  # such a model reads whole rows, one at a time
@@ -165,16 +170,16 @@ def tokens_per_second(
         while True:
             elapsed = seconds(1, size)
             # A row that takes long by itself is read once.
-            if spent + 2 * elapsed <= MEASURING_SECONDS:
+            if spent + 2 * elapsed <= most:
                 elapsed = min(elapsed, seconds(1, size))
                 spent += elapsed
             spent += elapsed
             # A row twice as long takes at least twice the time, and more because of attention.
-            if size == length or spent + 2.5 * elapsed > MEASURING_SECONDS:
+            if size == length or spent + 2.5 * elapsed > most:
                 break
             size = min(2 * size, length)
         # On a GPU several rows may take no longer than one, so a batch is timed if there is time for it.
-        if size == length and rows > 1 and rows * elapsed < MEASURING_SECONDS:
+        if size == length and rows > 1 and rows * elapsed < most:
             return rows * length / seconds(rows, length)
     return size / elapsed * operations(model, size) / operations(model, length)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -213,9 +214,11 @@ class Run:
             rounds = rounds_within(candidates, most, self.tokens_computed)
             if rounds_cost(rounds[:1], self.tokens_computed) <= most:
                 return rounds
+        least, budget = rounds_cost(rounds[:1], self.tokens_computed), float(options.budget or 0)
         raise ValueError(
-            f"the first round of {candidates + 1} methods takes {rounds_cost(rounds[:1], self.tokens_computed):,.0f} "
-            f"tokens, and the budget has time for {most:,.0f}: name fewer methods, or give a larger budget"
+            f"the first round of {candidates + 1} methods takes {least:,.0f} tokens, and the budget has time for "
+            f"{most:,.0f}, since {tokens / budget:,.3g} tokens a second were measured: name fewer methods, give "
+            f"--budget {math.ceil(least / most * budget / 60)}m, or try again when the machine does nothing else"
         )
 
     def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:
@@ -312,6 +315,8 @@ class Run:
                 progress.say(f"the effective length as it is: {effective.of(UNPATCHED)}")
             evaluator = MethodEvaluator(comparison, self.options.tolerance)
             if len(remaining) <= 2 and evaluator.settled(remaining, conditions=conditions):
+                if number < len(rounds):
+                    progress.say("more text and prompts would not change the choice: the other rounds are left out")
                 break
             if number < len(rounds):
                 remaining = evaluator.leaders(remaining, rounds[number].candidates, conditions=conditions)

@@ -63,8 +63,8 @@ def _sentence_parts(row: ProgramReading) -> tuple[str, str]:
     """Return the two parts of a sentence, before and after the names of the programs."""
     where = f" for {row.layer_type} layers" if row.layer_type else ""
     before, after = {
-        DIFFERS: ("", f" computes another table from the config{where}"),
-        REFUSES: ("", f" refuses the config{where}"),
+        DIFFERS: ("another table is computed from the config by ", where),
+        REFUSES: ("the config is refused by ", where),
         UNVERIFIED: ("it is not known which table is computed by ", where),
     }[row.verdict]
     reasons = f": {'; '.join(row.reasons)}" if row.reasons else ""

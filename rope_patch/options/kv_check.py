@@ -43,8 +43,8 @@ class KvCheckOptions(OptionSet, command="kv-check"):
 
     model: str = shared.model()
     formats: tuple[str, ...] = word(
-        "The cache formats to check, separated by spaces: names, or texts of your own such as "
-        '"k=int4.pre;v=int4". --list explains both.',
+        "The cache formats to check, separated by spaces: names such as llama.cpp:q8_0, llama.cpp:q4_0, vllm:fp8 and "
+        'kivi-4, or texts of your own such as "k=int4.pre;v=int4". --list explains both.',
         metavar="FORMATS",
         several=True,
     )
