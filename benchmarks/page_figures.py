@@ -150,6 +150,8 @@ def angles() -> Figure:
 def caches() -> Figure:
     """Draw what formats of the cache cost by position, a panel for each model and table."""
     cells = [cell for cell in result("study_families")["cells"] if cell["kind"] == "positions"]
+    tables = ["default", "yarn:factor=2", "p_rope:p=0.75"]
+    cells.sort(key=lambda cell: (tables.index(cell["table"]), cell["model"] != "smollm2"))
     figure = Figure(figsize=(WIDTH, 3.2 * math.ceil(len(cells) / 2)), layout="constrained")
     add_title(figure, "What a quantized cache costs by position, against full precision")
     grid = figure.subplots(math.ceil(len(cells) / 2), 2, sharey=True, squeeze=False)
