@@ -82,8 +82,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`, where argparse would end the process."""
-        needs = r"\1 needs a value (one that begins with a dash as \1=-1)"
-        raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", needs, message))
+        raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", r"\1 needs a value", message))
 
 
 def _divided(

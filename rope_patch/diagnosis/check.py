@@ -133,8 +133,9 @@ class Diagnosis:
             lines.append(f"    {layers} layers, context {context}; {partial} pairs make no full turn within it")
         own = [check for check in self.checks if check.program is None or check.counts]
         others = [check for check in self.checks if check not in own]
-        elsewhere = [check.name for check in others if check.state == DIFFERS and self.ok]
-        lines.append(self.verdict + (f"; not so in {', '.join(elsewhere)} (see below)" if elsewhere else ""))
+        differing = [check.name.partition(" [")[0] for check in others if check.state == DIFFERS and self.ok]
+        elsewhere = f"; other tables in {', '.join(dict.fromkeys(differing))} (see below)" if differing else ""
+        lines.append(self.verdict + elsewhere)
         order = (DIFFERS, UNKNOWN, NOTE, HOLDS)
         lines += map(str, sorted(own, key=lambda check: order.index(check.state)))
         if others:

@@ -37,8 +37,9 @@ SHORTEST_ROW = 128
 """Length of the first row that the speed is measured on [tokens]."""
 MEASURING_SECONDS = 8.0
 """Approximate time spent on measuring the speed [s]; one row of the shortest length is read in any case."""
-MEASURING_SHARE = 0.02
-"""The share of the given time that measuring may take where that is more: short rows read slower than long ones."""
+SPEED_SHARE = 0.02
+"""Share of the given time that measuring the speed may take, where this is more than :data:`MEASURING_SECONDS`: short
+rows read slower than long ones."""
 FILLED_SHARE = 0.85
 """Share of the given time that is planned; the rest is a reserve."""
 
@@ -124,7 +125,7 @@ def tokens_within(
         name = key(what="speed", model=model_hash(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
         # Where nothing else is finished there is nothing to find, and the machine may have been busy at that time.
         if name not in cache or set(cache) == {name}:
-            most = max(MEASURING_SECONDS, MEASURING_SHARE * seconds)
+            most = max(MEASURING_SECONDS, SPEED_SHARE * seconds)
             cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk, most=most)
         return float(cache[name])
 

@@ -214,11 +214,12 @@ class Run:
             rounds = rounds_within(candidates, most, self.tokens_computed)
             if rounds_cost(rounds[:1], self.tokens_computed) <= most:
                 return rounds
-        least, budget = rounds_cost(rounds[:1], self.tokens_computed), float(options.budget or 0)
+        least, larger = rounds_cost(rounds[:1], self.tokens_computed), "a larger budget"
+        if options.budget and most >= 1:  # a tenth more than by the measured speed, which differs from run to run
+            larger = f"--budget {math.ceil(1.1 * least / most * options.budget / 60)}m"
         raise ValueError(
             f"the first round of {candidates + 1} methods takes {least:,.0f} tokens, and the budget has time for "
-            f"{most:,.0f}, since {tokens / budget:,.3g} tokens a second were measured: name fewer methods, give "
-            f"--budget {math.ceil(least / most * budget / 60)}m, or try again when the machine does nothing else"
+            f"{most:,.0f}: name fewer methods, or give {larger}"
         )
 
     def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:
@@ -316,7 +317,9 @@ class Run:
             evaluator = MethodEvaluator(comparison, self.options.tolerance)
             if len(remaining) <= 2 and evaluator.settled(remaining, conditions=conditions):
                 if number < len(rounds):
-                    progress.say("more text and prompts would not change the choice: the other rounds are left out")
+                    progress.say(
+                        "more text and prompts would not change the choice, so the further rounds are left out"
+                    )
                 break
             if number < len(rounds):
                 remaining = evaluator.leaders(remaining, rounds[number].candidates, conditions=conditions)

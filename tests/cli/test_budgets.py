@@ -48,6 +48,16 @@ def test_compare_says_what_would_fit_where_not_even_the_shortest_length_does(tmp
     assert "at least 640 tokens" in line and "1.5 times what fits into the time" in line
 
 
+@pytest.mark.parametrize(
+    ("speed", "larger"), [(1000.0, "--budget 1m"), (100.0, "--budget 5m"), (0.5, "a larger budget")]
+)
+def test_extend_says_which_budget_would_do_and_leaves_nothing_behind(tmp_path, monkeypatch, speed, larger):
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: speed)
+    line = fail("extend", BUNDLED, "--length", "1k", "--budget", "1s", "-o", tmp_path / "out")
+    assert line.endswith(f"name fewer methods, or give {larger}\n") and "ZeroDivision" not in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_chosen_stays_where_the_size_of_the_model_decides(tmp_path, monkeypatch):
     reads_by_default(monkeypatch, 1000)
     words = ("kv-check", BUNDLED, "--formats", "int8-token", "--lengths", "64", "--text", DOMAINS, "--depths", "0.5")

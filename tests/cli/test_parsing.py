@@ -61,7 +61,7 @@ def test_flags_and_null():
     ("words", "message"),
     [
         ((*COMPARE, "--lenghts", "1k"), "unknown option --lenghts. Did you mean '--lengths'?"),
-        (COMPARE[:3], "missing --lengths"),
+        (COMPARE[:3], "missing --lengths TOKENS: "),
         (COMPARE[1:], "missing MODEL"),
         ((*COMPARE, "--chunk"), "--chunk needs a value"),
         ((*COMPARE, "--chunk", "8kk"), "--chunk: a length is a number of tokens such as 4096 or 4k, got '8kk'"),

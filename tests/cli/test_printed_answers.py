@@ -29,7 +29,8 @@ def test_compare_shows_differences_from_the_unpatched_model(capsys):
     both = comparison(worse, row("default", [1.1, 1.2]))
     print_table(both)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  pi:factor=2: ppl"))
-    assert str(both).splitlines()[-1] == line, "what a notebook prints"
+    first, *_, last = str(both).splitlines()  # what a notebook prints
+    assert (first, last) == ("Tiny, trained at 4 tokens", line)
     assert "  default: ppl 0-4 3.16, ppl 4-8 3.16, passkey 4 1.00" in str(both)
     assert line.startswith(
         "  pi:factor=2: ppl 0-4: +10.5 % (+10.5 % to +10.5 %); ppl 4-8: +10.5 % (+10.5 % to +10.5 %); "

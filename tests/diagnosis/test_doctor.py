@@ -15,7 +15,8 @@ from support.tiny import YARN, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaForCausalLM
 
 import rope_patch
-from rope_patch import doctor
+from rope_patch import Diagnosis, doctor
+from rope_patch.diagnosis.check import Check
 
 BROKEN = {}
 """For each function that breaks a model: the check that differs, and a part of what it says."""
@@ -34,6 +35,17 @@ def folder(tmp_path):
     """A healthy checkpoint."""
     tiny_model().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+def test_the_verdict_names_each_other_program_that_computes_another_table_once():
+    here = Check("config", "holds", "plain RoPE")
+    others = [
+        Check(f"MLX 0.32 [{kind}]", "differs", "plain", program="mlx", counts=False) for kind in ("full", "sliding")
+    ]
+    healthy = Diagnosis("model", None, {}, {}, (here, *others))
+    assert str(healthy).splitlines()[1] == "OK: 1 of 1 checks hold; other tables in MLX 0.32 (see below)"
+    counting = str(healthy.counting(("mlx",))).splitlines()
+    assert counting[1] == "NOT OK: 2 of 3 checks differ"
 
 
 # --- in memory --------------------------------------------------------------------------------------------------------
