@@ -317,9 +317,7 @@ class Run:
             evaluator = MethodEvaluator(comparison, self.options.tolerance)
             if len(remaining) <= 2 and evaluator.settled(remaining, conditions=conditions):
                 if number < len(rounds):
-                    progress.say(
-                        "more text and prompts would not change the choice, so the further rounds are left out"
-                    )
+                    progress.say("more text and prompts would hardly change the choice: further rounds are left out")
                 break
             if number < len(rounds):
                 remaining = evaluator.leaders(remaining, rounds[number].candidates, conditions=conditions)

@@ -69,6 +69,14 @@ def test_a_token_takes_more_operations_the_more_it_attends_to():
     assert operations(hybrid, 1000) == weights + width * 1000
 
 
+def test_measuring_takes_longer_where_more_time_is_given(monkeypatch, tmp_path):
+    limits = []
+    monkeypatch.setattr(budget, "tokens_per_second", lambda *_, most, **__: limits.append(most) or 10.0)
+    for seconds in (60, 3600):
+        tokens_within(tiny_model(), seconds, 64, tmp_path / f"{seconds}.jsonl", rows=1, chunk=None)
+    assert limits == [MEASURING_SECONDS, 72]
+
+
 def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch, tmp_path):
     speeds = iter([10.0, 1000.0, 20.0])
     monkeypatch.setattr(budget, "tokens_per_second", lambda *_, **__: next(speeds))
