@@ -213,6 +213,9 @@ class _Fit:
             if fitted is not None:
                 return self._prompt(*fitted, question)
             self.first, self.count, self.trim = self.first + 1, 0, 0  # later depths begin at the same word
+        if self.size:  # without its last piece there is more room, into which more cuts fit
+            self.size, self.first = self.size - 1, None
+            return self(question)
         raise ValueError(f"found no haystack of exactly {room} tokens with this tokenizer: try another length")
 
     def _tokens_without_haystack(self, question: Question, size: int) -> int:

@@ -28,7 +28,7 @@ from rope_patch.runtime.progress import Progress
 from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
-SLIDING_CHUNK = 4096
+SLIDING_CHUNK = 1024
 """Length of a forward pass through layers with shorter sliding windows [tokens]."""
 FLOATS_AT_ONCE = 1 << 21
 """Number of float32 logits that a loss is computed of at one time: 8 MB, which malloc of glibc takes from its heap."""

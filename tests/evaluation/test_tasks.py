@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import zeta
 from support.prompting import MAKER, TOKENIZER
 
+from rope_patch.evaluation import prompts
 from rope_patch.evaluation.haystack import NOISE, Haystack
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks.fwe import counts
@@ -198,6 +199,19 @@ def test_the_last_tokens_are_those_of_the_haystack():
         after = prompt.text.partition("}\n\n")[2].partition("\n\nWhat is the value")[0]
         assert len(prompt.ids) == length and after.strip() in NOISE * 9
         assert len(TOKENIZER(after)["input_ids"]) < 90, "less than one more pair"
+
+
+def test_where_no_words_fit_the_room_a_piece_of_the_tasks_own_text_makes_way(monkeypatch):
+    exact = prompts._Fit._exact
+
+    def none_below_30_tokens(fit, question, room):
+        return exact(fit, question, room) if room >= 30 else None
+
+    monkeypatch.setattr(prompts._Fit, "_exact", none_below_30_tokens)
+    # A piece has some 80 tokens, so that some of these lengths leave room for fewer than 30.
+    for length in range(1000, 1080, 8):
+        found = NOISY.prompts("json_kv", length, [0.25, 0.75])
+        assert [len(prompt.ids) for prompt in found] == [length, length]
 
 
 def test_depths_change_nothing_where_words_stand_everywhere():
