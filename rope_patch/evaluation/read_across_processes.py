@@ -81,7 +81,7 @@ class BatchReader(Generic[T]):
                 values |= self._score(batch, alone=True)
             else:
                 # The progress bar of this process counts a batch of another process when its turn comes.
-                progress.advance(sum(map(self.tokens, batch.items)))
+                progress.advance(self._report_known(batch))
             count += bool(batch.todo)
         gathered = _gathered(values, [model_hash(model), *(name for batch in every for name in batch.todo)])
         # The first process writes the file of all results before any other deletes its own part of them.
@@ -108,12 +108,18 @@ class BatchReader(Generic[T]):
 
     def _score(self, batch: _Batch[T], *, alone: bool = False) -> dict[str, Any]:
         """Read the items that are not in the result cache, store their values, and report the whole batch as read."""
-        size, values = sum(map(self.tokens, batch.items)), dict[str, Any]()
+        size, values = self._report_known(batch), dict[str, Any]()
         with progress.all_of(size):
             if batch.todo:
                 values = dict(zip(batch.todo, self.score(list(batch.todo.values()), size), strict=True))
             self._add(values, alone=alone)
         return values
+
+    def _report_known(self, batch: _Batch[T]) -> int:
+        """Report the items of a batch that need no reading, and return the number of tokens of the others."""
+        size = sum(map(self.tokens, batch.todo.values()))
+        progress.known(sum(map(self.tokens, batch.items)) - size)
+        return size
 
     def _add(self, values: dict[str, Any], *, alone: bool = False) -> None:
         """Store values in the result cache; ``alone`` says that only this process has them."""

@@ -11,6 +11,7 @@ reading 512
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -30,6 +31,7 @@ SECONDS_IN_FILE = 60
 # Context variables, so that threads, and a measurement within another one, have listeners and stages of their own.
 _stage: ContextVar[str] = ContextVar("stage", default="")
 _on_tokens: ContextVar[Callable[[str, int], object] | None] = ContextVar("on_tokens", default=None)
+_on_known: ContextVar[Callable[[int], object] | None] = ContextVar("on_known", default=None)
 _on_more: ContextVar[Callable[[int], object] | None] = ContextVar("on_more", default=None)
 _on_sentence: ContextVar[Callable[[str], object] | None] = ContextVar("on_sentence", default=None)
 
@@ -38,6 +40,12 @@ def advance(tokens: int) -> None:
     """Report that a number of tokens was done since the last call, under the present stage."""
     if (call := _on_tokens.get()) is not None:
         call(_stage.get(), tokens)
+
+
+def known(tokens: int) -> None:
+    """Report a number of tokens whose results an earlier run has stored, which say nothing of the speed of this one."""
+    if tokens:
+        (_on_known.get() or advance)(tokens)
 
 
 def more(tokens: int) -> None:
@@ -66,6 +74,7 @@ def stage(name: str) -> Iterator[None]:
 def listen(
     on_tokens: Callable[[str, int], object] | None = None,
     *,
+    on_known: Callable[[int], object] | None = None,
     on_more: Callable[[int], object] | None = None,
     on_sentence: Callable[[str], object] | None = None,
 ) -> Iterator[None]:
@@ -74,17 +83,21 @@ def listen(
     Args:
         on_tokens: the function that is called after each layer, with the stage of the work and the number of tokens
             that were just done.
+        on_known: the function that is called with a number of tokens whose results were there already; without it they
+            are reported to ``on_tokens``, if that is given.
         on_more: the function that is called with a number of tokens that will be done in addition.
         on_sentence: the function that is called with a sentence about each step.
     """
-    tokens, additional, sentences = _on_tokens.get(), _on_more.get(), _on_sentence.get()
+    tokens, stored, additional, sentences = _on_tokens.get(), _on_known.get(), _on_more.get(), _on_sentence.get()
     _on_tokens.set(on_tokens or tokens)
+    _on_known.set(on_known if on_known or on_tokens else stored)
     _on_more.set(on_more or additional)
     _on_sentence.set(on_sentence or sentences)
     try:
         yield
     finally:
         _on_tokens.set(tokens)
+        _on_known.set(stored)
         _on_more.set(additional)
         _on_sentence.set(sentences)
 
@@ -131,10 +144,17 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
             shown.set_postfix_str(stage, refresh=False)
             shown.update(tokens)
 
+        def on_known(tokens: int) -> None:
+            if not shown.disable:  # as if the bar had begun behind them: the time that is left is one of reading
+                shown.initial += tokens
+                shown.n += tokens
+                shown.last_print_n += tokens
+
         def on_more(tokens: int) -> None:
             shown.total = (shown.total or 0) + tokens
 
-        with listen(on_tokens, on_more=on_more, on_sentence=lambda text: shown.write(text, file=sys.stderr)):
+        write = functools.partial(shown.write, file=sys.stderr)
+        with listen(on_tokens, on_known=on_known, on_more=on_more, on_sentence=write):
             yield
         shown.total = shown.n  # what was announced may have been an estimate
 

@@ -10,7 +10,7 @@ from support.tiny import ARCHITECTURES, ids, tiny_model
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.modeling.capture import capture
-from rope_patch.runtime.progress import Progress, advance, all_of, listen, say, stage, unreported
+from rope_patch.runtime.progress import Progress, advance, all_of, bar, known, listen, say, stage, unreported
 
 ASKED = {"task": "niah", "lengths": [120], "depths": [0.0, 0.5, 1.0], "samples": 1, "haystack": "noise"}
 
@@ -94,6 +94,24 @@ def test_progress_neither_falls_nor_overshoots():
         progress.finish()
 
     assert reported(work) == [6, 3, 1]
+
+
+def test_what_an_earlier_run_has_stored_moves_the_bar_but_not_its_speed(monkeypatch):
+    clock, bars = iter(range(10**6)), []
+    monkeypatch.setattr("tqdm.std.tqdm.refresh", lambda shown, **_: bars.append(shown))
+    monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
+    with bar(1000):
+        known(900)
+        known(0)
+        advance(50)
+        (shown,) = set(bars)
+        now = shown.format_dict
+        assert (now["n"], now["initial"]) == (950, 900)
+        assert now["rate"] is None or now["rate"] <= 50, "50 tokens in a second or more"
+    told = []
+    with listen(lambda stage, tokens: told.append(tokens)):
+        known(7)
+    assert told == [7], "who does not tell them apart hears of all"
 
 
 def test_a_stage_within_a_stage_has_its_own_name_and_what_is_not_listened_to_goes_on_outside():
