@@ -200,8 +200,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file of the results, which are added to")
     given = parser.parse_args()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    rows = json.loads(given.output.read_text())["rows"] if given.output.exists() else []
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    torch.set_num_threads(threads)
+    report = {
+        "benchmark": "separation",
+        "command": command(),
+        "what": "how well three scores of retrieval tasks tell methods apart, for the tokens read",
+        "environment": environment(threads=threads),
+        "rows": [],
+    }
+    if given.output.exists():
+        report = json.loads(given.output.read_text())
     for source in given.models:
         folder = rope_patch.data_path("assets") / source if source in ("llama", "gemma3") else Path(source)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -210,15 +219,9 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         for task in given.tasks:
             row = {"model": folder.name} | measured(model, tokenizer, task, given, work)
+            row |= {"command": command(), "threads": threads}
             same = ("model", "task", "length")
-            rows = [*(old for old in rows if any(old[key] != row[key] for key in same)), row]
-            report = {
-                "benchmark": "separation",
-                "command": command(),
-                "what": "how well three scores of retrieval tasks tell methods apart, for the tokens read",
-                "environment": environment(),
-                "rows": rows,
-            }
+            report["rows"] = [old for old in report["rows"] if any(old[key] != row[key] for key in same)] + [row]
             write(report, given.output)
 
 

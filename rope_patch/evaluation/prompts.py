@@ -195,7 +195,8 @@ class _Fit:
             raise ended
         self.size = low
 
-    def __call__(self, question: Question) -> Prompt:
+    def __call__(self, question: Question, fewer: int = 3) -> Prompt:
+        """Return the prompt of a question, with up to ``fewer`` pieces less where no words fit the room."""
         taken = self._tokens_without_haystack(question, self.size)
         while taken > self.length and self.size:  # the longest question had room for them
             self.size -= 1
@@ -213,9 +214,9 @@ class _Fit:
             if fitted is not None:
                 return self._prompt(*fitted, question)
             self.first, self.count, self.trim = self.first + 1, 0, 0  # later depths begin at the same word
-        if self.size:  # without its last piece there is more room, into which more cuts fit
+        if self.size and fewer:  # without its last piece there is more room, into which more cuts fit
             self.size, self.first = self.size - 1, None
-            return self(question)
+            return self(question, fewer - 1)
         raise ValueError(f"found no haystack of exactly {room} tokens with this tokenizer: try another length")
 
     def _tokens_without_haystack(self, question: Question, size: int) -> int:

@@ -81,7 +81,7 @@ class BatchReader(Generic[T]):
                 values |= self._score(batch, alone=True)
             else:
                 # The progress bar of this process counts a batch of another process when its turn comes.
-                progress.advance(self._report_known(batch))
+                progress.advance(self._report_known_count_rest(batch))
             count += bool(batch.todo)
         gathered = _gathered(values, [model_hash(model), *(name for batch in every for name in batch.todo)])
         # The first process writes the file of all results before any other deletes its own part of them.
@@ -107,15 +107,15 @@ class BatchReader(Generic[T]):
             yield _Batch(items, names, todo)
 
     def _score(self, batch: _Batch[T], *, alone: bool = False) -> dict[str, Any]:
-        """Read the items that are not in the result cache, store their values, and report the whole batch as read."""
-        size, values = self._report_known(batch), dict[str, Any]()
+        """Read the items that are not in the result cache, store their values, and report the batch."""
+        size, values = self._report_known_count_rest(batch), dict[str, Any]()
         with progress.all_of(size):
             if batch.todo:
                 values = dict(zip(batch.todo, self.score(list(batch.todo.values()), size), strict=True))
             self._add(values, alone=alone)
         return values
 
-    def _report_known(self, batch: _Batch[T]) -> int:
+    def _report_known_count_rest(self, batch: _Batch[T]) -> int:
         """Report the items of a batch that need no reading, and return the number of tokens of the others."""
         size = sum(map(self.tokens, batch.todo.values()))
         progress.known(sum(map(self.tokens, batch.items)) - size)

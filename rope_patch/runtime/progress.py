@@ -43,7 +43,7 @@ def advance(tokens: int) -> None:
 
 
 def known(tokens: int) -> None:
-    """Report a number of tokens whose results an earlier run has stored, which say nothing of the speed of this one."""
+    """Report a number of tokens whose results are there without reading, which say nothing of the speed."""
     if tokens:
         (_on_known.get() or advance)(tokens)
 

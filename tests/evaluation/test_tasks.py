@@ -212,6 +212,8 @@ def test_where_no_words_fit_the_room_a_piece_of_the_tasks_own_text_makes_way(mon
     for length in range(1000, 1080, 8):
         found = NOISY.prompts("json_kv", length, [0.25, 0.75])
         assert [len(prompt.ids) for prompt in found] == [length, length]
+        pieces = [len(re.findall(KINDS["json_kv"][0], prompt.text)) for prompt in found]
+        assert min(pieces) >= (length - 200) // 80, "one piece less, not all of them"
 
 
 def test_depths_change_nothing_where_words_stand_everywhere():

@@ -97,21 +97,32 @@ def test_progress_neither_falls_nor_overshoots():
 
 
 def test_what_an_earlier_run_has_stored_moves_the_bar_but_not_its_speed(monkeypatch):
-    clock, bars = iter(range(10**6)), []
+    clock, bars = iter(range(0, 10**6, 100)), []  # longer than the least time between two lines in a file
     monkeypatch.setattr("tqdm.std.tqdm.refresh", lambda shown, **_: bars.append(shown))
     monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
     with bar(1000):
         known(900)
-        known(0)
         advance(50)
         (shown,) = set(bars)
         now = shown.format_dict
-        assert (now["n"], now["initial"]) == (950, 900)
-        assert now["rate"] is None or now["rate"] <= 50, "50 tokens in a second or more"
-    told = []
-    with listen(lambda stage, tokens: told.append(tokens)):
+        assert (now["n"], now["initial"]) == (950, 900) and now["rate"] == 0.5, "50 tokens in 100 s"
+    with bar(1000, hidden=True):
+        known(900)
+
+
+def test_tokens_that_need_no_reading_go_to_their_own_listener_or_count_as_read():
+    read, stored = [], []
+    with listen(lambda stage, tokens: read.append(tokens), on_known=stored.append):
+        known(0)
         known(7)
-    assert told == [7], "who does not tell them apart hears of all"
+        with listen(on_sentence=print):
+            known(8)
+        with unreported():
+            known(9)
+    assert (read, stored) == ([], [7, 8])
+    with listen(lambda stage, tokens: read.append(tokens)):
+        known(10)
+    assert (read, stored) == ([10], [7, 8])
 
 
 def test_a_stage_within_a_stage_has_its_own_name_and_what_is_not_listened_to_goes_on_outside():
