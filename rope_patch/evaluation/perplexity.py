@@ -49,8 +49,7 @@ def perplexity(
             of one window; or an iterable of documents, as :func:`~rope_patch.evaluation.documents.encode` yields them,
             which are read one at a time.
         stride: distance between the starts of windows [tokens]; by default the window, so that windows do not overlap.
-        chunk: length of a forward pass [tokens]; by default the window, or on a model with sliding windows 1024 or
-            the sliding window, if that is longer.
+        chunk: length of a forward pass [tokens]; by default the window, or less if the model has sliding windows.
         buckets: edges of the position ranges, such as (0, 64, 256, 1024) [tokens]; one range by default. Ranges that no
             token falls into are left out of the result.
         cache: a factory without arguments, which returns the cache to read through; by default a ``DynamicCache`` if
