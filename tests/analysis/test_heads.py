@@ -19,6 +19,7 @@ import peft
 import pytest
 import torch
 from support.largest import Largest
+from support.patches import lora
 from support.scored import bold_model
 from support.states import INTERLEAVED, model_of, stored, text
 from support.tiny import SIZE, YARN, ids, tiny_model
@@ -473,8 +474,7 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
 
 def test_an_adapter_is_part_of_the_model():
     rows = few_kinds()
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model_of("llama"), config).eval()
+    adapted = lora(model_of("llama"))
     merged = copy.deepcopy(adapted).merge_and_unload()
     got, same, bare = (measure_heads(model, rows).layer(1).entropy for model in (adapted, merged, model_of("llama")))
     torch.testing.assert_close(got, same, rtol=1e-4, atol=1e-4)

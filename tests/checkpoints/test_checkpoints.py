@@ -271,7 +271,7 @@ def test_a_full_disk_is_not_blamed_on_the_file_that_is_copied(tmp_path, monkeypa
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(OSError, match="device") as raised:
         patch_folder(tmp_path / "base", "yarn:factor=4", tmp_path / "out")
-    assert raised.value.filename == str(tmp_path / "out")
+    assert raised.value.filename == str(tmp_path / "out") and os.listdir(tmp_path) == ["base"]
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):

@@ -43,7 +43,7 @@ def test_save_raises_the_length_of_a_tokenizer_that_is_given_or_copied(plain, to
     assert tokenizer.model_max_length == 64  # the caller's own is left alone
 
 
-def test_a_tokenizer_that_stays_in_the_folder_is_raised_too(plain, tmp_path):
+def test_a_tokenizer_that_stays_in_the_folder_is_raised_too(plain):
     model = rope_patch.load(plain, "yarn", target_length=256)
     for tokenizer in (None, False):
         rope_patch.save(model, plain, tokenizer=tokenizer)
@@ -51,7 +51,7 @@ def test_a_tokenizer_that_stays_in_the_folder_is_raised_too(plain, tmp_path):
         rope_patch.verify(plain)
 
 
-def test_damaged_settings_of_a_tokenizer_lose_no_model(plain, tmp_path):
+def test_damaged_settings_of_a_tokenizer_lose_no_model(plain):
     model = rope_patch.load(plain, "yarn", target_length=256)
     (plain / "tokenizer_config.json").write_text("[]")
     rope_patch.save(model, plain)

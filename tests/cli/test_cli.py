@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from support.commands import fail, invoke, run
+from support.commands import fail, fail_without_a_trace, invoke, run
+from support.patches import lora
 from support.tiny import YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -92,9 +92,7 @@ def test_apply_on_mixed_models(tmp_path):
 
 
 def test_doctor_of_an_adapter(checkpoint, tmp_path):
-    model = rope_patch.load(checkpoint, "yarn:factor=4")
-    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    rope_patch.save(tuned, tmp_path / "adapter")
+    rope_patch.save(lora(rope_patch.load(checkpoint, "yarn:factor=4")), tmp_path / "adapter")
     printed = run("doctor", tmp_path / "adapter")
     assert "patched with yarn:factor=4" in printed and "adapter: trained under yarn:factor=4" in printed
     (tmp_path / "adapter" / "rope_patch.json").unlink()
@@ -121,13 +119,8 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
         (("apply", "{base}", "table", "values=1,2", "-o", "{out}"), "the numbers of a list by '/'"),
     ],
 )
-def test_errors_are_one_line_and_write_nothing(checkpoint, tmp_path, arguments, message):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("mine")
-    places = {"base": checkpoint, "out": tmp_path / "out", "full": tmp_path / "full"}
-    before = sorted(tmp_path.rglob("*"))
-    assert message in fail(*(str(a).format(**places) for a in arguments))
-    assert sorted(tmp_path.rglob("*")) == before
+def test_errors_are_one_line_and_write_nothing(checkpoint, arguments, message):
+    fail_without_a_trace(checkpoint, arguments, message)
 
 
 def test_truncated_weights(checkpoint, tmp_path):
@@ -142,23 +135,3 @@ def test_what_a_library_raises_is_one_line_too(capsys):
     assert guarded(lambda: {}["unheard_of"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error == "error: KeyError: 'unheard_of' (ROPE_PATCH_DEBUG=1 shows where)"
-
-
-def test_interrupted(capsys):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    assert guarded(interrupt) == 130
-    assert capsys.readouterr().err.strip() == "interrupted: no file was left half written"
-
-
-def test_interrupted_copy_leaves_nothing(checkpoint, tmp_path, monkeypatch):
-    from rope_patch.checkpoints import folder_patch as folders
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(folders.shutil, "copyfile", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        folders.patch_folder(checkpoint, "pi:factor=4", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -8,8 +8,8 @@ import re
 import shutil
 
 import pytest
-from peft import LoraConfig, get_peft_model
 from support.commands import MEASURE, fail, invoke
+from support.patches import lora, patched_model
 from support.tiny import tiny_model
 
 import rope_patch
@@ -50,12 +50,8 @@ def checkpoints(tmp_path_factory):
     """A checkpoint, a patched one, and an adapter over the patched one."""
     root = tmp_path_factory.mktemp("checkpoints")
     tiny_model().save_pretrained(root / "base")
-    model = tiny_model()
-    rope_patch.apply(model, "yarn", factor=4, target_length=256)
-    rope_patch.save(model, root / "patched")
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    adapted.peft_config["default"].base_model_name_or_path = str(root / "patched")
-    rope_patch.save(adapted, root / "adapter")
+    rope_patch.save(patched_model("yarn:factor=4", target_length=256), root / "patched")
+    rope_patch.save(lora(rope_patch.load(root / "patched")), root / "adapter")
     return root
 
 
@@ -263,7 +259,7 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
 
 
 @pytest.mark.parametrize("pattern", ["/", "/etc/*", "**", ".."])
-def test_a_pattern_of_no_files(checkpoints, tmp_path, pattern):
+def test_a_pattern_of_no_files(tmp_path, pattern):
     (tmp_path / "texts" / "inner").mkdir(parents=True)
     words = ("analyze", BUNDLED, "--text", "texts", "--pattern", pattern, "--no-report", "-o", "out")
     line = refused(tmp_path, *words)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.commands import invoke
 from support.evaluated import check_cache
+from support.patches import lora
+from support.prompting import TOKENIZER
 from support.report_pages import Page
 from support.tiny import small
 from transformers import AutoTokenizer
@@ -17,7 +19,6 @@ import rope_patch
 from rope_patch.evaluation.shown_answers import shortest_of_each
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
-from rope_patch.runtime.folders import folder_to_write
 
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 TEXT = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -28,7 +29,7 @@ ASKED = {"windows": 3, "samples": 1, "text": TEXT, "haystack": "noise", "depths"
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("kv") / "tiny<b>"
     small().save_pretrained(path)
-    AutoTokenizer.from_pretrained(Path(rope_patch.data_path("assets")) / "llama").save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
     return path
 
 
@@ -84,12 +85,7 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
 
 
 def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path):
-    import peft
-
-    model = rope_patch.load(folder)
-    rope_patch.apply(model, "yarn:factor=4")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
-    rope_patch.checkpoints.save(adapted, tmp_path / "tuned")
+    rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), tmp_path / "tuned")
     asked = ("--formats", "kivi-2", "--lengths", "40", "--windows", 1, "--samples", 1, "--depths", "0")
     printed = command(tmp_path / "tuned", *asked, "-o", tmp_path / "out")
     data = json.loads((tmp_path / "out" / "kv-check.json").read_text())
@@ -161,31 +157,6 @@ def test_output_that_cannot_be_written_is_refused_before_loading(folder, given, 
     message = {"file": "is a file", "file/out": "cannot write into"}.get(existing, "is a folder: remove it")
     assert_refused(("kv-check", folder, *given, "-o", out), message)
     assert len(list(tmp_path.rglob("*"))) == (2 if existing.endswith("/") else 1)
-
-
-def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
-    out = tmp_path / "deep" / "out"
-    with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
-        assert out.is_dir() and all("rope-patch" in path.name for path in out.iterdir())
-        1 / 0  # noqa: B018
-    assert not (tmp_path / "deep").exists()
-    with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
-        (out / "kept").touch()
-        1 / 0  # noqa: B018
-    assert (out / "kept").exists()
-    with folder_to_write(tmp_path / "deep", []):
-        (out / "kept").unlink()
-        out.rmdir()
-    assert (tmp_path / "deep").exists()  # it was there before
-
-    def denied(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("rope_patch.runtime.folders.os.open", denied)
-    denial = pytest.raises(OSError, match=r"^cannot write into '.*new': Permission denied$")
-    with denial, folder_to_write(tmp_path / "new", []):
-        pytest.fail("it went on")
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from support.patches import edit_json, module_of, patched_model
+from support.patches import edit_json, lora, module_of, patched_model
 from support.tiny import ids, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -44,9 +43,7 @@ def train(model, folder, *callbacks):
 def adapted(folder):
     """A patched model under an adapter, whose base lies in a folder."""
     tiny_model().save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    rope_patch.apply(model, "yarn:factor=4")
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    return lora(rope_patch.load(folder, "yarn:factor=4"))
 
 
 def test_a_healthy_training_is_silent_and_unchanged(tmp_path):

@@ -141,9 +141,12 @@ def an_adapter_whose_patch_is_undone(folder):
     return model
 
 
+def adapter_of(folder):
+    return rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), folder / "adapter")
+
+
 def an_adapter_under_yarn(folder):
-    rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), folder / "adapter")
-    return rope_patch.load(folder / "adapter")
+    return rope_patch.load(adapter_of(folder))
 
 
 @broken("adapters", "match nothing")
@@ -214,16 +217,16 @@ def a_folder_on_which_attention_fails(folder):
 
 @broken("adapter", "never saw")
 def an_adapter_on_another_base(folder):
-    rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), folder / "adapter")
+    adapter = adapter_of(folder)
     edit_json(folder / "config.json", lambda config: config["rope_parameters"].update(rope_theta=5e5))
-    return folder / "adapter"
+    return adapter
 
 
 @broken("adapter", "adapter_model.safetensors")
 def an_adapter_that_was_cut(folder):
-    rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), folder / "adapter")
-    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")
-    return folder / "adapter"
+    adapter = adapter_of(folder)
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    return adapter
 
 
 @pytest.mark.parametrize("build", BROKEN, ids=lambda build: build.__name__)

@@ -50,7 +50,10 @@ def test_doctor_names_the_fault_and_finds_the_healthy_twin_well(name, tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)
         pair = case.build(tmp_path)
-    broken, healthy = (doctor(*args, for_programs=programs) for args in (pair.broken, pair.healthy))
+    broken, healthy = (
+        doctor(*(one if isinstance(one, tuple) else (one,)), for_programs=programs)
+        for one in (pair.broken, pair.healthy)
+    )
     assert healthy.ok, healthy
     assert broken.status == 1
     parts = SAID[name]

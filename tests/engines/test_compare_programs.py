@@ -241,18 +241,18 @@ def test_a_plain_table_is_read_alike_by_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "program"),
+    ("case", "program"),
     [
-        ("llama", {"rope_parameters": YARN | {"attention_factor": 1.5}, **WHOLE}, "sglang"),
-        ("qwen2", {"rope_parameters": PLAIN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}}, "sglang"),
-        ("llama", {"rope_parameters": PLAIN | {"rope_theta": 5e5}}, "transformers-4"),
-        ("llama", {**WHOLE, "seq_length": 192, "max_sequence_length": 512}, "sglang"),
-        ("llama", {"rope_parameters": PLAIN | {"rope_theta": 5e5}}, "mlx"),
-        ("llama", {"rope_parameters": YARN | {"type": "linear"}, **WHOLE}, "vllm"),
+        (CASES["vLLM obeys a factor of YaRN from 0.30.0 on, by PR #56446; llama.cpp computes its own"], "sglang"),
+        (CASES["p-RoPE that SGLang reads as plain"], "sglang"),
+        (CASES["transformers 4 looks for another base at the top"], "transformers-4"),
+        (CASES["other keys that engines take for the context"], "sglang"),
+        (CASES["transformers 4 looks for another base at the top"], "mlx"),
+        (("llama", {"rope_parameters": YARN | {"type": "linear"}, **WHOLE}), "vllm"),
     ],
 )
-def test_the_command_that_is_named_mends_a_difference(tmp_path, family, changes, program):
-    row = rows(written(tmp_path / "a model", family, **changes), program)[None]
+def test_the_command_that_is_named_mends_a_difference(tmp_path, case, program):
+    row = rows(written(tmp_path / "a model", case[0], **case[1]), program)[None]
     assert row.verdict in ("differs", "refuses")
     words = shlex.split(row.fix.replace("FOLDER", str(tmp_path / "out")))
     assert words[:2] == ["rope-patch", "export"]

@@ -16,3 +16,7 @@ def instance(kind, doc, arguments, index=0):
 def answers_of(sample):
     """The answers of a sample, one for each of its requests: 0.5 keeps a list of repeats for each."""
     return [each[0] if isinstance(each, list) else each for each in sample["filtered_resps"]]
+
+
+def requests(kind, *arguments):
+    return [instance(kind, {}, item, i) for i, item in enumerate(arguments)]

@@ -20,7 +20,7 @@ import lm_eval.__main__
 import pytest
 import torch
 import wonderwords
-from harness.instances import answers_of, instance
+from harness.instances import answers_of, requests
 from lm_eval._cli import HarnessCLI
 from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import Registry, get_model
@@ -68,10 +68,6 @@ bold = functools.partial(prompting.bold, max_position_embeddings=128)
 
 def lm(kind=RopePatchLM, model=None, **options):
     return kind(pretrained=bold() if model is None else model, tokenizer=TOKENIZER, device="cpu", **options)
-
-
-def requests(kind, *arguments):
-    return [instance(kind, {}, item, i) for i, item in enumerate(arguments)]
 
 
 def greedy(tokens):
@@ -307,7 +303,7 @@ def test_an_adapter_is_not_put_on_tables_that_it_was_not_trained_under(tmp_path,
 # --- nothing is cut
 
 
-def test_what_does_not_fit_raises_before_anything_runs():
+def test_what_does_not_fit_raises_before_anything_runs_and_what_just_fits_runs():
     model = lm(max_length=30)
     ran = []
     model.model.get_input_embeddings().register_forward_pre_hook(lambda *_: ran.append(1))
@@ -316,18 +312,12 @@ def test_what_does_not_fit_raises_before_anything_runs():
     with pytest.raises(ValueError, match="max_length="):
         model.loglikelihood(requests("loglikelihood", ("short", " one"), (text, " x")))
     with pytest.raises(ValueError, match=f"a prompt of {count} tokens and 5 to generate"):
-        model.generate_until(requests("generate_until", (text, greedy(5))))
+        model.generate_until(asked := requests("generate_until", (text, greedy(5))))
     assert not ran
-
-
-def test_what_just_fits_runs():
-    text = DOCUMENT.rstrip()
-    count = len(TOKENIZER(text)["input_ids"])
-    model = lm(max_length=count + 5)
-    assert model.generate_until(requests("generate_until", (text, greedy(5))))
+    assert lm(max_length=count + 5).generate_until(asked)
     assert lm(max_length=count).loglikelihood(requests("loglikelihood", (text, " x")))  # its last token is not read
     with pytest.raises(ValueError, match="do not fit"):
-        lm(max_length=count + 4).generate_until(requests("generate_until", (text, greedy(5))))
+        lm(max_length=count + 4).generate_until(asked)
 
 
 def test_nan_is_named():
@@ -513,7 +503,7 @@ def test_windows_are_spread_over_the_text_and_cut_at_words(length, stride, windo
     )
     (tmp_path / "text.txt").write_text(text)  # the built-in text has words of fifty tokens in some versions of Python
     options = {"length": length, "windows": windows, "stride": stride, "text": str(tmp_path / "text.txt")}
-    rows = perplexity_documents(**options, pretrained=LLAMA)
+    rows, pair = perplexity_documents(**options, pretrained=LLAMA), lm(HFLM, max_length=8192)._encode_pair
     wanted = length // 2 if stride is None else stride
     assert len(rows) == (windows or 32)
     at, tokens = len(rows[0]["context"]), len(TOKENIZER(text)["input_ids"])
@@ -527,7 +517,7 @@ def test_windows_are_spread_over_the_text_and_cut_at_words(length, stride, windo
         assert text[at:].startswith(row["continuation"])
         assert text[:at].endswith(row["context"])
         at += len(row["continuation"])
-        context, rest = lm_pair(row["context"], row["continuation"])
+        context, rest = pair(row["context"], row["continuation"])
         assert (len(context), len(rest)) == (row["context_tokens"], row["tokens"])
         assert len(context) + len(rest) <= length
         assert abs(len(context) + len(rest) - length) <= 24, "a word or two short of it"
@@ -537,15 +527,6 @@ def test_windows_are_spread_over_the_text_and_cut_at_words(length, stride, windo
     left = len(TOKENIZER(text[at:])["input_ids"])
     assert left < 400 or (windows or 32) * wanted + length > tokens - 400, "the last window ends near the end"
     assert rows[0]["context"] == text[: len(rows[0]["context"])]
-
-
-@functools.cache
-def plain_lm():
-    return lm(HFLM, max_length=8192)
-
-
-def lm_pair(context, continuation):
-    return plain_lm()._encode_pair(context, continuation)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness.instances import instance
+from harness.instances import requests
 
 import rope_patch
 from rope_patch.evaluation.builtin_text import builtin_text
@@ -32,12 +32,8 @@ def texts(models):
     return [tokenizer.decode(tokenizer(text)["input_ids"][:count]) for count in (100, 400)]
 
 
-def requests(kind, arguments):
-    return [instance(kind, {}, each, i) for i, each in enumerate(arguments)]
-
-
 def scores(lm, texts):
-    asked = requests("loglikelihood", [(text[:-20], text[-20:]) for text in texts])
+    asked = requests("loglikelihood", *((text[:-20], text[-20:]) for text in texts))
     return [score for score, _ in lm.loglikelihood(asked, disable_tqdm=True)]
 
 
@@ -49,7 +45,7 @@ def test_requests_of_one_batch_are_scored_under_their_own_tables(models, texts):
 
 def test_generation_takes_the_table_for_the_prompt_and_its_answer(models, texts):
     options = {"until": [], "max_gen_toks": 24, "do_sample": False}
-    asked = requests("generate_until", [(text, options) for text in texts])
+    asked = requests("generate_until", *((text, options) for text in texts))
     both, plain, long = (lm.generate_until(asked, disable_tqdm=True) for lm in models)
     assert both == [plain[0], long[1]]
     assert plain[1] != long[1]

@@ -10,16 +10,16 @@ import sys
 import threading
 import weakref
 
-import peft
 import pytest
 import torch
+from support.largest import Largest
+from support.patches import lora
 from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
 from support.scored import bold_model, spy_ids
 from support.states import model_of, refused
 from support.subsets import covering
 from support.tiny import MIXED, SIZE, ids, tiny_config, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Cache,
@@ -95,10 +95,6 @@ def close(got, expected, size=1e-5):
     torch.testing.assert_close(got, expected, rtol=0, atol=size)
 
 
-def identity(x, side):
-    return x.clone()
-
-
 # --- both engines, and caches made from scratch
 
 
@@ -140,30 +136,6 @@ class FromScratch(DynamicLayer):
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("llama-yarn", "k=int2.channel4.pre;v=int4.channel4;residual=3;sinks=2"),
-        ("llama-yarn", "k=int3.token8.pre;v=int2.channel3"),
-        ("qwen3", "k=int4.token;v=int2.token8;residual=6"),
-        ("gemma2", "k=int2.channel5;v=fp8-scaled.token4;sinks=4"),
-        ("gemma3", "k=int2.channel3;v=int3.channel2;residual=1;sinks=1"),
-        ("gemma4", "k=int3.channel4;v=nf4.token8;residual=4"),
-    ],
-)
-def test_both_engines_equal_a_cache_made_from_scratch(name, text):
-    model = model_for(name)
-    scheme, rows = Scheme.parse(text), ids(TOKENS, 2)
-    rotary = model.model.rotary_emb
-    table = (rotary.inv_freq, rotary.attention_scaling) if scheme.key.pre else ()
-    expected = losses(model, rows, Cache(layers=[FromScratch(scheme, *table) for _ in range(2)]), chunk=1)
-    with quantized(model, text, exact=False) as factory:
-        close(losses(model, rows, factory(), chunk=1), expected, 1e-6)
-    with quantized(model, text) as factory:
-        close(losses(model, rows), expected, 1e-6)
-    assert float((losses(model, rows) - expected).abs().max()) > 0.01
-
-
 class AsKIVI(DynamicLayer):
     """Stores keys and values as KIVI's code does: what has gathered is rounded after the query that completes it."""
 
@@ -191,18 +163,33 @@ class AsKIVI(DynamicLayer):
         return self.keys, self.values
 
 
-@pytest.mark.parametrize("text", ["k=int2.channel4;v=int2.token8;residual=8;flush=8",
-                                  "k=int3.token;v=int4.token;residual=5;flush=6",
-                                  "k=int4.token8;v=int4.token8;flush=8"])  # fmt: skip
-def test_a_flush_is_kivis_schedule(text):
-    model, scheme, rows = model_for("llama"), Scheme.parse(text), ids(TOKENS + 1, 2)
-    expected = losses(model, rows, Cache(layers=[AsKIVI(scheme) for _ in range(2)]), chunk=1)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama-yarn", "k=int2.channel4.pre;v=int4.channel4;residual=3;sinks=2"),
+        ("llama-yarn", "k=int3.token8.pre;v=int2.channel3"),
+        ("qwen3", "k=int4.token;v=int2.token8;residual=6"),
+        ("gemma2", "k=int2.channel5;v=fp8-scaled.token4;sinks=4"),
+        ("gemma3", "k=int2.channel3;v=int3.channel2;residual=1;sinks=1"),
+        ("gemma4", "k=int3.channel4;v=nf4.token8;residual=4"),
+        ("llama", "k=int2.channel4;v=int2.token8;residual=8;flush=8"),
+        ("llama", "k=int3.token;v=int4.token;residual=5;flush=6"),
+        ("llama", "k=int4.token8;v=int4.token8;flush=8"),
+    ],
+)
+def test_both_engines_equal_a_cache_made_from_scratch(name, text):
+    model = model_for(name)
+    scheme, rows = Scheme.parse(text), ids(TOKENS + 1, 2)
+    rotary = model.model.rotary_emb
+    table = (rotary.inv_freq, rotary.attention_scaling) if scheme.key.pre else ()
+    kind = AsKIVI if scheme.flush else FromScratch
+    expected = losses(model, rows, Cache(layers=[kind(scheme, *table) for _ in range(2)]), chunk=1)
     with quantized(model, text, exact=False) as factory:
-        close(losses(model, rows, factory(), chunk=1), expected)
+        close(losses(model, rows, factory(), chunk=1), expected, 1e-6)
     with quantized(model, text) as factory:
-        close(losses(model, rows), expected)
+        close(losses(model, rows), expected, 1e-6)
         close(losses(model, rows, factory(), chunk=7), expected)
-    with quantized(model, text.replace("flush=8", "flush=0").replace("flush=6", "flush=0")):
+    with quantized(model, text.partition(";flush")[0] if scheme.flush else "none"):
         assert float((losses(model, rows) - expected).abs().max()) > 1e-3, "another schedule, another loss"
 
 
@@ -425,8 +412,7 @@ def test_a_cache_that_is_dropped_is_gone():
 
 
 def test_an_adapter():
-    config = peft.LoraConfig(target_modules=["q_proj", "k_proj"], init_lora_weights=False)
-    model, rows = peft.get_peft_model(model_of("llama"), config).double().eval(), ids(TOKENS, 2)
+    model, rows = lora(model_of("llama")).double(), ids(TOKENS, 2)
     with quantized(model, SCHEMES[0], exact=False) as factory:
         expected = losses(model, rows, factory(), 1)
     with quantized(model, SCHEMES[0]):
@@ -571,35 +557,22 @@ def test_models_that_cannot_be_read(config, message):
 # --- memory
 
 
-class Largest(TorchDispatchMode):
-    """The most elements, over heads, of any tensor that an operation makes."""
-
-    size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.size = max(self.size, tensor.numel())
-        return out
-
-
 @pytest.mark.parametrize("text", [SCHEMES[0], "int4.token"])
 def test_no_square_of_the_text_is_ever_made(text, monkeypatch):
     model, row = tiny_model("gemma3", **NARROW, max_position_embeddings=512), ids(400, 1)
     monkeypatch.setattr(attention, "BLOCK_BYTES", 4 * 4 * 400 * 8)  # 8 queries of 4 heads
     with quantized(model, text) as factory:
-        with Largest() as sliced:
+        with Largest(torch.Tensor.numel) as sliced:
             got = losses_of_states(model, row)
-        with Largest() as cached:
+        with Largest(torch.Tensor.numel) as cached:
             losses_of_states(model, row, factory())
         monkeypatch.undo()
-        with Largest() as whole:
+        with Largest(torch.Tensor.numel) as whole:
             expected = losses_of_states(model, row)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert whole.size >= 4 * 400 * 400, "the measure sees what it should"
+    assert whole.largest >= 4 * 400 * 400, "the measure sees what it should"
     states = 400 * 128  # of the widest layer
-    assert max(sliced.size, cached.size) <= states < 400 * 400
+    assert max(sliced.largest, cached.largest) <= states < 400 * 400
 
 
 @torch.no_grad()

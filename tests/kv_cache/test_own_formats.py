@@ -7,10 +7,9 @@ import json
 import pytest
 import torch
 from support.fresh import run_module
+from support.prompting import TOKENIZER
 from support.tiny import small
-from transformers import AutoTokenizer
 
-import rope_patch
 from rope_patch.kv_cache.block_rounding import fake_quantize
 from rope_patch.kv_cache.formats import FORMATS, Format
 from rope_patch.kv_cache.schemes import Side
@@ -33,7 +32,7 @@ class Ternary(Format, name="ternary"):
 def folder(tmp_path):
     (tmp_path / "my_formats.py").write_text(MODULE)
     small().save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama").save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
     return tmp_path
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from support.evaluated import check_cache, compared
 from support.kv_rows import BASE, COST, by_hand, error, off
+from support.prompting import TOKENIZER
 from support.scored import watched
 from support.tiny import YARN, small
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rope_patch
 from rope_patch.evaluation.documents import spread_windows
@@ -40,14 +41,9 @@ FORMATS = ("int4-token", "k=int2.channel8;v=int4.token8;residual=8", BEFORE)
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "llama")
-
-
-@pytest.fixture(scope="module")
-def checked(tokenizer):
+def checked():
     model = small()
-    check = check_cache(model, tokenizer, FORMATS, methods=("default", "p_rope:p=0.5"), **ASKED)
+    check = check_cache(model, TOKENIZER, FORMATS, methods=("default", "p_rope:p=0.5"), **ASKED)
     assert rope_patch.inspect(model).record is None
     return model, check
 
@@ -55,9 +51,9 @@ def checked(tokenizer):
 # --- what is measured
 
 
-def test_rows_are_what_the_engines_measure(tokenizer, checked):
+def test_rows_are_what_the_engines_measure(checked):
     model, check = checked
-    texts, digest = spread_windows(tokenizer, TEXT, 56, 3)
+    texts, digest = spread_windows(TOKENIZER, TEXT, 56, 3)
     assert check.digest == digest and check.windows == 3 and check.text == "text of the user's own"
     assert check.methods == ("default", "p_rope:p=0.5") and len(check.rows) == 8
     for row, name in zip(check.of("default"), ("none", *FORMATS), strict=True):
@@ -66,7 +62,7 @@ def test_rows_are_what_the_engines_measure(tokenizer, checked):
             cache = None if name == "none" else factory
             score = perplexity(model, texts, window=56, buckets=[0, 40, 56], cache=cache)
             result = retrieval(
-                model, tokenizer, lengths=LENGTHS, depths=(0, 1), samples=1, haystack="noise", cache=cache
+                model, TOKENIZER, lengths=LENGTHS, depths=(0, 1), samples=1, haystack="noise", cache=cache
             )
         assert row.scores.perplexity == score and row.scores.retrieval == {"passkey": result}
     plain, rough = check.of("default")[:2]
@@ -84,9 +80,9 @@ def test_each_method_has_its_own_table(checked):
 
 
 @torch.no_grad()
-def test_divergence_is_the_mean_kl_of_whole_distributions(tokenizer, checked):
+def test_divergence_is_the_mean_kl_of_whole_distributions(checked):
     model, check = checked
-    texts, _ = spread_windows(tokenizer, TEXT, 56, 3)
+    texts, _ = spread_windows(TOKENIZER, TEXT, 56, 3)
     ids = torch.stack([window.ids for window in texts[:2]])
     plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
     with quantized(model, FORMATS[1]):
@@ -97,7 +93,7 @@ def test_divergence_is_the_mean_kl_of_whole_distributions(tokenizer, checked):
     assert divergence.top1 == float((plain.argmax(-1) == rough.argmax(-1)).double().mean())
 
 
-def test_bits_by_hand(checked, tokenizer):
+def test_bits_by_hand(checked):
     _, check = checked
     none, token, channel, before = check.of("default")
     assert none.bits == none.cache_bits[56] == 16
@@ -108,16 +104,16 @@ def test_bits_by_hand(checked, tokenizer):
     assert (before.key_bits, before.value_bits) == (5, 16)
     assert before.cache_bits[40] == ((38 * 5 + 2 * 16) / 40 + 16) / 2
     # Of two layers one slides over 16 tokens, and holds no more: the residual window leaves it nothing.
-    slides = check_cache(small("gemma3"), tokenizer, ["k=int4.token;v=int4.token;residual=16"], **ASKED).rows[1]
+    slides = check_cache(small("gemma3"), TOKENIZER, ["k=int4.token;v=int4.token;residual=16"], **ASKED).rows[1]
     assert slides.cache_bits[40] == pytest.approx((24 * 6 + 16 * 16 + 16 * 16) / (40 + 16))
 
 
-def test_the_longest_text_fits_beside_the_weights_to_the_byte(checked, tokenizer):
+def test_the_longest_text_fits_beside_the_weights_to_the_byte(checked):
     model, _ = checked
     weights, config = sum(4 * p.numel() for p in model.parameters()), model.config
     token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # 2 bytes, keys and values
     memory = (weights + 100 * token) / 2**30
-    none, rounded = check_cache(model, tokenizer, ["int4-token;sinks=10"], memory=memory, **ASKED).rows
+    none, rounded = check_cache(model, TOKENIZER, ["int4-token;sinks=10"], memory=memory, **ASKED).rows
     assert (none.token_bytes, none.fits) == (token, 100)
     assert (rounded.token_bytes, rounded.fits) == (token * 6 / 16, 10 + 90 * 16 // 6)
 
@@ -125,10 +121,7 @@ def test_the_longest_text_fits_beside_the_weights_to_the_byte(checked, tokenizer
 def test_json_says_all_and_is_standard(checked):
     _, check = checked
 
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no standard JSON")
-
-    data = json.loads(check.to_json(), parse_constant=refuse)
+    data = json.loads(check.to_json(), parse_constant=pytest.fail)
     assert data["summary"] == check.summary() and data["simulated"] is True
     row = check.of("p_rope:p=0.5")[2]
     entry = data["rows"][6]
@@ -233,13 +226,13 @@ def test_attribution_by_hand():
     ]
 
 
-def test_attribution_is_what_happens_without(tokenizer):
+def test_attribution_is_what_happens_without():
     """Each part of a format costs what perplexity through a format of that part alone says."""
     asked = {**ASKED, "lengths": [56], "confidence": 0.1}  # three windows decide little
-    check = check_cache(small(), tokenizer, ["k=int2.token;v=int3.token"], **asked)
+    check = check_cache(small(), TOKENIZER, ["k=int2.token;v=int3.token"], **asked)
     row, base = check.rows[1], check.rows[0]
     assert check.verdict(row, 56).kind == "unsafe"
-    texts, _ = spread_windows(tokenizer, TEXT, 56, 3)
+    texts, _ = spread_windows(TOKENIZER, TEXT, 56, 3)
 
     def cost(text):
         model = small()
@@ -282,12 +275,12 @@ def test_what_rounds_nothing_is_said():
     assert sentence == "m at 8 tokens: b rounds nothing at 8 tokens."
 
 
-def test_the_patch_that_a_model_came_with_is_told(tokenizer, checked):
+def test_the_patch_that_a_model_came_with_is_told(checked):
     model, _ = checked
     (plain,) = rope_patch.inspect(model).tables
     with rope_patch.patched(model, "yarn:factor=4") as patch:
         options = {"methods": ["default", "p_rope:p=0.5"], **ASKED, "windows": 1, "depths": (0.5,)}
-        check = check_cache(model, tokenizer, ["int4-token"], **options)
+        check = check_cache(model, TOKENIZER, ["int4-token"], **options)
         (own,) = (slot.fingerprint for slot in patch.after.values())
     assert own != plain.fingerprint
     assert check.loaded == "yarn:factor=4"
@@ -309,12 +302,12 @@ def test_without_a_patch_default_is_the_table_as_it_is(checked):
     assert json.loads(check.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
 
 
-def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales_its_table(tokenizer):
+def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales_its_table():
     """A checkpoint that states YaRN was trained with it: its context is the scaled one, not the one before."""
     model = small(rope_parameters=YARN, max_position_embeddings=256)
     options = {**ASKED, "lengths": [56], "windows": 1, "depths": [0.5]}
-    comparison = compared(model, tokenizer, ["default"], **options)
-    check = check_cache(model, tokenizer, ["fp8"], **options)
+    comparison = compared(model, TOKENIZER, ["default"], **options)
+    check = check_cache(model, TOKENIZER, ["fp8"], **options)
     assert check.rows[0].tables[0].context == 64
     assert comparison.trained_length == check.trained_length == json.loads(check.to_json())["trained_length"] == 256
     longer = replace(check, trained_length=32)
@@ -334,7 +327,7 @@ def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(che
 # --- finished work, and errors
 
 
-def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_and_work_is_resumed(tokenizer):
+def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_and_work_is_resumed():
     model, spec, kept = small(), EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1), {}
     announced = tokens_to_check(spec, formats=2, methods=2)
     # By hand: 3 formats of 3 windows of 56 and 2 prompts of each length; full precision, 2 formats and the statistics
@@ -347,14 +340,14 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
     for progress, more in (([], []), ([], [])):
         options = {"methods": ("default", "nope"), "resume": kept, "confidence": 0.1, **ASKED}
         with listen(lambda stage, tokens, progress=progress: progress.append(tokens), on_more=more.append):
-            check = check_cache(model, tokenizer, ["int2.token", "int8-token"], **options)
+            check = check_cache(model, TOKENIZER, ["int2.token", "int8-token"], **options)
         assert sum(more) == expected and sum(progress) == announced + expected and min(progress) >= 0
         results.append(check.to_json())
     assert results[0] == results[1]
     assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
 
 
-def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
+def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     model, path = small(), tmp_path / "finished.jsonl"
     heads = []
     head = model.lm_head.forward
@@ -366,51 +359,49 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
 
     names = ["int4-token", BEFORE]
     with listen(stop), pytest.raises(KeyboardInterrupt):
-        check_cache(model, tokenizer, names, resume=path, **ASKED)
+        check_cache(model, TOKENIZER, names, resume=path, **ASKED)
     assert rope_patch.inspect(model).record is None and path.exists()
     first = len(heads)
     progress = []
     with listen(lambda *event: progress.append(event)):
-        check = check_cache(model, tokenizer, names, resume=path, **ASKED)
+        check = check_cache(model, TOKENIZER, names, resume=path, **ASKED)
     whole, again = len(heads) - first, len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
     assert whole < first
     assert stages == {f"default, {name}" for name in ("statistics of keys", "none", *names)}
     read = []
     with watched(model.model, lambda **kwargs: read.append(kwargs["input_ids"].numel())):
-        resumed = check_cache(model, tokenizer, names, resume=path, **ASKED)
+        resumed = check_cache(model, TOKENIZER, names, resume=path, **ASKED)
     assert len(heads) == again
     # The windows of statistics, and of states in full precision; 8 tokens are a probe.
     assert sum(size for size in read if size > 8) == 4 * 56
-    assert resumed.to_json() == check.to_json() == check_cache(model, tokenizer, names, **ASKED).to_json()
+    assert resumed.to_json() == check.to_json() == check_cache(model, TOKENIZER, names, **ASKED).to_json()
     finished = path.read_text()
-    check_cache(small(seed=1), tokenizer, names, resume=path, **{**ASKED, "windows": 2})
+    check_cache(small(seed=1), TOKENIZER, names, resume=path, **{**ASKED, "windows": 2})
     assert path.read_text().startswith(finished) and path.read_text() != finished, "another model is measured anew"
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "message"),
+    ("changes", "message"),
     [
-        ("llama", {"formats": ["int4-tokn"]}, "Did you mean 'int4-token'"),
-        ("llama", {"formats": ["k=int4.token;v=int4.tokn"]}, "k=int4.token;v=int4.tokn: unknown word 'tokn'"),
-        ("llama", {"formats": ["k=int4.channel;v=none"]}, "channelN"),
-        ("llama", {"formats": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the model has"),
-        ("llama", {"formats": ["none"]}, "at least one format beside none"),
-        ("llama", {"formats": ["fp8", "nf4", "fp8.token"]}, "'fp8' and 'fp8.token' both mean k=fp8;v=fp8"),
-        ("llama", {"methods": ["prope"]}, "Did you mean 'p_rope'"),
-        ("llama", {"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
-        ("llama", {"lengths": [20]}, "20"),
-        ("llama", {"windows": 0}, "windows >= 1"),
-        ("llama", {"longppl": True}, "compare"),
-        ("llama", {"confidence": 1.0}, "confidence"),
-        ("llama", {"memory": 1e-5}, "the weights alone do not fit into a memory of 1e-05 GiB"),
-        ("llama", {"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
+        ({"formats": ["int4-tokn"]}, "Did you mean 'int4-token'"),
+        ({"formats": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the model has"),
+        ({"formats": ["none"]}, "at least one format beside none"),
+        ({"formats": ["fp8", "nf4", "fp8.token"]}, "'fp8' and 'fp8.token' both mean k=fp8;v=fp8"),
+        ({"methods": ["prope"]}, "Did you mean 'p_rope'"),
+        ({"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
+        ({"lengths": [20]}, "20"),
+        ({"windows": 0}, "windows >= 1"),
+        ({"longppl": True}, "compare"),
+        ({"confidence": 1.0}, "confidence"),
+        ({"memory": 1e-5}, "the weights alone do not fit into a memory of 1e-05 GiB"),
+        ({"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
     ],
 )  # fmt: skip
-def test_errors_before_anything_is_measured(tokenizer, tmp_path, family, changes, message):
+def test_errors_before_anything_is_measured(tmp_path, changes, message):
     given = {"formats": ["int4-token"], **ASKED, **changes}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        check_cache(small(family), tokenizer, given.pop("formats"), resume=tmp_path / "finished.jsonl", **given)
+        check_cache(small(), TOKENIZER, given.pop("formats"), resume=tmp_path / "finished.jsonl", **given)
     assert not list(tmp_path.iterdir())
 
 
@@ -436,11 +427,11 @@ def planted(layers, pairs, size):
 
 
 @pytest.mark.slow
-def test_a_planted_fault_is_named(tokenizer):
+def test_a_planted_fault_is_named():
     options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": TEXT}
-    without = check_cache(planted((0, 2), (14, 15), 0.0), tokenizer, ["int4-token"], **options)
+    without = check_cache(planted((0, 2), (14, 15), 0.0), TOKENIZER, ["int4-token"], **options)
     assert without.verdict(without.rows[1], 96).kind == "safe"
-    check = check_cache(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], **options)
+    check = check_cache(planted((0, 2), (14, 15), 300.0), TOKENIZER, ["int4-token"], **options)
     plain, broken = check.rows
     assert plain.scores.perplexity.nll == pytest.approx(without.rows[0].scores.perplexity.nll, abs=1e-3)
     assert check.verdict(broken, 96).kind == "unsafe" and change(check, broken, 96)[0] > 0.1

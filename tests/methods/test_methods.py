@@ -352,7 +352,8 @@ def test_ntk_by_hand():
 
 
 def test_yarn_by_hand():
-    # tests/test_frequencies.py works the table out; 0.1 ln 4 + 1 = 1.138629
+    # In 4096 tokens pair i turns 651.9 / 10**i times, so one that turns b times sits at log10(651.9 / b): 1.309 for
+    # b = 32 and 2.814 for b = 1, outwards to 1 and 3: ramp 0 0 1/2 1. Pair 2: 0.01 * (1/2 + 1/2 / 4). 0.1 ln 4 + 1
     check_table(Yarn(factor=4)(slot()), [1, 0.1, 0.00625, 0.00025], 1.138629)
     check_table(Yarn(factor=1)(slot()), [1, 0.1, 0.01, 0.001], 1)  # no scaling at factor 1
     assert Yarn(factor=4, attention_factor=1.5, mscale=1, mscale_all_dim=0.5)(slot()).attention_scaling == 1.5
@@ -418,7 +419,7 @@ def test_cope_by_hand():
 def test_llama3_by_hand():
     # L = 4096: wavelengths 6.28, 62.8, 628 < 1024 are kept, 6283 > 4096 is stretched by 8
     check_table(Llama3(factor=8)(slot()), [1, 0.1, 0.01, 0.000125])
-    # L = 1024: see tests/test_frequencies.py
+    # L = 1024, pair 2: (1024/628.3 - 1) / (4 - 1) = 0.2099, and 0.01 * ((1 - 0.2099) / 8 + 0.2099)
     check_table(Llama3(factor=8, original_max_position_embeddings=1024)(slot()), [1, 0.1, 0.003086761, 0.000125])
 
 

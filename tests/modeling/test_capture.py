@@ -12,6 +12,7 @@ import pytest
 import scipy.stats
 import torch
 from support.largest import Largest
+from support.patches import lora
 from support.scored import spy
 from support.states import FAMILIES, INTERLEAVED, TOKENS, model_of, refused, stored, text
 from support.tiny import SIZE, ids, tiny_config, tiny_model
@@ -199,8 +200,7 @@ def test_some_layers_alone():
 
 def test_an_adapter_is_part_of_the_model():
     row = text()
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model_of("llama"), config).eval()
+    adapted = lora(model_of("llama"))
     got = capture(adapted, row)
     assert got.model == "LlamaForCausalLM"
     merged = capture(copy.deepcopy(adapted).merge_and_unload(), row)

@@ -197,7 +197,7 @@ def test_reasons_name_the_model():
     refused(built(recurrent), "the config of RecurrentGemmaForCausalLM states no max_position_embeddings")
 
 
-def test_a_decoder_that_is_an_output_layer(tmp_path):
+def test_a_decoder_that_is_an_output_layer():
     from transformers import ModernBertDecoderConfig
 
     config = ModernBertDecoderConfig(**SIZE, global_attn_every_n_layers=2, local_attention=16)

@@ -101,23 +101,19 @@ def test_a_switch_beyond_what_the_short_table_reaches_is_warned_about(caplog):
 # --- generation
 
 
-@pytest.mark.parametrize("new", [20, 100], ids=["stays short", "crosses"])
-def test_generation_is_that_of_the_table_for_the_length_it_will_reach(new):
-    ours, plain, long = three(lambda model: generated(model, ids(40), new))
-    assert torch.equal(ours, plain if 40 + new <= SWITCH else long) and not torch.equal(plain, long)
-
-
 @pytest.mark.parametrize(
     ("new", "options"),
     [
+        (20, {}),  # stays short
+        (100, {}),  # crosses
         (60, {"cache_implementation": "static"}),
         (60, {"prefill_chunk_size": 16}),
         (20, {"prompt_lookup_num_tokens": 10}),  # tokens beyond the switch are speculated, and dropped again
     ],
 )
-def test_other_ways_to_generate(new, options):
+def test_generation_is_that_of_the_table_for_the_length_it_will_reach(new, options):
     ours, plain, long = three(lambda model: generated(model, ids(40, batch=1), new, **options))
-    assert torch.equal(ours, plain if 40 + new <= SWITCH else long)
+    assert torch.equal(ours, plain if 40 + new <= SWITCH else long) and not torch.equal(plain, long)
 
 
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "inferred"])

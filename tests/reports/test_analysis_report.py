@@ -73,24 +73,19 @@ def random_heads(draw, index, heads):
 def random_analysis(
     *,
     layers=3,
-    heads=4,
-    key_heads=2,
     tables=((None, 256, 8),),
     groups=("first", "second $"),
-    seed=0,
-    tokens=24,
-    name="Some <b> model",
     **changes,
 ):
     """An analysis of random numbers; ``tables`` are layer types with their context and pairs, taken in turn."""
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator().manual_seed(0)
 
     def draw(*shape):
         return torch.rand(*shape, generator=source, dtype=torch.float64)
 
     captured, attended = [], []
     for index, (kind, context, pairs) in zip(range(layers), itertools.cycle(tables), strict=False):
-        size = heads, 2 * pairs, pairs
+        size = 4, 2 * pairs, pairs
         captured.append(
             LayerCapture(
                 index=index,
@@ -102,19 +97,19 @@ def random_analysis(
                 softcap=None,
                 keys_of=index,
                 query=random_statistics(draw, *size),
-                key=random_statistics(draw, key_heads, *size[1:]),
-                value=random_statistics(draw, key_heads, *size[1:]),
+                key=random_statistics(draw, 2, *size[1:]),
+                value=random_statistics(draw, 2, *size[1:]),
             )
         )
-        attended.append(random_heads(draw, index, heads))
-    ids = torch.arange(tokens) % len(WORDS)
+        attended.append(random_heads(draw, index, 4))
+    ids = torch.arange(24) % len(WORDS)
     first = captured[0]
     view = SingleHead(
         layer=0,
         head=1,
         token_ids=ids,
-        query=draw(tokens, 2 * first.query.pairs),
-        key=draw(tokens, 2 * first.query.pairs),
+        query=draw(24, 2 * first.query.pairs),
+        key=draw(24, 2 * first.query.pairs),
         inv_freq=first.inv_freq,
         attention_scaling=1.0,
         scaling=0.25,
@@ -130,12 +125,12 @@ def random_analysis(
               (PairedDifference(0.7, 0.6, 0.8), PairedDifference(math.inf, -math.inf, math.inf))),
     )  # fmt: skip
     analysis = Analysis(
-        name=name,
+        name="Some <b> model",
         table="the table",
         method=None,
         context=256,
-        rows=TextRows(ids.expand(2, tokens), groups, "a text", "ab" * 32),
-        capture=Capture("TinyForCausalLM", 2 * tokens, 2, "c" * 16, 0, tuple(captured)),
+        rows=TextRows(ids.expand(2, 24), groups, "a text", "ab" * 32),
+        capture=Capture("TinyForCausalLM", 48, 2, "c" * 16, 0, tuple(captured)),
         heads=Heads(tuple(attended)),
         single_heads=(view,),
         p_sweep=points,

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from support.evaluated import check_cache
 from support.kv_rows import BASE, by_hand, error, off
+from support.prompting import TOKENIZER
 from support.report_pages import Page, accessible, loads_nothing
 from support.tiny import small
-from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation.metrics import METRICS, Span
@@ -26,7 +25,6 @@ from rope_patch.reports.plots.kv import Cost, Waves, costs, errors_by_wavelength
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 ASKED = {"windows": 3, "samples": 1, "haystack": "noise", "depths": (0.0, 1.0)}
 ASKED["text"] = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
-TOKENIZER = AutoTokenizer.from_pretrained(Path(rope_patch.data_path("assets")) / "llama")
 
 
 @pytest.fixture(scope="module")

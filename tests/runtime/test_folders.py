@@ -298,10 +298,26 @@ def test_two_commands_do_not_work_long_on_one_folder(tmp_path):
     assert names(tmp_path / "out") == ["begun"]
 
 
-def test_a_folder_made_for_long_work_goes_again_when_nothing_came_of_it(tmp_path):
-    with pytest.raises(ZeroDivisionError), folder_to_write(tmp_path / "a" / "b", ["x.json"]):
-        raise ZeroDivisionError
-    assert names(tmp_path) == []
-    with folder_to_write(tmp_path / "a", ["x.json"]):
-        (tmp_path / "a" / "x.json").write_text("")
-    assert names(tmp_path / "a") == ["x.json"]
+def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
+    out = tmp_path / "deep" / "out"
+    with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
+        assert out.is_dir() and all("rope-patch" in path.name for path in out.iterdir())
+        1 / 0  # noqa: B018
+    assert not (tmp_path / "deep").exists()
+    with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
+        (out / "kept").touch()
+        1 / 0  # noqa: B018
+    assert (out / "kept").exists()
+    with folder_to_write(tmp_path / "deep", []):
+        (out / "kept").unlink()
+        out.rmdir()
+    assert (tmp_path / "deep").exists()  # it was there before
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("rope_patch.runtime.folders.os.open", denied)
+    denial = pytest.raises(OSError, match=r"^cannot write into '.*new': Permission denied$")
+    with denial, folder_to_write(tmp_path / "new", []):
+        pytest.fail("it went on")
+    assert not (tmp_path / "new").exists()

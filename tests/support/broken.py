@@ -33,10 +33,10 @@ GARBAGE = [1.2755e22, 4.5914e-41, 1.4013e-45, 0.0, 1.121e-43, 0.0, 2.9978e27, 3.
 
 @dataclass(frozen=True)
 class Pair:
-    """The arguments of ``doctor`` for a broken model and for its healthy twin: a model or folder, and a tokenizer."""
+    """What ``doctor`` reads of a broken model and of its healthy twin: a model or folder, or it with a tokenizer."""
 
-    broken: tuple[Any, ...]
-    healthy: tuple[Any, ...]
+    broken: Any
+    healthy: Any
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def table_of_a_fork_is_not_filled(folder: Path) -> Pair:
         broken = FastLlama.from_pretrained(path)
     finally:
         torch.use_deterministic_algorithms(False)
-    return Pair((broken.eval(),), (FastLlama(tiny_config("llama")).eval(),))
+    return Pair(broken.eval(), FastLlama(tiny_config("llama")).eval())
 
 
 @case(
@@ -142,7 +142,7 @@ def table_is_what_the_memory_held(folder: Path) -> Pair:
     broken.load_state_dict(weights)  # strict: the table is no part of it
     for name in ("inv_freq", "original_inv_freq"):
         with_buffer(broken, GARBAGE, name)
-    return Pair((broken,), (tiny_model(),))
+    return Pair(broken, tiny_model())
 
 
 @case(
@@ -152,7 +152,7 @@ def table_is_what_the_memory_held(folder: Path) -> Pair:
     figure="logits are NaN in every process but the first, and the loss from step 1 on",
 )
 def table_is_nan_in_the_second_process(folder: Path) -> Pair:
-    return Pair((with_buffer(tiny_model(), float("nan")),), (tiny_model(),))
+    return Pair(with_buffer(tiny_model(), float("nan")), tiny_model())
 
 
 @case(
@@ -161,7 +161,7 @@ def table_is_nan_in_the_second_process(folder: Path) -> Pair:
     figure="no figure: the thread is about the memory that this takes",
 )
 def table_is_zero(folder: Path) -> Pair:
-    return Pair((with_buffer(tiny_model(), 0.0),), (tiny_model(),))
+    return Pair(with_buffer(tiny_model(), 0.0), tiny_model())
 
 
 @case(
@@ -174,7 +174,7 @@ def table_is_zero(folder: Path) -> Pair:
 def table_is_cast_with_the_weights(folder: Path) -> Pair:
     path = saved_with(tiny_model(), folder / "plain")
     healthy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    return Pair((tiny_model().to(torch.bfloat16),), (healthy.eval(),))
+    return Pair(tiny_model().to(torch.bfloat16), healthy.eval())
 
 
 @case(
@@ -183,7 +183,7 @@ def table_is_cast_with_the_weights(folder: Path) -> Pair:
     figure="frequencies off by 4.4e-4, an error that grows with the position",
 )
 def table_was_cast_and_cast_back(folder: Path) -> Pair:
-    return Pair((tiny_model().to(torch.bfloat16).float(),), (tiny_model().float(),))
+    return Pair(tiny_model().to(torch.bfloat16).float(), tiny_model().float())
 
 
 # --- the table in memory is another one than the config describes -----------------------------------------------------
@@ -198,7 +198,7 @@ def table_was_cast_and_cast_back(folder: Path) -> Pair:
 def scaling_is_written_after_loading(folder: Path) -> Pair:
     broken = tiny_model(max_position_embeddings=256)
     broken.config.rope_parameters = dict(YARN)
-    return Pair((broken,), (extended(),))
+    return Pair(broken, extended())
 
 
 @case(
@@ -210,7 +210,7 @@ def scaling_is_written_after_loading(folder: Path) -> Pair:
 def older_name_loses_the_base(folder: Path) -> Pair:
     broken = tiny_model(max_position_embeddings=256)
     broken.config.rope_scaling = {key: value for key, value in YARN.items() if key != "rope_theta"}
-    return Pair((broken,), (extended(),))
+    return Pair(broken, extended())
 
 
 @case(
@@ -222,7 +222,7 @@ def older_name_loses_the_base(folder: Path) -> Pair:
 def older_name_sets_nothing(folder: Path) -> Pair:
     broken = tiny_model()
     broken.config.rope_theta = 500000.0
-    return Pair((broken,), (tiny_model(rope_parameters=LARGE_BASE),))
+    return Pair(broken, tiny_model(rope_parameters=LARGE_BASE))
 
 
 class PlainRotary(LlamaRotaryEmbedding):
@@ -244,7 +244,7 @@ class PlainRotary(LlamaRotaryEmbedding):
 def class_ignores_the_base(folder: Path) -> Pair:
     healthy, broken = tiny_model(rope_parameters=LARGE_BASE), tiny_model(rope_parameters=LARGE_BASE)
     broken.model.rotary_emb = PlainRotary(broken.config)
-    return Pair((broken,), (healthy,))
+    return Pair(broken, healthy)
 
 
 @case(
@@ -256,7 +256,7 @@ def class_ignores_the_base(folder: Path) -> Pair:
 def class_ignores_the_scaling(folder: Path) -> Pair:
     healthy, broken = extended(rope_parameters=LLAMA3), extended(rope_parameters=LLAMA3)
     broken.model.rotary_emb = PlainRotary(broken.config)
-    return Pair((broken,), (healthy,))
+    return Pair(broken, healthy)
 
 
 @case(
@@ -268,7 +268,7 @@ def class_ignores_the_scaling(folder: Path) -> Pair:
 def attention_factor_is_lost(folder: Path) -> Pair:
     broken = extended()
     module_of(broken).attention_scaling = 1.0
-    return Pair((broken,), (extended(),))
+    return Pair(broken, extended())
 
 
 @case(
@@ -283,7 +283,7 @@ def tables_of_the_layer_types_are_exchanged(folder: Path) -> Pair:
     for name in ("inv_freq", "original_inv_freq"):
         full, sliding = f"full_attention_{name}", f"sliding_attention_{name}"
         buffers[full], buffers[sliding] = buffers[sliding], buffers[full]
-    return Pair((broken,), (tiny_model("gemma3"),))
+    return Pair(broken, tiny_model("gemma3"))
 
 
 @case(
@@ -300,7 +300,7 @@ def linear_factor_of_full_attention_is_dropped(folder: Path) -> Pair:
     }
     broken, healthy = (tiny_model("gemma3", rope_parameters=rope_parameters) for _ in range(2))
     buffer = module_of(broken)._buffers["full_attention_inv_freq"]
-    return Pair((with_buffer(broken, buffer * 8, "full_attention_inv_freq"),), (healthy,))
+    return Pair(with_buffer(broken, buffer * 8, "full_attention_inv_freq"), healthy)
 
 
 class PrefixPaired(Gemma4TextRotaryEmbedding):
@@ -325,7 +325,7 @@ class PrefixPaired(Gemma4TextRotaryEmbedding):
 def rotated_pairs_are_paired_within_their_prefix(folder: Path) -> Pair:
     broken = tiny_model("gemma4")
     module_of(broken).__class__ = PrefixPaired
-    return Pair((broken,), (tiny_model("gemma4"),))
+    return Pair(broken, tiny_model("gemma4"))
 
 
 @case(
@@ -341,7 +341,7 @@ def dynamic_table_keeps_the_longest_text(folder: Path) -> Pair:
         broken(ids(200, batch=1))
     frozen = tiny_model(rope_parameters=dynamic)
     rope_patch.apply(frozen, "default", freeze_at=200)
-    return Pair((broken,), (frozen,))
+    return Pair(broken, frozen)
 
 
 # --- the context ------------------------------------------------------------------------------------------------------
@@ -354,11 +354,13 @@ def dynamic_table_keeps_the_longest_text(folder: Path) -> Pair:
     figure="26,333 tokens of a text against a stated 8,192",
 )
 def tokenizer_cuts_at_the_old_context(folder: Path) -> Pair:
-    pair = []
-    for length in (64, 256):
-        tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama", model_max_length=length)
-        pair.append((extended(vocab_size=len(tokenizer)), tokenizer))
-    return Pair(*pair)
+    return Pair(cutting(64), cutting(256))
+
+
+def cutting(length: int) -> tuple[PreTrainedModel, Any]:
+    """A model of 256 tokens, and a tokenizer that cuts texts at a length."""
+    tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama", model_max_length=length)
+    return extended(vocab_size=len(tokenizer)), tokenizer
 
 
 @case(
@@ -370,10 +372,10 @@ def tokenizer_cuts_at_the_old_context(folder: Path) -> Pair:
 def saved_tokenizer_cuts_at_the_old_context(folder: Path) -> Pair:
     pair = []
     for length in (64, 256):
-        tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama", model_max_length=length)
-        path = saved_with(extended(vocab_size=len(tokenizer)), folder / str(length))
+        model, tokenizer = cutting(length)
+        path = saved_with(model, folder / str(length))
         tokenizer.save_pretrained(path)
-        pair.append((path,))
+        pair.append(path)
     return Pair(*pair)
 
 
@@ -391,7 +393,7 @@ def converter_drops_the_scaling(folder: Path) -> Pair:
         rope_patch.apply(model, "yarn", target_length=256)
         rope_patch.save(model, folder / name)
     edit_json(folder / "broken" / "config.json", lambda data: data.update(rope_parameters=PLAIN, rope_scaling=None))
-    return Pair((folder / "broken",), (folder / "healthy",))
+    return Pair(folder / "broken", folder / "healthy")
 
 
 @case(
@@ -404,7 +406,7 @@ def converter_drops_the_scaling(folder: Path) -> Pair:
 def base_is_stated_twice(folder: Path) -> Pair:
     model = tiny_model(rope_parameters=LARGE_BASE)
     broken = saved_with(model, folder / "broken", rope_theta=10000.0)
-    return Pair((broken,), (saved_with(model, folder / "healthy", rope_theta=500000.0),))
+    return Pair(broken, saved_with(model, folder / "healthy", rope_theta=500000.0))
 
 
 # --- folders that another program reads otherwise ---------------------------------------------------------------------
@@ -424,7 +426,7 @@ def folder_of_transformers_5(folder: Path) -> Pair:
     model = extended(rope_parameters=_LLAMA3_LARGE)
     broken = saved_with(model, folder / "broken")
     both = {"rope_theta": 500000.0, "rope_scaling": _SCALING}
-    return Pair((broken,), (saved_with(model, folder / "healthy", **both),))
+    return Pair(broken, saved_with(model, folder / "healthy", **both))
 
 
 @case(
@@ -436,7 +438,7 @@ def folder_of_transformers_5(folder: Path) -> Pair:
 )
 def stated_attention_factor_is_ignored(folder: Path) -> Pair:
     broken = extended(rope_parameters={**YARN, "attention_factor": 1.0})
-    return Pair((saved_with(broken, folder / "broken"),), (saved_with(extended(), folder / "healthy"),))
+    return Pair(saved_with(broken, folder / "broken"), saved_with(extended(), folder / "healthy"))
 
 
 @case(
@@ -453,10 +455,10 @@ def scaling_of_sliding_layers_is_dropped(folder: Path) -> Pair:
         rope_parameters = {"full_attention": full, "sliding_attention": sliding}
         model = olmo3(rope_parameters)
         scaling = {key: value for key, value in full.items() if key != "rope_theta"}
-        pair.append((saved_with(model, folder / str(scaled)),))
+        pair.append(saved_with(model, folder / str(scaled)))
         if not scaled:
             older = {"rope_theta": 500000.0, "rope_scaling": scaling, "rope_parameters": None}
-            saved_with(model, pair[-1][0], **older)
+            saved_with(model, pair[-1], **older)
     return Pair(*pair)
 
 
@@ -480,4 +482,4 @@ def olmo3(rope_parameters: dict[str, Any]) -> PreTrainedModel:
 )
 def yarn_is_ignored(folder: Path) -> Pair:
     broken = saved_with(extended("gemma2"), folder / "broken", rope_theta=10000.0, rope_scaling=YARN)
-    return Pair((broken,), (saved_with(tiny_model("gemma2"), folder / "healthy"),))
+    return Pair(broken, saved_with(tiny_model("gemma2"), folder / "healthy"))

@@ -55,3 +55,16 @@ def fail(*arguments: str | Path) -> str:
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.stderr
     return result.stderr
+
+
+def fail_without_a_trace(base: Path, words: tuple[str, ...], message: str) -> None:
+    """Run a command that must fail with a message, on a checkpoint beside which nothing may change.
+
+    "{base}", "{out}" and "{full}" in its words are that checkpoint, a new place and a folder with a file.
+    """
+    full = base.parent / "full"
+    full.mkdir()
+    (full / "file").write_text("mine")
+    before = sorted(base.parent.rglob("*"))
+    assert message in fail(*(word.format(base=base, out=base.parent / "out", full=full) for word in words))
+    assert sorted(base.parent.rglob("*")) == before
