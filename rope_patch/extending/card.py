@@ -16,8 +16,9 @@ from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
-from rope_patch.extending.choose_method import RANKING, shortened_name
+from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.result import Extended
+from rope_patch.patching.verify import shortened
 from rope_patch.runtime.captions import count_text, windows_text
 
 HEADING = """
@@ -107,7 +108,7 @@ def card(outcome: Extended) -> str:
         base=base,
         length=options.length,
         trained_length=outcome.trained_length,
-        method=shortened_name(chosen.method),
+        method=shortened(chosen.method),
         training=done,
         programs=programs_of(outcome),
         basis=RANKING,
@@ -129,7 +130,7 @@ def card(outcome: Extended) -> str:
 
 def _name(row: Row) -> str:
     """Return the label of a row, in which a fitted table does not state every number."""
-    return row_name(shortened_name(row.method), row.trained)
+    return row_name(shortened(row.method), row.trained)
 
 
 def programs_of(outcome: Extended) -> str:

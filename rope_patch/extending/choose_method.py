@@ -12,6 +12,7 @@ from rope_patch.evaluation.compare import Comparison, Row, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence
 from rope_patch.evaluation.number_format import percent, perplexity_text, relative
+from rope_patch.patching.verify import shortened
 
 REACHED_SHARE = 0.5
 """A method reaches the target if it answers this share of what the unpatched model answers within its context, and is
@@ -59,7 +60,7 @@ class EvaluatedMethod:
     @property
     def name(self) -> str:
         """The label for a sentence, in which a fitted table does not state every number."""
-        return row_name(shortened_name(self.method), self.trained)
+        return row_name(shortened(self.method), self.trained)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values for JSON; differences that no interval is known of are None."""
@@ -309,15 +310,6 @@ class MethodEvaluator:
             advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")
         return advice
-
-
-def shortened_name(method: str, most: int = 40) -> str:
-    """Return a method string for a sentence: one of a fitted table names every number.
-
-    >>> shortened_name("yarn:factor=2"), shortened_name("table:values=0.99/0.51", 18)
-    ('yarn:factor=2', 'table:values=0.99/…')
-    """
-    return method if len(method) <= most else f"{method[:most]}…"
 
 
 def _names(methods: Iterable[EvaluatedMethod]) -> str:

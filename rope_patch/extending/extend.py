@@ -15,7 +15,7 @@ from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.time_budget import default_tokens, tokens_within
-from rope_patch.extending.choose_method import Choice, MethodEvaluator, shortened_name
+from rope_patch.extending.choose_method import Choice, MethodEvaluator
 from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_cost, rounds_within
@@ -26,7 +26,7 @@ from rope_patch.options.extend import CANDIDATES, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_yaml
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import PatchError, locate
-from rope_patch.patching.verify import inspect_model, trained_length
+from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.parallel import alone, processes
@@ -253,7 +253,7 @@ class Run:
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
-        names = list(map(shortened_name, self.methods))
+        names = list(map(shortened, self.methods))
         if self.options.fit:
             names.append("a fitted table")
         lines, windows, samples, total = [f"methods: {', '.join(names)}"], 0, 0, 0.0
@@ -293,14 +293,14 @@ class Run:
             progress.say("fitting a table to text, with the weights as they are")
             table, better = fit_candidate(self.model, self.tokenizer, self.options.length, self.work / RESULT_CACHE)
             if not better:
-                progress.say(f"the fit found nothing better than its start, {shortened_name(table)}")
+                progress.say(f"the fit found nothing better than its start, {shortened(table)}")
             # A fit that found nothing better gives its start, which may be one of the candidates.
             if table not in remaining:
                 remaining.append(table)
         for number, one in enumerate(rounds, 1):
             suite = self.suite.smaller(one.windows, one.samples)
             progress.say(
-                f"round {number} of {len(rounds)}: {', '.join(shortened_name(m) for m in remaining)}; "
+                f"round {number} of {len(rounds)}: {', '.join(shortened(m) for m in remaining)}; "
                 f"windows: {one.windows}, haystacks: {one.samples}"
             )
             comparison = compare(
@@ -313,7 +313,7 @@ class Run:
             comparisons.append(comparison)
             effective = comparison.effective_lengths()
             if number == 1 and effective is not None:
-                progress.say(f"the effective length as it is: {effective.of(UNPATCHED)}")
+                progress.say(f"effective length of the unpatched model: {effective.of(UNPATCHED)}")
             evaluator = MethodEvaluator(comparison, self.options.tolerance)
             if len(remaining) <= 2 and evaluator.settled(remaining, conditions=conditions):
                 if number < len(rounds):
@@ -353,7 +353,7 @@ class Run:
         """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
         from rope_patch.checkpoints.save_load import load
 
-        progress.say(f"training under {shortened_name(method)}: {training}")
+        progress.say(f"training under {shortened(method)}: {training}")
         adapter = train_adapter(self.model, self.tokenizer, method, self.options, training, self.work)
         adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
         suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)

@@ -68,4 +68,6 @@ def _sentence_parts(row: ProgramReading) -> tuple[str, str]:
         UNVERIFIED: ("it is not known which table is computed by ", where),
     }[row.verdict]
     reasons = f": {'; '.join(row.reasons)}" if row.reasons else ""
-    return before, f"{after}{reasons}" + (f". Run: {row.fix}" if row.fix else "")
+    # A fix that begins with "none: " says why no command writes what the program reads right.
+    fix = f". Run: {row.fix}".replace("Run: none: ", "No command mends that: ") if row.fix else ""
+    return before, f"{after}{reasons}{fix}"

@@ -71,7 +71,11 @@ class Inspection:
 
 
 def shortened(method: str, most: int = 60) -> str:
-    """Return a method string cut to a short line, since the method string of a table names every number."""
+    """Return a method string cut to a short line, since the method string of a table names every number.
+
+    >>> shortened("yarn:factor=2"), shortened("table:values=0.99/0.51", 18)
+    ('yarn:factor=2', 'table:values=0.99/…')
+    """
     return method if len(method) <= most else f"{method[:most]}…"
 
 

@@ -54,7 +54,7 @@ def test_the_folder_is_one_of_plain_transformers(extended, llama):
     outcome, said = extended
     assert outcome.choice.method == "yarn:factor=2" and outcome.output is not None
     assert "plain transformers gives the same logits, bit for bit" in said
-    (effective,) = [sentence for sentence in said if sentence.startswith("the effective length as it is: ")]
+    (effective,) = [sentence for sentence in said if sentence.startswith("effective length of the unpatched model: ")]
     assert re.search(r": perplexity 256 \(512 .*\), retrieval ", effective), effective
     record = rope_patch.verify(outcome.output).record
     assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
