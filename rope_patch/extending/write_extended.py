@@ -35,6 +35,8 @@ from rope_patch.runtime.result_cache import finite
 
 RECORD_FILE = "rope_patch_extend.json"
 SCHEMA = 1
+TERMS = ("LICENSE", "LICENCE", "NOTICE", "TERMS", "USE_POLICY")
+"""What the name of a file says that holds the terms of a model."""
 
 
 def write_extended(
@@ -86,6 +88,9 @@ def write_extended(
     for sentence in programs:
         progress.say(f"note: {sentence}")
     outcome = replace(outcome, output=out, programs=programs)
+    for path in Path(outcome.options.model).glob("*"):
+        if any(word in path.name.upper() for word in TERMS):  # they have to go with the weights
+            shutil.copyfile(path, staged / path.name)
     write_atomically(staged / "extend.yaml", to_yaml(outcome.options))
     write_atomically(staged / RECORD_FILE, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))

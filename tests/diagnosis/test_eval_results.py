@@ -54,7 +54,7 @@ def written(folder, *samples, **results):
         ("prompts of niah", "holds", "all 1 fit", [sample("")], {"max_length": len(PROMPT) + 5}),
         ("prompts of niah", "differs", "1 of 1 were cut: up to 1 ", [sample("")], {"max_length": len(PROMPT) + 4}),
         ("answers of niah", "differs", "as in: 'It is 28,334.'", [sample("It is 28,334."), sample("no")], {}),
-        ("answers of niah", "differs", "took it out of 1 of them", [sample("is 28334", kept="is")], {}),
+        ("answers of niah", "differs", "from 1 of them the filter", [sample("is 28334", kept="is")], {}),
         ("answers of niah", "differs", "1 of the 1 that score 0", [sample("I\u2028say YES-A", target="yes a")], {}),
         ("answers of niah", "holds", "none of the 1 of 2", [sample("28333"), sample("28334", **RIGHT)], {}),
         ("answers of niah", "holds", "none of the 1 of 1", [sample("1283345")], {}),

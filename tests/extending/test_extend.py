@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -38,8 +39,10 @@ MANY, FEW = 59_500, 34_000  # tokens, so that a budget gives the same rounds on 
 
 
 @pytest.fixture(scope="module")
-def llama():
-    return AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
+def llama(tmp_path_factory):
+    folder = shutil.copytree(LLAMA, tmp_path_factory.mktemp("source") / "llama")
+    (folder / "LICENSE.txt").write_text("the terms")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,7 @@ def test_the_folder_is_one_of_plain_transformers(extended, llama):
     assert "plain transformers gives the same logits, bit for bit" in said
     (effective,) = [sentence for sentence in said if sentence.startswith("effective length of the unpatched model: ")]
     assert re.search(r": perplexity 256 \(512 .*\), retrieval ", effective), effective
+    assert (outcome.output / "LICENSE.txt").read_text() == "the terms"
     record = rope_patch.verify(outcome.output).record
     assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
     ids, root = torch.arange(5, 405)[None], outcome.output.parent
