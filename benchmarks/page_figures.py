@@ -135,8 +135,8 @@ def angles() -> Figure:
         for i, (p, turned, rises) in enumerate(prices(model, where, values)):
             axes.plot(turned, rises, marker="o", markersize=4, color=color, label=label if i == 0 else None)
             if rises[-1] > 1:  # names of the others would lie on each other
-                axes.annotate(f"  p = {p:g}", (turned[-1], rises[-1]), color=color, fontsize=8, va="center")
-    axes.axvline(1, color="0.4", linewidth=1, linestyle=":")
+                axes.annotate(f"  p = {p:g}", (turned[-1], rises[-1]), color=color, fontsize=8, va="bottom")
+    mark_position(axes, 0.2, "0.2 rad: below, at most +1 %")
     axes.set(xscale="log", xlabel="angle of the fastest stopped pair [rad], log scale")
     axes.set_yscale("symlog", linthresh=1)
     axes.set(ylabel="rise of perplexity [%], log scale above 1", ylim=(-1, 1000), xlim=(None, 40))

@@ -58,7 +58,7 @@ def extend(words: Sequence[str]) -> int:
         for line in run.describe(rounds, training):
             say(line)
         if settings.budget is None:
-            say("without --budget the first round is as large as suits the model: --budget TIME makes it smaller or larger")
+            say("without --budget the first round is as large as suits the model: --budget TIME changes that")
         if options.dry_run:
             say("dry run: nothing was measured or written")
             if fresh and first:

@@ -19,5 +19,5 @@ def tasks(words: Sequence[str]) -> None:
             # The first line of each task's YAML is a comment that says what it asks.
             first_line = file.read_text(encoding="utf-8").partition("\n")[0]
             print(f"{file.stem:24}{first_line.removeprefix('# ')}")
-        print("\nlm-eval knows them by these names, rope-patch compare by those in its --help. For --include_path of lm_eval:")
+        print("\nlm-eval has these names, rope-patch compare those in its --help. For --include_path of lm_eval:")
     print(path)

@@ -176,8 +176,8 @@ def _answers(task: str, rows: list[dict[str, Any]], lower: Collection[str]) -> C
             DIFFERS,
             f"{len(lost)} of the {len(wrong)} that score 0 hold the right answer {_targets(lost[0])[0]!r}, as in: "
             f"{' '.join(answer.split())[:80]!r}",
-            meaning=f"from {filtered} of them the filter of the task took it out; in {len(lost) - filtered} it has another "
-            "case, sign or space, or stands at another place than the task looks at",
+            meaning=f"from {filtered} of them the filter of the task took it out; in {len(lost) - filtered} it has "
+            "another case, sign or space, or stands at another place than the task looks at",
             fix="read these samples, and write a filter or process_results for the task that finds them",
         )
     if len(empty) > documents / 2:
