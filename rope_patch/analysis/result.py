@@ -129,8 +129,8 @@ def findings(analysis: Analysis) -> list[str]:
         below = sum(kinds.values()) + sum(pair.kind == "unrotated" for pair in pairs)
         sentences.append(
             f"{len(pairs)} of {count} mean {states} pairs are outliers, up to {pairs[0].ratio:.0f} times the median of "
-            f"the layers read (layer {pairs[0].layer}, head {pairs[0].head}, pair {pairs[0].pair}); {below} lie below "
-            f"the frequency bound of Jonasson 2025, {kinds['offset feature']} of these also beyond its angle bound."
+            f"the layers read (layer {pairs[0].layer}, query head {pairs[0].head}, pair {pairs[0].pair}); {below} lie "
+            f"below the frequency bound of Jonasson 2025, {kinds['offset feature']} of these also beyond its angle bound."
         )
     sentences.append(analysis.advice.reason)
     return sentences

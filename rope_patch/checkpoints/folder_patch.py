@@ -27,6 +27,8 @@ from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 
 # The config is written anew. A record, and what export.json says, are about the folder that they are in.
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")
+_EXTENDED = ("rope_patch_extend.json", "extend.yaml", "report.html", "README.md")
+"""What ``extend`` writes about a table, and a restored checkpoint does not say."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
@@ -98,6 +100,9 @@ def restore_folder(
     with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         restore_length(folder)
+        if (folder / _EXTENDED[0]).exists():
+            for name in _EXTENDED:
+                (folder / name).unlink(missing_ok=True)
 
 
 def verify_folder(source: str | Path) -> PatchRecord:

@@ -50,7 +50,8 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
     sources = [str(word) for word in written.pop(("config",), ())]
     for word in rest:
         if word.startswith("-"):
-            flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short)]
+            # --force is for those who ask for it.
+            flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short) if leaf.name != "force"]
             raise UsageError(f"unknown option {word}.{did_you_mean(word, flags)}")
         raise UsageError(f"unexpected argument {word!r}")
     if modules := written.get(("imports",)):

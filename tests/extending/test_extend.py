@@ -20,6 +20,7 @@ from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
 
 import rope_patch
+from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.cli.parsing import parse
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending.card import card
@@ -61,6 +62,8 @@ def test_the_folder_is_one_of_plain_transformers(extended, llama):
     assert re.search(r": perplexity 256 \(512 .*\), retrieval ", effective), effective
     assert (outcome.output / "LICENSE.txt").read_text() == "the terms"
     record = rope_patch.verify(outcome.output).record
+    restore_folder(outcome.output, outcome.output.parent / "restored")
+    assert not {"README.md", "extend.yaml"} & {path.name for path in (outcome.output.parent / "restored").iterdir()}
     assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
     ids, root = torch.arange(5, 405)[None], outcome.output.parent
     with rope_patch.patched(llama, "yarn", factor=2.0), torch.no_grad():
