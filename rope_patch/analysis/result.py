@@ -130,7 +130,7 @@ def findings(analysis: Analysis) -> list[str]:
         sentences.append(
             f"{len(pairs)} of {count} mean {states} pairs are outliers, up to {pairs[0].ratio:.0f} times the median of "
             f"the layers read (layer {pairs[0].layer}, query head {pairs[0].head}, pair {pairs[0].pair}); {below} lie "
-            f"below the frequency bound of Jonasson 2025, {kinds['offset feature']} of these also beyond its angle bound."
+            f"below the frequency bound of Jonasson 2025, {kinds['offset feature']} of these beyond its angle bound."
         )
     sentences.append(analysis.advice.reason)
     return sentences
