@@ -27,8 +27,8 @@ from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 
 # The config is written anew. A record, and what export.json says, are about the folder that they are in.
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")
-_EXTENDED = ("rope_patch_extend.json", "extend.yaml", "report.html", "README.md")
-"""What ``extend`` writes about a table, and a restored checkpoint does not say."""
+EXTEND_RECORD = "rope_patch_extend.json"
+"""The file in which ``extend`` records its choice."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
@@ -100,8 +100,8 @@ def restore_folder(
     with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         restore_length(folder)
-        if (folder / _EXTENDED[0]).exists():
-            for name in _EXTENDED:
+        if (folder / EXTEND_RECORD).exists():  # what extend wrote is of the patched model
+            for name in (EXTEND_RECORD, "extend.yaml", "report.html", "README.md"):
                 (folder / name).unlink(missing_ok=True)
 
 

@@ -219,8 +219,8 @@ class Run:
             larger = f"--budget {math.ceil(1.1 * least / most * options.budget / 60)}m"
         raise ValueError(
             f"the first round of {candidates + 1} methods takes {least:,.0f} tokens, and the budget has time for "
-            f"{most:,.0f} at the speed measured now (--threads 1 is faster beside other programs): name fewer methods, "
-            f"or give {larger}"
+            f"{most:,.0f} at the speed measured now (--threads 1 may be faster beside other programs): name fewer "
+            f"methods, or give {larger}"
         )
 
     def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:

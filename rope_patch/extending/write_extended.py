@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.folder_patch import check_folder_is_free
+from rope_patch.checkpoints.folder_patch import EXTEND_RECORD, check_folder_is_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.evaluation.spec import check_tasks
 from rope_patch.extending.card import card
@@ -33,7 +33,6 @@ from rope_patch.runtime.folders import (
 )
 from rope_patch.runtime.result_cache import finite
 
-RECORD_FILE = "rope_patch_extend.json"
 SCHEMA = 1
 TERMS = ("LICENSE", "LICENCE", "NOTICE", "TERMS", "USE_POLICY")
 """What the name of a file says that holds the terms of a model."""
@@ -89,10 +88,10 @@ def write_extended(
         progress.say(f"note: {sentence}")
     outcome = replace(outcome, output=out, programs=programs)
     for path in Path(outcome.options.model).glob("*"):
-        if any(word in path.name.upper() for word in TERMS):  # they have to go with the weights
+        if path.is_file() and any(word in path.name.upper() for word in TERMS):  # which go with the weights
             shutil.copyfile(path, staged / path.name)
     write_atomically(staged / "extend.yaml", to_yaml(outcome.options))
-    write_atomically(staged / RECORD_FILE, json.dumps(record(outcome), indent=1, allow_nan=False))
+    write_atomically(staged / EXTEND_RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))
     with folder_in_one_move(out, overwrite=overwrite) as folder:
         for path in staged.iterdir():

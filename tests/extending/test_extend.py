@@ -43,6 +43,7 @@ MANY, FEW = 59_500, 34_000  # tokens, so that a budget gives the same rounds on 
 def llama(tmp_path_factory):
     folder = shutil.copytree(LLAMA, tmp_path_factory.mktemp("source") / "llama")
     (folder / "LICENSE.txt").write_text("the terms")
+    (folder / "licenses").mkdir()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
