@@ -129,8 +129,7 @@ RELOADED += ("mrrope:factor=4", "llama3:factor=4", "resonance", "cope:share=0.5"
 IN_BFLOAT16 = ("p_rope:p=0.5", "yarn:factor=4", "cope:share=0.5")
 PREPARED = ("default", "abf:factor=50", "pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "cope:share=0.5")
 IN_GGUF = ("abf:factor=8", "yarn:factor=4", "p_rope:p=0.5", "pi:factor=4")
-TASKS = "passkey niah multivalue multiquery vt niah_multikey_2 niah_multikey_3 json_kv passage_retrieval cwe fwe"
-TASKS += " qa1 qa2 qa3"
+TASKS = "passkey niah multivalue multiquery vt niah_multikey_2 niah_multikey_3 json_kv cwe fwe qa1 qa2 qa3"
 FORMATS = "kivi-2 llama.cpp:q4_0 int4-token fp8 nf4"
 HARNESS_TASKS = "rope_passkey,rope_vt,rope_ppl"
 

@@ -129,8 +129,6 @@ SCORES = {
     "logprob": lambda sample: sample.logprob,
 }
 """The scores of an answer."""
-TASKS_BY_DEFAULT = [name for name in TASKS if name != "passage_retrieval"]
-"""Passages are parts of a text, and the haystack is noise here."""
 
 
 def prompts(task: str, haystacks: list[tuple[Sample, ...]]) -> list[Sample]:
@@ -192,7 +190,7 @@ def measured(model: Any, tokenizer: Any, task: str, given: argparse.Namespace, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="bundled models (llama, gemma3) or folders")
-    parser.add_argument("--tasks", nargs="+", default=TASKS_BY_DEFAULT, help="retrieval tasks")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="retrieval tasks")
     parser.add_argument("--length", type=int, default=1024, help="length of prompt and answer [tokens]")
     parser.add_argument("--factor", type=int, default=4, help="factor of YaRN and of ABF")
     parser.add_argument("--samples", type=int, default=16, help="haystacks")

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.prompting import HAY, MAKER, ROOM, TOKENIZER, hay_of
+from support.prompting import HAY, MAKER, ROOM, TOKENIZER
 from support.reference_recipe import recipe
 from support.subsets import examples
 from transformers import PreTrainedTokenizerFast
@@ -19,7 +19,6 @@ from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.tasks.base import NOUNS
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-MAKERS = {task: PromptMaker(TOKENIZER, hay_of(task)) for task in TASKS}
 
 
 class Wordy:
@@ -55,7 +54,7 @@ def test_a_prompt_is_what_it_says_to_the_token(task, examples):
     @given(length=st.integers(250, 1200), seed=st.integers(0, 50), sample=st.integers(0, 9))
     def check(length, seed, sample):
         length += ROOM.get(task, 0)
-        prompts = MAKERS[task].prompts(task, length, DEPTHS, seed=seed, sample=sample)
+        prompts = MAKER.prompts(task, length, DEPTHS, seed=seed, sample=sample)
         assert len(prompts) == (1 if TASKS[task].joined else 5)
         for prompt in prompts:
             assert len(prompt.ids) == length

@@ -14,7 +14,7 @@ from scipy.special import zeta
 from support.prompting import MAKER, TOKENIZER
 
 from rope_patch.evaluation import prompts
-from rope_patch.evaluation.haystack import NOISE, Haystack
+from rope_patch.evaluation.haystack import NOISE
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks.fwe import counts
 
@@ -25,16 +25,11 @@ KINDS = {
     "niah_multikey_2": (r" The magic number of ([a-z]+-[a-z]+) is (\d{7})\.", 20),
     "niah_multikey_3": (rf" The magic code of ({UUID}) is ({UUID})\.", 85),
     "json_kv": (rf' "({UUID})": "({UUID})"', 80),
-    "passage_retrieval": (r"\n\nPassage (?=(\d{5}))\d{5}: ((?:\S+ ){39}\S+)", 140),
 }
 
 
-BUILTIN = PromptMaker(TOKENIZER, "builtin")
-
-
 def asked(task, length, depths=DEPTHS, **options):
-    maker = BUILTIN if task == "passage_retrieval" else MAKER
-    return maker.prompts(task, length, depths, **options)
+    return MAKER.prompts(task, length, depths, **options)
 
 
 @pytest.mark.parametrize("task", KINDS)
@@ -46,12 +41,7 @@ def test_a_needle_stands_at_its_depth_among_others_of_its_kind(task):
         names, values = ([pair[i] for pair in pairs] for i in (0, 1))
         assert len(set(names)) == len(names) and len(set(values)) == len(values)
         assert 0.75 * 3000 / tokens < len(names) < 1.5 * 3000 / tokens, "nothing but needles, down to the last one"
-        if task == "passage_retrieval":
-            names, values = values, names
-            quote = prompt.question.split('"', 1)[1].rsplit('"', 1)[0]
-            (name,) = [name for name in names if quote in name]
-        else:
-            (name,) = [name for name in names if name in prompt.question]
+        (name,) = [name for name in names if name in prompt.question]
         place = names.index(name)
         assert prompt.parts == (values[place],)
         last = len(names) - 1 - (task == "json_kv")  # one pair more closes the object
@@ -98,39 +88,6 @@ def test_coded_words_are_as_frequent_as_in_ruler():
 def test_the_three_words_asked_for_are_never_tied(size):
     table = counts(size, 10)
     assert table[1] > table[2] > table[3] > table[4]
-
-
-def test_passages_come_from_the_haystack_and_the_quote_stands_there_once():
-    whole = " ".join(BUILTIN.haystack.text.split())
-    for prompt in asked("passage_retrieval", 3000, seed=4):
-        for _, passage in re.findall(KINDS["passage_retrieval"][0], prompt.text):
-            assert passage in whole
-        quote = prompt.question.split('"', 1)[1].rsplit('"', 1)[0]
-        assert len(quote.split()) == 10 and whole.count(quote) == 1
-
-
-@pytest.mark.parametrize(
-    ("haystack", "message"),
-    [
-        ("noise", "builtin"),
-        (Haystack(" ".join(map(str, range(90)))), "2 passages"),
-        (Haystack("so it goes on and on " * 900), "0 passages"),
-    ],
-    ids=["noise", "short", "alike"],
-)
-def test_passages_need_a_text_with_different_ones(haystack, message):
-    with pytest.raises(ValueError, match=message):
-        PromptMaker(TOKENIZER, haystack).prompts("passage_retrieval", 2000, DEPTHS)
-
-
-def test_a_text_with_too_few_passages_is_refused_where_it_ends():
-    maker = PromptMaker(TOKENIZER, Haystack(" ".join(map(str, range(400)))))
-    longest = 0
-    with pytest.raises(ValueError, match="too few"):
-        for length in range(1200, 2400, 50):
-            (prompt,) = maker.prompts("passage_retrieval", length, [0.5])
-            longest = prompt.text.count("Passage ")
-    assert longest == 9, "all of them but one"
 
 
 # --- stories

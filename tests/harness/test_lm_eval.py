@@ -552,7 +552,7 @@ def test_wrong_metadata_is_an_error(task, metadata, message):
 def test_options_of_other_tasks_and_of_the_model_pass():
     metadata = {"samples": 1, "windows": 1, "stride": 50, "method": "pi", "p": 0.5, "max_length": 2048}
     loaded = our_tasks(max_seq_lengths=1024, **metadata).load(["rope_retrieval", "rope_ppl"])["tasks"]
-    assert len(loaded) == 15
+    assert len(loaded) == 14
 
 
 def test_the_request_cache_knows_its_documents(tmp_path, monkeypatch):

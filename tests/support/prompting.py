@@ -17,9 +17,6 @@ HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
 
 MAKER = PromptMaker(TOKENIZER, HAY)
 
-PASSAGES = Haystack("\n\n".join(builtin_text("haystack").documents[6:14]))
-"""A longer text, from which a task can take passages."""
-
 ANSWER = 5  # tokens of an answer: five digits, since the space before them is a token of the prompt
 
 
@@ -36,13 +33,7 @@ ROOM = {
     "fwe": 100,
     "json_kv": 400,
     "niah_multikey_3": 400,
-    "passage_retrieval": 900,
     "qa2": 100,
     "qa3": 150,
 }
 """Number of tokens that the prompts of a task need in addition to those of other tasks, if it has five depths."""
-
-
-def hay_of(task):
-    """The haystack in which a task is asked."""
-    return PASSAGES if task == "passage_retrieval" else HAY
