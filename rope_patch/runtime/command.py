@@ -6,6 +6,10 @@ import os
 import sys
 from collections.abc import Callable
 
+SPINS = "10000"
+"""How often a thread of a command looks whether the others are ready before it sleeps. At GNU OpenMP's default of
+300,000, commands beside each other use up the cores by waiting: see ``benchmarks/busy_cpu.py``."""
+
 
 def guarded(run: Callable[[], int | None], interrupted: str = "no file was left half written") -> int:
     """Run a command, and return its exit status.
@@ -18,6 +22,8 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
         The status of the command; 2 where the user's words or files are wrong, 1 where a library fails, and 130 after
         Ctrl-C. With ``ROPE_PATCH_DEBUG`` set, errors are raised.
     """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # it has to stand before torch is imported
     try:
         return run() or 0
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.methods.base import METHODS
-from rope_patch.runtime.command import guarded
+from rope_patch.runtime.command import SPINS, guarded
 
 
 @pytest.fixture
@@ -129,6 +129,14 @@ def test_truncated_weights(checkpoint, tmp_path):
     error = fail("apply", checkpoint, "pi:factor=4", "-o", tmp_path / "out")
     assert "model.safetensors is truncated or damaged" in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("users", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_that_wait_soon_sleep_unless_the_user_decides(monkeypatch, users, spins):
+    monkeypatch.setattr("os.environ", users)
+    assert guarded(lambda: 3) == 3 and users.get("GOMP_SPINCOUNT") == spins
 
 
 def test_what_a_library_raises_is_one_line_too(capsys):
