@@ -48,9 +48,8 @@ def extend(words: Sequence[str]) -> int:
             model = model.merge_and_unload().eval()
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.say_what_the_model_is()
-        tokens = None if settings.budget is None else run.tokens_in_time()
         try:
-            rounds, training = run.plan(tokens)
+            rounds, training = run.plan()
         except ValueError:  # nothing was measured that another run would use
             if fresh and first:
                 shutil.rmtree(work, ignore_errors=True)
@@ -65,7 +64,7 @@ def extend(words: Sequence[str]) -> int:
                 shutil.rmtree(work, ignore_errors=True)
             return 0
         with resumable(work / RESULT_CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
-            outcome = run.finish(overwrite=options.force, tokens=tokens)
+            outcome = run.finish(overwrite=options.force)
     if not first:
         return 0
     folder = outcome.output or outcome.work

@@ -37,9 +37,6 @@ SHORTEST_ROW = 128
 """Length of the first row that the speed is measured on [tokens]."""
 MEASURING_SECONDS = 8.0
 """Approximate time spent on measuring the speed [s]; one row of the shortest length is read in any case."""
-SPEED_SHARE = 0.02
-"""Share of the given time that measuring the speed may take, where this is more than :data:`MEASURING_SECONDS`: short
-rows read slower than long ones."""
 FILLED_SHARE = 0.85
 """Share of the given time that is planned; the rest is a reserve."""
 
@@ -125,8 +122,7 @@ def tokens_within(
         name = key(what="speed", model=model_hash(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
         # Where nothing else is finished there is nothing to find, and the machine may have been busy at that time.
         if name not in cache or set(cache) == {name}:
-            most = max(MEASURING_SECONDS, SPEED_SHARE * seconds)
-            cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk, most=most)
+            cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
         return float(cache[name])
 
     # The first process measures for all, because all have to plan the same work.
@@ -134,25 +130,16 @@ def tokens_within(
 
 
 @torch.no_grad()
-def tokens_per_second(
-    model: nn.Module,
-    length: int,
-    *,
-    rows: int = 1,
-    chunk: int | None = None,
-    most: float = MEASURING_SECONDS,
-) -> float:
+def tokens_per_second(model: nn.Module, length: int, *, rows: int = 1, chunk: int | None = None) -> float:
     """Measure how many tokens a model reads in a second, on a short row and then on longer ones while time allows.
 
-    For longer rows the speed is extrapolated by :func:`operations`. Each row is read twice and the faster time counts,
-    because other programs only ever make a reading slower.
+    For longer rows the speed is extrapolated by :func:`operations`.
 
     Args:
         model: a causal language model.
         length: length of the rows that will be read [tokens].
         rows: number of rows in a batch; a batch is tried only if a single row took little time.
         chunk: length of a forward pass [tokens]; None for that of :meth:`Reader.default_chunk`.
-        most: time that the measurement takes, roughly [s].
     """
     reader = Reader(model)
     if reader.dynamic:  # such a model reads whole rows, one at a time
@@ -170,17 +157,13 @@ def tokens_per_second(
         size, spent = min(length, SHORTEST_ROW), 0.0
         while True:
             elapsed = seconds(1, size)
-            # A row that takes long by itself is read once.
-            if spent + 2 * elapsed <= most:
-                elapsed = min(elapsed, seconds(1, size))
-                spent += elapsed
             spent += elapsed
             # A row twice as long takes at least twice the time, and more because of attention.
-            if size == length or spent + 2.5 * elapsed > most:
+            if size == length or spent + 2.5 * elapsed > MEASURING_SECONDS:
                 break
             size = min(2 * size, length)
         # On a GPU several rows may take no longer than one, so a batch is timed if there is time for it.
-        if size == length and rows > 1 and rows * elapsed < most:
+        if size == length and rows > 1 and rows * elapsed < MEASURING_SECONDS:
             return rows * length / seconds(rows, length)
     return size / elapsed * operations(model, size) / operations(model, length)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rope_patch.evaluation.compare import Comparison, Row, compare, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.evaluation.time_budget import default_tokens, tokens_within
+from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, tokens_within
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
 from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
@@ -29,7 +31,8 @@ from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import write_atomically
-from rope_patch.runtime.parallel import alone, processes
+from rope_patch.runtime.parallel import alone, from_first_process, processes
+from rope_patch.runtime.result_cache import ResultCache, key
 
 RESULT_CACHE = "finished.jsonl"
 MEASURING_SHARE = 0.4
@@ -79,9 +82,9 @@ def extend(
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
     settings = from_dict(ExtendSettings, {"model": name, **options})
     check_output(settings, Path(output), overwrite)
-    run = Run(model, tokenizer, settings, Path(output))
+    run = Run(model, tokenizer, settings, Path(output), tokens)
     run.say_what_the_model_is()
-    return run.finish(overwrite=overwrite, tokens=tokens)
+    return run.finish(overwrite=overwrite)
 
 
 class Run:
@@ -92,6 +95,7 @@ class Run:
         tokenizer: the tokenizer of the model.
         options: the options of the run.
         output: the folder to write.
+        tokens: the number of tokens that may be read, as :func:`extend` takes it [tokens].
 
     Raises:
         ValueError: something about the model, the methods or the text cannot be measured or patched.
@@ -104,8 +108,12 @@ class Run:
         tokenizer: PreTrainedTokenizerBase,
         options: ExtendSettings,
         output: Path,
+        tokens: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
+        self.timed = tokens is None and options.budget is not None
+        if not self.timed:
+            self.tokens_in_budget = tokens
         self.work = output.with_name(f"{output.name}.work")
         record = locate(model).record
         if record is not None:
@@ -175,25 +183,56 @@ class Run:
         for line in describe_model(self.model, self.options, self.trained_length):
             progress.say(line)
 
-    def tokens_in_time(self) -> int:
-        """Return how many tokens fit into the budget; a run that goes on keeps the number that it measured at first."""
+    @cached_property
+    def tokens_in_budget(self) -> int | None:
+        """How many tokens may be read; None where the size of the model decides [tokens].
+
+        A run that goes on keeps the number that it measured at first.
+        """
         spec = self.suite.spec
         rows = min(spec.window_batch, max(1, len(self.suite.windows)))
         budget = float(self.options.budget or 0)
         return tokens_within(self.model, budget, spec.longest, self.work / RESULT_CACHE, rows=rows, chunk=spec.chunk)
 
-    def plan(self, tokens: int | None) -> tuple[tuple[Round, ...], Training | None]:
-        """Return the rounds and the training.
-
-        Args:
-            tokens: the number of tokens that fit into the budget; None where there is no budget [tokens].
-        """
-        options = self.options
+    def plan(self) -> tuple[tuple[Round, ...], Training | None]:
+        """Return the rounds and the training that the budget has time for."""
+        tokens, options = self.tokens_in_budget, self.options
         rounds = tuple(self._capped(self._rounds(tokens)))
         if not options.train:
             return rounds, None
         share = None if tokens is None else int(TRAINING_SHARE * tokens)
         return rounds, plan_training(self.model, options, self.trained_length, share)
+
+    def plan_again(self, rounds: tuple[Round, ...], training: Training | None) -> tuple[Any, Training | None]:
+        """Measure the unpatched model, with which the first round begins, and return the plan for the time it took.
+
+        The plan stays where that time differs by less than half from the expected one.
+        """
+        first, path = rounds[0], self.work / RESULT_CACHE
+        tokens, budget = self.tokens_in_budget or 1, float(self.options.budget or 0)
+        begun, started = len(ResultCache(path)) > 1, time.monotonic()
+        self.suite.smaller(first.windows, first.samples).run(self.model, resume=path)
+
+        def seconds() -> float | None:
+            cache, name = ResultCache(path), key(what="seconds of the first row", tokens=tokens, first=first)
+            if name not in cache:  # the rest of an interrupted row says nothing of the speed
+                cache[name] = None if begun else time.monotonic() - started
+            value: float | None = cache[name]
+            return value
+
+        took = from_first_process(seconds)
+        expected = FILLED_SHARE * budget * self.tokens_computed(first.windows, first.samples) / tokens
+        if took is None or 2 / 3 < took / expected < 1.5:
+            return rounds, training
+        progress.say(f"the unpatched model took {took:.0f} s, not {expected:.0f} s as expected, so the plan changes:")
+        # The first round takes place in any case: it has begun.
+        least = rounds_cost(rounds[:1], self.tokens_computed) / (MEASURING_SHARE if self.options.train else 1.0)
+        self.tokens_in_budget = math.ceil(max(least, tokens * expected / took))
+        changed = self.plan()
+        for line in self.describe(*changed):
+            progress.say(line)
+        progress.more(self.tokens(changed[0]) - self.tokens(rounds))
+        return changed
 
     def _rounds(self, tokens: int | None) -> tuple[Round, ...]:
         """Return the rounds that the budget has time for, with needles at a single depth where all take too long.
@@ -205,7 +244,7 @@ class Run:
         if tokens is None:
             return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
         most = tokens * (MEASURING_SHARE if options.train else 1.0)
-        every = options.evaluation.depths
+        every = self.suite.spec.depths
         # If all depths take too long, the one in the middle of the list.
         for depths in dict.fromkeys((every, every[len(every) // 2 :][:1])):
             if depths != every:
@@ -219,8 +258,7 @@ class Run:
             larger = f"--budget {math.ceil(1.1 * least / most * options.budget / 60)}m"
         raise ValueError(
             f"the first round of {candidates + 1} methods takes {least:,.0f} tokens, and the budget has time for "
-            f"{most:,.0f} at the speed measured now (--threads 1 may be faster beside other programs): name fewer "
-            f"methods, or give {larger}"
+            f"{most:,.0f} at the speed measured now: name fewer methods, or give {larger}"
         )
 
     def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:
@@ -324,14 +362,14 @@ class Run:
                 remaining = evaluator.leaders(remaining, rounds[number].candidates, conditions=conditions)
         return comparisons
 
-    def finish(self, *, overwrite: bool, tokens: int | None = None) -> Extended:
+    def finish(self, *, overwrite: bool) -> Extended:
         """Measure, choose, train if asked to, and write; finished work is not repeated."""
         options = self.options
-        if tokens is None and options.budget is not None:
-            tokens = self.tokens_in_time()
-        rounds, training = self.plan(tokens)
+        rounds, training = self.plan()
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", to_yaml(options))
+        if self.timed:
+            rounds, training = self.plan_again(rounds, training)
         comparisons = self.measure(rounds, conditions=training is None)
         # The first row is the unpatched model. A method that will be trained may fail the conditions before.
         methods = [row.label for row in comparisons[-1].rows[1:]]

@@ -179,6 +179,29 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
     assert sum(read) == run.tokens_of(2, 1)
 
 
+@pytest.mark.parametrize(("slower", "rounds"), [(0.1, [8, 16, 32]), (1.0, [2, 4, 8]), (30.0, [1])])
+def test_the_plan_follows_the_time_that_the_first_row_takes(llama, tmp_path, monkeypatch, slower, rounds):
+    settings, now = from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 40}), [0.0]
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
+    monkeypatch.setattr("rope_patch.extending.extend.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def planned():
+        run, read, said = Run(llama, TOKENIZER, settings, tmp_path / "out"), [], []
+
+        def count(stage, tokens):
+            read.append(tokens)
+            now[0] += slower * tokens / 1000
+
+        with listen(count, on_known=lambda tokens: None, on_sentence=said.append):
+            before = run.plan()
+            return [[one.windows for one in plan[0]] for plan in (before, run.plan_again(*before))], sum(read), said
+
+    (before, after), read, said = planned()
+    assert (before, after, read) == ([2, 4, 8], rounds, 2560)
+    assert any("so the plan changes" in sentence for sentence in said) == (slower != 1)
+    assert planned()[:2] == ([before, after], 0), "a run that goes on keeps its plan and reads nothing again"
+
+
 def test_a_checkpoint_of_16_bits_that_is_computed_in_32_is_written_in_16(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.bfloat16).float()
     options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK, "methods": ["yarn"]}
