@@ -211,6 +211,7 @@ class Run:
         first, path = rounds[0], self.work / RESULT_CACHE
         tokens, budget = self.tokens_in_budget or 1, float(self.options.budget or 0)
         begun, started = len(ResultCache(path)) > 1, time.monotonic()
+        progress.more(int(self.tokens_of(first.windows, first.samples)))  # the first round reports them again
         self.suite.smaller(first.windows, first.samples).run(self.model, resume=path)
 
         def seconds() -> float | None:
@@ -224,13 +225,14 @@ class Run:
         expected = FILLED_SHARE * budget * self.tokens_computed(first.windows, first.samples) / tokens
         if took is None or 2 / 3 < took / expected < 1.5:
             return rounds, training
-        progress.say(f"the unpatched model took {took:.0f} s, not {expected:.0f} s as expected, so the plan changes:")
         # The first round takes place in any case: it has begun.
         least = rounds_cost(rounds[:1], self.tokens_computed) / (MEASURING_SHARE if self.options.train else 1.0)
         self.tokens_in_budget = math.ceil(max(least, tokens * expected / took))
         changed = self.plan()
-        for line in self.describe(*changed):
-            progress.say(line)
+        if changed != (rounds, training):
+            progress.say(f"the unpatched model took {took:.1f} s, not {expected:.1f} s as expected. The new plan:")
+            for line in self.describe(*changed):
+                progress.say(line)
         progress.more(self.tokens(changed[0]) - self.tokens(rounds))
         return changed
 
