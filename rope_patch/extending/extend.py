@@ -211,7 +211,7 @@ class Run:
         first, path = rounds[0], self.work / RESULT_CACHE
         tokens, budget = self.tokens_in_budget or 1, float(self.options.budget or 0)
         begun, started = len(ResultCache(path)) > 1, time.monotonic()
-        progress.more(int(self.tokens_of(first.windows, first.samples)))  # the first round reports them again
+        progress.more(int(self.tokens_of(first.windows, first.samples)))  # which the first round has again
         self.suite.smaller(first.windows, first.samples).run(self.model, resume=path)
 
         def seconds() -> float | None:
@@ -283,9 +283,9 @@ class Run:
         prompts = tokens_computed(replace(self.suite.spec, windows=0, samples=max(samples, 1))) if samples else 0.0
         return windows * self.suite.spec.longest + prompts
 
-    def tokens(self, rounds: Sequence[Round]) -> int:
-        """Return the tokens of all rounds, and of a fit before them."""
-        total = int(sum((one.candidates + 1) * self.tokens_of(one.windows, one.samples) for one in rounds))
+    def tokens(self, rounds: tuple[Round, ...]) -> int:
+        """Return the new tokens of all rounds, and of a fit before them."""
+        total = int(rounds_cost(rounds, self.tokens_of))
         if not self.options.fit:
             return total
         from rope_patch.extending.fit_candidate import tokens_to_fit_candidate
@@ -340,6 +340,9 @@ class Run:
                 remaining.append(table)
         for number, one in enumerate(rounds, 1):
             suite = self.suite.smaller(one.windows, one.samples)
+            if comparisons:  # the results of the round before, which the bar leaves out again as they are found
+                again = self.tokens_of(rounds[number - 2].windows, rounds[number - 2].samples)
+                progress.more(int((one.candidates + 1) * again))
             progress.say(
                 f"round {number} of {len(rounds)}: {', '.join(shortened(m) for m in remaining)}; "
                 f"windows: {one.windows}, haystacks: {one.samples}"

@@ -131,7 +131,7 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
     """Show a progress bar of tokens on stderr for the length of a ``with`` block, and sentences above it.
 
     Args:
-        total: number of tokens to be read, or None where it is not known.
+        total: number of tokens to be read, or None where it is not known; what turns out to be stored is taken off.
         label: text in front of the bar.
         hidden: whether to show no bar.
     """
@@ -144,17 +144,11 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
             shown.set_postfix_str(stage, refresh=False)
             shown.update(tokens)
 
-        def on_known(tokens: int) -> None:
-            if not shown.disable:  # as if the bar had begun behind them: the time that is left is one of reading
-                shown.initial += tokens
-                shown.n += tokens
-                shown.last_print_n += tokens
-
         def on_more(tokens: int) -> None:
             shown.total = (shown.total or 0) + tokens
 
         write = functools.partial(shown.write, file=sys.stderr)
-        with listen(on_tokens, on_known=on_known, on_more=on_more, on_sentence=write):
+        with listen(on_tokens, on_known=lambda tokens: on_more(-tokens), on_more=on_more, on_sentence=write):
             yield
         shown.total = shown.n  # what was announced may have been an estimate
 

@@ -90,7 +90,7 @@ def test_progress_neither_falls_nor_overshoots():
     assert reported(work) == [6, 3, 1]
 
 
-def test_what_an_earlier_run_has_stored_moves_the_bar_but_not_its_speed(monkeypatch):
+def test_what_an_earlier_run_has_stored_is_taken_off_the_bar(monkeypatch):
     clock, bars = iter(range(0, 10**6, 100)), []  # longer than the least time between two lines in a file
     monkeypatch.setattr("tqdm.std.tqdm.refresh", lambda shown, **_: bars.append(shown))
     monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
@@ -99,7 +99,7 @@ def test_what_an_earlier_run_has_stored_moves_the_bar_but_not_its_speed(monkeypa
         advance(50)
         (shown,) = set(bars)
         now = shown.format_dict
-        assert (now["n"], now["initial"]) == (950, 900) and now["rate"] == 0.5, "50 tokens in 100 s"
+        assert (now["n"], now["total"]) == (50, 100) and now["rate"] == 0.5, "50 tokens in 100 s"
     with bar(1000, hidden=True):
         known(900)
 
