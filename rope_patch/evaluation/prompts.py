@@ -114,7 +114,7 @@ class PromptMaker:
         # "single" is the mode that tasks had when there were several; without it all prompts would change.
         rng = random.Random(f"{seed}/{task}/single/{length}/{sample}")
         fit = _Fit(self, task, length, start=rng.random())
-        draw = Draw(self.tokenizer, rng, length, self.haystack)
+        draw = Draw(self.tokenizer, rng, length)
         questions = kind.questions(sorted(depths), draw)
         fit.share(questions)
         prompts = [fit(question) for question in questions]

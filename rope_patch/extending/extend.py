@@ -206,31 +206,35 @@ class Run:
     def plan_again(self, rounds: tuple[Round, ...], training: Training | None) -> tuple[Any, Training | None]:
         """Measure the unpatched model, with which the first round begins, and return the plan for the time it took.
 
-        The plan stays where that time differs by less than half from the expected one.
+        The plan stays where that time differs by less than half from the expected one. Needles stay at their depths.
         """
-        first, path = rounds[0], self.work / RESULT_CACHE
-        tokens, budget = self.tokens_in_budget or 1, float(self.options.budget or 0)
-        begun, started = len(ResultCache(path)) > 1, time.monotonic()
+        first, path, budget = rounds[0], self.work / RESULT_CACHE, float(self.options.budget or 0)
+        tokens, suite = self.tokens_in_budget or 1, self.suite.smaller(first.windows, first.samples)
+        cache, name = ResultCache(path), key(what="seconds of the first row", tokens=tokens, spec=suite.spec)
+        spent, done = cache.get(name, (0.0, False))
         progress.more(int(self.tokens_of(first.windows, first.samples)))  # which the first round has again
-        self.suite.smaller(first.windows, first.samples).run(self.model, resume=path)
-
-        def seconds() -> float | None:
-            cache, name = ResultCache(path), key(what="seconds of the first row", tokens=tokens, first=first)
-            if name not in cache:  # the rest of an interrupted row says nothing of the speed
-                cache[name] = None if begun else time.monotonic() - started
-            value: float | None = cache[name]
-            return value
-
-        took = from_first_process(seconds)
-        expected = FILLED_SHARE * budget * self.tokens_computed(first.windows, first.samples) / tokens
-        if took is None or 2 / 3 < took / expected < 1.5:
+        begun, finished = time.monotonic(), False
+        try:
+            compare(self.model, self.tokenizer, [UNPATCHED], suite, resume=path)
+            finished = True
+        finally:  # a run that goes on after Ctrl-C adds its time to what the row has taken so far
+            if not done and processes()[0] == 0:
+                cache[name] = (spent + time.monotonic() - begun, finished)
+        took: float = from_first_process(lambda: cache[name][0])
+        row = self.tokens_computed(first.windows, first.samples)
+        expected = FILLED_SHARE * budget * row / tokens
+        if 2 / 3 < took / expected < 1.5:
             return rounds, training
-        # The first round takes place in any case: it has begun.
-        least = rounds_cost(rounds[:1], self.tokens_computed) / (MEASURING_SHARE if self.options.train else 1.0)
+        smallest = rounds_within(len(self.methods) + self.options.fit, 0, self.tokens_computed)[:1]
+        least = rounds_cost(smallest, self.tokens_computed) / (MEASURING_SHARE if self.options.train else 1.0)
         self.tokens_in_budget = math.ceil(max(least, tokens * expected / took))
         changed = self.plan()
         if changed != (rounds, training):
-            progress.say(f"the unpatched model took {took:.1f} s, not {expected:.1f} s as expected. The new plan:")
+            minutes = rounds_cost(changed[0], self.tokens_computed) / row * took / 60
+            progress.say(
+                f"the unpatched model took {took:.1f} s, not {expected:.1f} s as expected. The new plan, of about "
+                f"{minutes:.1f} minutes:"
+            )
             for line in self.describe(*changed):
                 progress.say(line)
         progress.more(self.tokens(changed[0]) - self.tokens(rounds))

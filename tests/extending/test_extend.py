@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -179,27 +180,43 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
     assert sum(read) == run.tokens_of(2, 1)
 
 
-@pytest.mark.parametrize(("slower", "rounds"), [(0.1, [8, 16, 32]), (1.0, [2, 4, 8]), (30.0, [1])])
-def test_the_plan_follows_the_time_that_the_first_row_takes(llama, tmp_path, monkeypatch, slower, rounds):
+@pytest.mark.parametrize(("slower", "rounds"), [(0.1, [8, 16, 32]), (1.0, [2, 4, 8]), (2.0, [1, 2]), (99.0, [1])])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_plan_follows_the_time_that_the_first_row_takes(llama, tmp_path, monkeypatch, slower, rounds, stopped):
     settings, now = from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 40}), [0.0]
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     monkeypatch.setattr("rope_patch.extending.extend.time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def planned():
+    def planned(most=10**9):
         run, read, said = Run(llama, TOKENIZER, settings, tmp_path / "out"), [], []
 
         def count(stage, tokens):
             read.append(tokens)
             now[0] += slower * tokens / 1000
+            if sum(read) > most:
+                raise KeyboardInterrupt
 
         with listen(count, on_known=lambda tokens: None, on_sentence=said.append):
             before = run.plan()
             return [[one.windows for one in plan[0]] for plan in (before, run.plan_again(*before))], sum(read), said
 
+    if stopped:
+        with pytest.raises(KeyboardInterrupt):
+            planned(most=1200)
     (before, after), read, said = planned()
-    assert (before, after, read) == ([2, 4, 8], rounds, 2560)
+    assert (before, after) == ([2, 4, 8], rounds) and (read < 2560 if stopped else read == 2560)
     assert any("The new plan" in sentence for sentence in said) == (slower != 1)
     assert planned()[:2] == ([before, after], 0), "a run that goes on keeps its plan and reads nothing again"
+
+
+def test_a_run_with_a_budget_reads_the_unpatched_model_once(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 400.0)
+    read, said = Counter(), []
+    options = {**QUICK, "methods": ["yarn"], "budget": 15}
+    with listen(lambda stage, tokens: read.update({stage: tokens}), on_known=lambda _: None, on_sentence=said.append):
+        extend(llama, TOKENIZER, output=tmp_path / "out", **options)
+    assert any("The new plan" in sentence for sentence in said), said
+    assert read["default"] == read["yarn:factor=2"] == read.total() / 2
 
 
 def test_a_checkpoint_of_16_bits_that_is_computed_in_32_is_written_in_16(tmp_path):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rope_patch.evaluation.haystack import Haystack
 from rope_patch.registry import Registry
 
 NOUNS = """
@@ -80,13 +79,11 @@ class Draw:
         tokenizer: the tokenizer that counts the tokens.
         rng: the source of randomness.
         length: length of prompt and answer together [tokens].
-        haystack: the haystack that the prompt is made from.
     """
 
     tokenizer: Any
     rng: random.Random
     length: int
-    haystack: Haystack
 
     def numbers(self, count: int, digits: int) -> list[str]:
         """Return ``count`` different numbers with this number of digits, of which the first is not 0, as in RULER.
@@ -298,8 +295,7 @@ class CrowdedTask(NeedleTask):
             pieces.extend(self.needle.format(name=name, value=value) for name, value in missing)
             if len(pieces) < size:
                 raise ValueError(
-                    f"the haystack gives {self.name} {len(pieces)} pieces of text, too few for this length: give a "
-                    "longer haystack, or a shorter length"
+                    f"{self.name} has {len(pieces)} other needles, too few for this length: give a shorter one"
                 )
             return pieces[:size]
 
