@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("--repetitions", type=int, default=3, help="readings of each row, of which the median counts")
-    parser.add_argument("--processes", type=int, default=6, help="processes of each cell")
+    parser.add_argument("--processes", type=int, default=5, help="processes of each cell")
     parser.add_argument("--read", type=int, help=argparse.SUPPRESS)
     parser.add_argument("-o", "--output", type=Path, required=True, help="file of the results")
     given = parser.parse_args()
@@ -75,22 +75,22 @@ def main() -> None:
         "environment": environment(threads=torch.get_num_threads()),
         "rows": [],
     }
-    for spins in (DEFAULT, SPINS, "0"):
-        for beside in ("nothing", "a program"):
-            other = None if beside == "nothing" else started(DEFAULT, given.dtype, 0)
-            try:
-                readings = [
-                    json.loads(started(spins, given.dtype, given.repetitions).communicate()[0])
-                    for _ in range(given.processes)
-                ]
-            finally:
-                if other:
-                    other.terminate()
-                    other.wait()
-            seconds = {length: sorted(round(reading[str(length)], 3) for reading in readings) for length in ROWS}
+    for beside in ("nothing", "a program"):
+        other = None if beside == "nothing" else started(DEFAULT, given.dtype, 0)
+        readings: dict[str, list[dict[str, float]]] = {DEFAULT: [], SPINS: []}
+        try:
+            for _ in range(given.processes):  # in turn, so that both see the same machine
+                for spins, found in readings.items():
+                    found.append(json.loads(started(spins, given.dtype, given.repetitions).communicate()[0]))
+        finally:
+            if other:
+                other.terminate()
+                other.wait()
+        for spins, found in readings.items():
+            seconds = {length: sorted(round(one[str(length)], 3) for one in found) for length in ROWS}
             report["rows"].append({"spins": spins, "beside": beside, "seconds": seconds})
             print(report["rows"][-1], flush=True)
-            write(report, given.output)
+        write(report, given.output)
 
 
 if __name__ == "__main__":
