@@ -37,6 +37,9 @@ from rope_patch.runtime.result_cache import ResultCache, key
 RESULT_CACHE = "finished.jsonl"
 MEASURING_SHARE = 0.4
 """Share of a budget that is for measuring the candidates, where a training follows."""
+SLACK = 2.0
+"""How many times the budget the first round may take by the speed that is measured first, which is rough: the first row
+then decides."""
 TRAINING_SHARE = 0.5
 """Share of a budget that is for the training."""
 
@@ -111,9 +114,9 @@ class Run:
         tokens: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
-        self.timed = tokens is None and options.budget is not None
-        if not self.timed:
-            self.tokens_in_budget = tokens
+        self.slack = SLACK
+        if tokens is not None or options.budget is None:
+            self.slack, self.tokens_in_budget = 1.0, tokens
         self.work = output.with_name(f"{output.name}.work")
         record = locate(model).record
         if record is not None:
@@ -206,12 +209,24 @@ class Run:
     def plan_again(self, rounds: tuple[Round, ...], training: Training | None) -> tuple[Any, Training | None]:
         """Measure the unpatched model, with which the first round begins, and return the plan for the time it took.
 
-        The plan stays where that time differs by less than half from the expected one. Needles stay at their depths.
+        The speed stays where that time differs by less than half from the estimate, and the plan where an earlier run
+        with another one has stored results, which take no time.
+
+        Raises:
+            ValueError: the budget has no time for the smallest first round.
         """
         first, path, budget = rounds[0], self.work / RESULT_CACHE, float(self.options.budget or 0)
         tokens, suite = self.tokens_in_budget or 1, self.suite.smaller(first.windows, first.samples)
-        cache, name = ResultCache(path), key(what="seconds of the first row", tokens=tokens, spec=suite.spec)
-        spent, done = cache.get(name, (0.0, False))
+        name = key(what="seconds of the first row", tokens=tokens, spec=suite.spec)
+
+        def so_far() -> tuple[float, bool] | None:
+            cache = ResultCache(path)
+            known: tuple[float, bool] | None = cache.get(name, None if len(cache) > 1 else (0.0, False))
+            return known
+
+        if (before := from_first_process(so_far)) is None:
+            return rounds, training
+        spent, done = before
         progress.more(int(self.tokens_of(first.windows, first.samples)))  # which the first round has again
         begun, finished = time.monotonic(), False
         try:
@@ -219,20 +234,18 @@ class Run:
             finished = True
         finally:  # a run that goes on after Ctrl-C adds its time to what the row has taken so far
             if not done and processes()[0] == 0:
-                cache[name] = (spent + time.monotonic() - begun, finished)
-        took: float = from_first_process(lambda: cache[name][0])
+                ResultCache(path)[name] = (spent + time.monotonic() - begun, finished)
+        took: float = from_first_process(lambda: ResultCache(path)[name][0])
         row = self.tokens_computed(first.windows, first.samples)
         expected = FILLED_SHARE * budget * row / tokens
-        if 2 / 3 < took / expected < 1.5:
-            return rounds, training
-        smallest = rounds_within(len(self.methods) + self.options.fit, 0, self.tokens_computed)[:1]
-        least = rounds_cost(smallest, self.tokens_computed) / (MEASURING_SHARE if self.options.train else 1.0)
-        self.tokens_in_budget = math.ceil(max(least, tokens * expected / took))
+        if not 2 / 3 < took / expected < 1.5:
+            self.tokens_in_budget = int(tokens * expected / took)
+        self.slack = 1.0
         changed = self.plan()
         if changed != (rounds, training):
             minutes = rounds_cost(changed[0], self.tokens_computed) / row * took / 60
             progress.say(
-                f"the unpatched model took {took:.1f} s, not {expected:.1f} s as expected. The new plan, of about "
+                f"the unpatched model took {took:.1f} s, where {expected:.1f} s were estimated. The new plan, of about "
                 f"{minutes:.1f} minutes:"
             )
             for line in self.describe(*changed):
@@ -257,7 +270,7 @@ class Run:
                 progress.say(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
                 self.suite = self._suite(depths)
             rounds = rounds_within(candidates, most, self.tokens_computed)
-            if rounds_cost(rounds[:1], self.tokens_computed) <= most:
+            if rounds_cost(rounds[:1], self.tokens_computed) <= self.slack * most:
                 return rounds
         least, larger = rounds_cost(rounds[:1], self.tokens_computed), "a larger budget"
         if options.budget and most >= 1:  # a tenth more than by the measured speed, which differs from run to run
@@ -377,7 +390,7 @@ class Run:
         rounds, training = self.plan()
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", to_yaml(options))
-        if self.timed:
+        if self.slack > 1:
             rounds, training = self.plan_again(rounds, training)
         comparisons = self.measure(rounds, conditions=training is None)
         # The first row is the unpatched model. A method that will be trained may fail the conditions before.

@@ -28,14 +28,10 @@ KINDS = {
 }
 
 
-def asked(task, length, depths=DEPTHS, **options):
-    return MAKER.prompts(task, length, depths, **options)
-
-
 @pytest.mark.parametrize("task", KINDS)
 def test_a_needle_stands_at_its_depth_among_others_of_its_kind(task):
     pattern, tokens = KINDS[task]
-    prompts = asked(task, 3000, seed=1)
+    prompts = MAKER.prompts(task, 3000, DEPTHS, seed=1)
     texts = [re.findall(pattern, prompt.text) for prompt in prompts]
     for prompt, depth, pairs in zip(prompts, DEPTHS, texts, strict=True):
         names, values = ([pair[i] for pair in pairs] for i in (0, 1))
@@ -51,7 +47,7 @@ def test_a_needle_stands_at_its_depth_among_others_of_its_kind(task):
 
 
 def test_the_pairs_are_json_and_about_as_many_as_helmets():
-    (prompt,) = asked("json_kv", 8192, [0.5])
+    (prompt,) = MAKER.prompts("json_kv", 8192, [0.5])
     whole = json.loads(prompt.text[prompt.text.index("{") : prompt.text.index("}") + 1])
     (key,) = re.findall(UUID, prompt.question)
     assert whole[key] == prompt.parts[0]
@@ -60,7 +56,7 @@ def test_the_pairs_are_json_and_about_as_many_as_helmets():
 
 @pytest.mark.parametrize(("length", "often", "seldom"), [(1500, 6, 1), (6000, 30, 3)])
 def test_ten_words_are_common_as_often_as_in_ruler(length, often, seldom):
-    (prompt,) = asked("cwe", length)
+    (prompt,) = MAKER.prompts("cwe", length, DEPTHS)
     numbers, words = zip(*re.findall(r" (\d+)\. ([a-z]+-[a-z]+)", prompt.text), strict=True)
     assert [int(number) for number in numbers] == list(range(1, len(numbers) + 1))
     count = Counter(words)
@@ -76,7 +72,7 @@ def test_coded_words_are_as_frequent_as_in_ruler():
     for size in (900, 5000):
         ranks = numpy.arange(1, 41)
         assert counts(size, 40) == (size * ranks**-2.0 / zeta(2.0)).astype(int).tolist()
-    (prompt,) = asked("fwe", 2048)
+    (prompt,) = MAKER.prompts("fwe", 2048, DEPTHS)
     body = prompt.text.partition("than the others.")[2].partition(" The coded text ends")[0]
     ranked = Counter(body.split()).most_common()
     assert [word for word, _ in ranked[:4]] == ["...", *prompt.parts]
@@ -146,7 +142,7 @@ def test_the_last_fact_that_tells_stands_at_the_depth_and_all_prompts_share_the_
 
 @pytest.mark.parametrize("task", [*KINDS, "qa1"])
 def test_answers_of_all_haystacks_have_equally_many_tokens(task):
-    shapes = {tuple(p.answer for p in asked(task, 1600, sample=i)) for i in range(4)}
+    shapes = {tuple(p.answer for p in MAKER.prompts(task, 1600, DEPTHS, sample=i)) for i in range(4)}
     assert len(shapes) == 1, "so they are asked side by side"
 
 
@@ -175,4 +171,4 @@ def test_where_no_words_fit_the_room_a_piece_of_the_tasks_own_text_makes_way(mon
 
 def test_depths_change_nothing_where_words_stand_everywhere():
     for task in ("cwe", "fwe"):
-        assert asked(task, 1200, [0.5]) == asked(task, 1200, [0.0, 0.2, 1.0])
+        assert MAKER.prompts(task, 1200, [0.5]) == MAKER.prompts(task, 1200, [0.0, 0.2, 1.0])
