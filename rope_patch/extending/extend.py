@@ -40,6 +40,8 @@ MEASURING_SHARE = 0.4
 SLACK = 2.0
 """How many times the budget the first round may take by the speed that is measured first, which is rough: the first row
 then decides."""
+SMALLEST_REST = 0.2
+"""Share of the first row that has to be read for its time to be known."""
 TRAINING_SHARE = 0.5
 """Share of a budget that is for the training."""
 
@@ -209,33 +211,30 @@ class Run:
     def plan_again(self, rounds: tuple[Round, ...], training: Training | None) -> tuple[Any, Training | None]:
         """Measure the unpatched model, with which the first round begins, and return the plan for the time it took.
 
-        The speed stays where that time differs by less than half from the estimate, and the plan where an earlier run
-        with another one has stored results, which take no time.
+        The speed stays where that time differs by less than half from the estimate, and the plan where nearly all of it
+        was stored by an earlier run.
 
         Raises:
             ValueError: the budget has no time for the smallest first round.
         """
         first, path, budget = rounds[0], self.work / RESULT_CACHE, float(self.options.budget or 0)
         tokens, suite = self.tokens_in_budget or 1, self.suite.smaller(first.windows, first.samples)
-        name = key(what="seconds of the first row", tokens=tokens, spec=suite.spec)
-
-        def so_far() -> tuple[float, bool] | None:
-            cache = ResultCache(path)
-            known: tuple[float, bool] | None = cache.get(name, None if len(cache) > 1 else (0.0, False))
-            return known
-
-        if (before := from_first_process(so_far)) is None:
-            return rounds, training
-        spent, done = before
-        progress.more(int(self.tokens_of(first.windows, first.samples)))  # which the first round has again
-        begun, finished = time.monotonic(), False
-        try:
+        stored, whole, started = list[int](), self.tokens_of(first.windows, first.samples), time.monotonic()
+        progress.more(int(whole))  # which the first round has again
+        with progress.listen(on_known=stored.append):
             compare(self.model, self.tokenizer, [UNPATCHED], suite, resume=path)
-            finished = True
-        finally:  # a run that goes on after Ctrl-C adds its time to what the row has taken so far
-            if not done and processes()[0] == 0:
-                ResultCache(path)[name] = (spent + time.monotonic() - begun, finished)
-        took: float = from_first_process(lambda: ResultCache(path)[name][0])
+        progress.known(sum(stored))
+
+        def seconds() -> float | None:
+            cache, name = ResultCache(path), key(what="seconds of the first row", tokens=tokens, spec=suite.spec)
+            if name not in cache:  # stored results take no time, and a small rest says little
+                new = 1 - sum(stored) / whole
+                cache[name] = (time.monotonic() - started) / new if new > SMALLEST_REST else None
+            value: float | None = cache[name]
+            return value
+
+        if (took := from_first_process(seconds)) is None:
+            return rounds, training
         row = self.tokens_computed(first.windows, first.samples)
         expected = FILLED_SHARE * budget * row / tokens
         if not 2 / 3 < took / expected < 1.5:

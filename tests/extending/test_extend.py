@@ -180,7 +180,7 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
     assert sum(read) == run.tokens_of(2, 1)
 
 
-@pytest.mark.parametrize(("slower", "rounds"), [(0.1, [8, 16, 32]), (1.0, [2, 4, 8]), (2.0, [1, 2]), (99.0, [])])
+@pytest.mark.parametrize(("slower", "rounds"), [(0.1, [8, 16, 32]), (1.0, [2, 4, 8]), (2.0, [1, 2]), (8.5, [])])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_plan_follows_the_time_that_the_first_row_takes(llama, tmp_path, monkeypatch, slower, rounds, stopped):
     settings, now = from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 40}), [0.0]
@@ -204,14 +204,14 @@ def test_the_plan_follows_the_time_that_the_first_row_takes(llama, tmp_path, mon
         with pytest.raises(KeyboardInterrupt):
             planned(most=1200)
     if not rounds:
-        with pytest.raises(ValueError, match="--budget 13m"):
+        with pytest.raises(ValueError, match="--budget 2m"):
             planned()
         return
     (before, after), read, said = planned()
     assert (before, after) == ([2, 4, 8], rounds) and (read == 2560) != stopped
     assert ("The new plan" in str(said)) == (slower != 1)
     assert planned()[:2] == ([before, after], 0), "a run that goes on keeps its plan and reads nothing again"
-    settings = replace(settings, budget=60)
+    settings = replace(settings, budget=41)
     assert len(set(map(str, planned()[0]))) == 1, "stored results say nothing of the speed"
 
 
