@@ -38,23 +38,25 @@ def perplexity(
     """Return the perplexity of a text under a causal language model.
 
     Log-probabilities are computed in float32, from one slice of the last hidden states at a time. Each window is a
-    forward pass of its own, in chunks through a cache if ``chunk`` is given. If ``stride`` is less than ``window``, the
-    windows overlap, and each token is scored once, in the window that gives it the most context. The last window of a
-    document is moved back so that it ends with the text: all of it is scored, with at least the context that the stride
-    promises.
+    forward pass of its own, in chunks through a cache if ``chunk`` is given, and begins with the special tokens of its
+    document. If ``stride`` is less than ``window``, the windows overlap, and each token is scored once, in the window
+    that gives it the most context. The last window of a document is moved back so that it ends with the text: all of it
+    is scored, with at least the context that the stride promises.
 
     Args:
         model: a causal language model of transformers.
         token_ids: one text as a tensor or list of ids (tokens,); or rows (windows, tokens), each of which is a document
             of one window; or an iterable of documents, as :func:`~rope_patch.evaluation.documents.encode` yields them,
             which are read one at a time.
-        stride: distance between the starts of windows [tokens]; by default the window, so that windows do not overlap.
+        stride: distance between the starts of windows [tokens]; by default, and at most, as many as a window has
+            besides the special tokens, so that windows do not overlap.
         chunk: length of a forward pass [tokens]; by default the window, or less if the model has sliding windows.
         buckets: edges of the position ranges, such as (0, 64, 256, 1024) [tokens]; one range by default. Ranges that no
             token falls into are left out of the result.
         cache: a factory without arguments, which returns the cache to read through; by default a ``DynamicCache`` if
             the window is read in chunks.
-        window: length of a window [tokens]; by default the whole text. It is required for documents from an iterable.
+        window: length of a window, special tokens included [tokens]; by default the whole text. It is required for
+            documents from an iterable.
         batch: number of windows in a forward pass; shorter ones are padded on the right.
         resume: file (or mapping) in which scored windows are stored, so that an interrupted run continues where it
             stopped. With a ``cache`` this requires that the factory has an ``identity``, a text that tells it from
@@ -141,8 +143,13 @@ def _sliding_windows(
     for number, document in enumerate(documents):
         if not isinstance(document, TokenDocument):
             raise TypeError(f"documents must come from encode(tokenizer, source), got {type(document).__name__}")
-        size = len(document.ids)
-        if size < 2:
+        # The first token, and special tokens, are never predicted.
+        size, done = len(document.ids), max(1, len(document.prefix))
+        if done >= window:
+            raise ValueError(
+                f"a window needs more than {done} tokens, since it begins with as many special ones: {window}"
+            )
+        if size <= done:
             tally.skipped += 1
             continue
         try:
@@ -150,16 +157,17 @@ def _sliding_windows(
         except ValueError as error:
             raise ValueError(str(error) if number == 0 else f"{document.name}: {error}") from None
         checked = replace(document, ids=ids)
-        start, done = 0, 1  # the first token is never predicted
+        start, unscored = 0, done
+        step = min(stride, window - len(document.prefix))
         while done < size:
             stop = min(start + window, size)
             # The last window is moved back to the end of the text, so that its tokens have a full context too.
             start = max(0, stop - window)
             # The first token of a window has no context there, so it is never scored in it.
-            first = max(done, start + 1)
+            first = max(done, start + unscored)
             if first < stop:
                 yield Window(number, start, stop, first, checked)
-            done, start = stop, start + stride
+            done, start = stop, start + step
 
 
 def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:

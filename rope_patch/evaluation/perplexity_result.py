@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rope_patch.evaluation.documents import TokenDocument
@@ -83,7 +84,8 @@ class PerplexityResult:
             came without their text.
         windows: number of windows read, each with a context of its own.
         window: length of the windows [tokens].
-        stride: distance between the starts of consecutive windows of a document [tokens].
+        stride: distance between the starts of consecutive windows of a document [tokens]; smaller by the special tokens
+            where it would be the window.
         chunk: length of a forward pass [tokens].
         buckets: mean loss at each range of positions.
         documents: loss of each document, or of each window if there is a single document.
@@ -156,7 +158,10 @@ def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> Pe
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens ``start:stop`` of a document; those from position ``scored`` on are scored, and the others are context."""
+    """Tokens ``start:stop`` of a document; those from position ``scored`` on are scored, and the others are context.
+
+    The special tokens of the document replace the first tokens, so that every window begins with them.
+    """
 
     document: int
     start: int
@@ -167,7 +172,8 @@ class Window:
     @property
     def ids(self) -> Tensor:
         """Token ids of the window (tokens,)."""
-        return self.source.ids[self.start : self.stop]
+        special = self.source.ids.new_tensor(self.source.prefix)
+        return torch.cat((special, self.source.ids[self.start + len(special) : self.stop]))
 
     @property
     def key_tokens(self) -> Tensor | None:

@@ -142,13 +142,17 @@ def test_windows_of_a_model_with_sliding_layers_are_read_in_chunks_unless_asked_
 # --- windows, buckets, errors of the mean
 
 
-def by_hand(model, row, window, stride):
-    """Each token's position and loss in the first window that holds it with a context, and the number of windows."""
+def by_hand(model, row, window, stride, special=0):
+    """Each token's position and loss in the first window that holds it with a context, and the number of windows.
+
+    Each window begins with the first ``special`` tokens of the row.
+    """
     scored, starts = {}, [0]
     while starts[-1] + window < len(row):
         starts.append(min(starts[-1] + stride, len(row) - window))  # the last one ends with the text
     for start in starts:
-        for i, loss in enumerate(naive(model, row[None, start : start + window])[0], start=1):
+        ids = torch.cat([row[:special], row[start + special : start + window]])
+        for i, loss in enumerate(naive(model, ids[None])[0], start=1):
             scored.setdefault(start + i, (i, float(loss)))
     return scored, len(starts)
 
@@ -293,7 +297,7 @@ def test_documents_are_scored_whole_each_with_its_own_sum(batch, chunk):
     model = bold_model("gemma3")  # whose sliding layers see 16 tokens, padding or not
     texts = ["The first document is about rivers — and mountains.", "Short.", "A third one, somewhat longer. " * 4, ""]
     documents, sizes = list(encode(Letters(), texts)), [len(text.encode()) for text in texts]
-    expected = [by_hand(model, document.ids, 24, 16)[0] for document in documents[:3]]
+    expected = [by_hand(model, document.ids, 24, 16, special=1)[0] for document in documents[:3]]
     sums = [sum(loss for _, loss in scored.values()) for scored in expected]
     result = perplexity(model, iter(documents), window=24, stride=16, batch=batch, chunk=chunk)
     assert [d.name for d in result.documents] == ["row 0", "row 1", "row 2"]
@@ -317,6 +321,23 @@ def test_without_a_first_token_the_bytes_of_what_is_not_predicted_are_not_counte
     assert cut.documents[0].bytes == len(" an") and cut.tokens == 3 + 3
     assert cut.documents[1].bytes == len(" èo".encode())  # not the d
     assert cut.bits_per_byte == pytest.approx(cut.nll * 6 / math.log(2) / 7)
+
+
+def test_every_window_of_a_document_begins_with_its_special_tokens(tmp_path):
+    model = bold_model()
+    (document,) = encode(Letters(), "Forty-six letters are read in five windows here")
+    (body,) = encode(Letters(), "Forty-six letters are read in five windows here", prefix=())
+    rows = [torch.cat([document.ids[:1], part]) for part in body.ids[:44].split(11)]
+    rows.append(torch.cat([document.ids[:1], body.ids[-11:]]))  # of which all but the last three were scored before
+    losses = naive(model, torch.stack(rows)).double()
+    expected = torch.cat([losses[:4].flatten(), losses[4, -3:]])
+    for stride in (None, 12):
+        result = perplexity(model, [document], window=12, stride=stride, resume=tmp_path / "finished.jsonl")
+        assert (result.tokens, result.windows) == (47, 5)
+        assert result.nll == pytest.approx(float(expected.mean()), abs=1e-5)
+        assert sum(d.bytes for d in result.documents) == 47
+    with pytest.raises(ValueError, match="at least 3"):
+        perplexity(model, [TokenDocument("two special tokens", ids(8)[0], prefix=(3, 4))], window=2)
 
 
 def test_documents_are_read_one_at_a_time():
