@@ -37,8 +37,11 @@ def print_check(checked: Any) -> None:
         "KL: mean divergence of the next token's distribution from that in full precision [nats/token]; same top: "
         "share of tokens whose first choice stays"
     )
-    beyond = percent(math.log1p(checked.limits.tolerance) + NOISE)
-    print(f"unsafe, whatever the interval: perplexity rises by more than {beyond}, which no noise explains")
+    limit = checked.limits.loss
+    print(
+        f"unsafe, whatever the interval: KL above {limit:.4f}, or perplexity changed by more than "
+        f"{percent(limit + NOISE)}, which no noise explains"
+    )
     for length in checked.lengths:
         for line in checked.prompts(length):
             print(line)
@@ -65,7 +68,7 @@ def _print_length(checked: Any, length: int) -> None:
     for row in checked.rows:
         cells, full = [f"{row.cache_bits[length]:.2f}", "", ""], row.divergence is None
         if row.divergence is not None:
-            cells[1:] = f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}"
+            cells[1:] = f"{row.divergences[length].kl:.4f}", f"{row.divergences[length].top1:.1%}"
         for metric, span in metrics:
             change = checked.change(row, metric, span)
             moved, low, high = (change_text(metric, value) for value in change)

@@ -161,9 +161,11 @@ class Perplexity(Metric, name="perplexity"):
         return _text_of(result).between(span.start or 0, span.stop)
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
-        """Return safe if the whole interval is below the tolerance, and unsafe if it is above."""
+        """Return safe if the whole interval is within the tolerance, and unsafe if it is beyond it, on either side."""
         limit = math.log1p(tolerance)
-        return "unsafe" if change.low > limit else "safe" if change.high <= limit else "undecided"
+        if change.low > limit or change.high < -limit:
+            return "unsafe"
+        return "safe" if -limit <= change.low and change.high <= limit else "undecided"
 
 
 class LongPerplexity(Perplexity, name="longppl"):

@@ -62,7 +62,7 @@ def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme
         format_text=str(scheme),
         scores=scores,
         tables=patched.tables,
-        divergence=_divergence(setting, patched, scheme) if quantizing else None,
+        divergences=_divergences(setting, patched, scheme) if quantizing else {},
         key_bits=math.fsum(bits["keys"]) / len(bits["keys"]),
         value_bits=math.fsum(bits["values"]) / len(bits["values"]),
         cache_bits={length: cache_bits(stored, length) for length in setting.lengths},
@@ -184,22 +184,30 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
     return windows
 
 
-def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> Divergence:
-    """Compare the distribution of the next token with and without a format, a slice of positions at a time."""
+def _divergences(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> dict[int, Divergence]:
+    """Compare the distribution of the next token with and without a format, a slice of positions at a time.
+
+    Returns:
+        The comparison over the positions below each length.
+    """
 
     @torch.no_grad()
     def measure() -> dict[str, Any]:
-        total, same, count, reader = 0.0, 0, 0, Reader(setting.model)
+        parts, reader = [], Reader(setting.model)
         with quantized(setting.model, scheme) as factory:
             rough = _states(setting, factory)
         for one, other in zip(patched.states, rough, strict=True):
             for low in range(0, len(one), LOGITS_AT_ONCE):
                 p, q = (reader.logits(part[low : low + LOGITS_AT_ONCE]).log_softmax(-1) for part in (one, other))
-                total += float((p.exp() * (p - q)).sum())
-                same += int((p.argmax(-1) == q.argmax(-1)).sum())
-                count += len(p)
-        return {"kl": total / count, "top1": same / count, "tokens": count}
+                kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
+                parts.append(torch.stack([kl.double(), same.double()]).cpu())
+        # (KL and whether the first choice is the same, windows, tokens)
+        measured = torch.cat(parts, 1).reshape(2, *setting.compared.shape)
+        below = {length: measured[..., :length].flatten(1) for length in setting.lengths}
+        means = {length: part.mean(1).tolist() for length, part in below.items()}
+        return {str(n): {"kl": kl, "top1": top1, "tokens": below[n].shape[1]} for n, (kl, top1) in means.items()}
 
     ids = setting.compared
-    about = {"scheme": str(scheme), "ids": _sha(ids), "chunk": setting.chunk}
-    return Divergence(**setting.finished(ids.numel(), measure, kind="divergence", **about))
+    about = {"scheme": str(scheme), "ids": _sha(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}
+    stored = setting.finished(ids.numel(), measure, kind="divergence", **about)
+    return {int(length): Divergence(**part) for length, part in stored.items()}

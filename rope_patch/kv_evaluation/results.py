@@ -9,7 +9,7 @@ from typing import Any
 
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
-from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, metric_name, verdict_of
+from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, kl_text, metric_name, verdict_of
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
@@ -202,12 +202,15 @@ class KVCheck:
         return [f"Safe {every}: {', '.join(names) or 'none of the formats asked for'}."]
 
     def _harm(self, row: CheckRow, length: int) -> str:
-        """Return the change of perplexity, and of every other metric in which a format is unsafe, as text."""
+        """Return the change of perplexity, and everything else in which a format is unsafe, as text."""
         parts = []
         for metric, span in spans_at(self.spec, length):
             moved = self.change(row, metric, span)
             if metric.name == "perplexity" or metric.verdict(moved, self.limits.tolerance) == "unsafe":
                 parts.append(f"{metric_name(metric, self.spec, span)} {change_text(metric, moved.estimate)}")
+        divergence = row.divergences[length]
+        if exceeds(divergence, self.limits):
+            parts.append(kl_text(divergence))
         return ", ".join(parts)
 
     def to_json(self) -> str:
@@ -250,6 +253,7 @@ class KVCheck:
             if row.divergence is not None:
                 entry[f"{metric.difference_name}{task}_change"] = self.change(row, metric, span)
         if row.divergence is not None:
+            entry["divergence"] = asdict(row.divergences[length])
             entry["verdict"] = asdict(self.verdict(row, length))
         return entry
 

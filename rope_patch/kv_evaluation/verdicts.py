@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rope_patch.evaluation.metrics import Metric, Span, VerdictKind, change_sentence, spans_at
+from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_evaluation.attention_errors import LayerErrors
@@ -17,7 +17,7 @@ from rope_patch.runtime.text import LARGEST_LENGTH
 from rope_patch.tables import RotaryTable
 
 NOISE = 0.1
-"""Rise of the loss beyond the tolerance that no noise explains, however few windows were read [nats/token].
+"""Change of the loss beyond the tolerance that no noise explains, however few windows were read [nats/token].
 
 In ``benchmarks/results/kv_study.json`` single windows of 1,024 tokens of the 140 cases that are safe on average lie at
 most 0.06 above zero: three standard deviations above the mean of the case whose windows differ most."""
@@ -64,7 +64,8 @@ class CheckRow:
         format_text: the format written out.
         scores: the perplexity by position, and the retrieval.
         tables: the rotary tables of the method, one for each layer type.
-        divergence: the change of the next token's distribution; None for full precision itself.
+        divergences: the change of the next token's distribution at the positions below each length; empty for full
+            precision itself.
         key_bits: effective bits per element of the quantized part of keys, mean over layers.
         value_bits: effective bits per element of the quantized part of values, mean over layers.
         cache_bits: bits per element of a whole cache, by its length. Sinks, the residual window and unfinished blocks
@@ -81,7 +82,7 @@ class CheckRow:
     format_text: str
     scores: EvalResult
     tables: tuple[RotaryTable, ...]
-    divergence: Divergence | None
+    divergences: Mapping[int, Divergence]
     key_bits: float
     value_bits: float
     cache_bits: Mapping[int, float]
@@ -89,6 +90,11 @@ class CheckRow:
     fits: int | None
     errors: tuple[LayerErrors, ...]
     attribution: Attribution | None = None
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The change of the next token's distribution at all positions; None for full precision itself."""
+        return self.divergences[max(self.divergences)] if self.divergences else None
 
     @property
     def fits_text(self) -> str:
@@ -105,10 +111,12 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     """Return a verdict on a format from all metrics together.
 
     A format is unsafe if it is unsafe in one metric, and safe if it is safe in all of them. In perplexity it is unsafe
-    if the whole interval of the change is above the tolerance, or the change is by more than :data:`NOISE` above it,
-    which one window can show; it is safe if the whole interval is below the tolerance. In retrieval
-    it is unsafe if significantly fewer prompts are answered, and safe if at most
-    :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost.
+    if the whole interval of the change is beyond the tolerance, or the change is by more than :data:`NOISE` beyond it,
+    which one window can show; it is safe if the whole interval is within the tolerance. A fall of perplexity counts as
+    a rise does, since the format should change nothing. In retrieval it is unsafe if significantly fewer prompts are
+    answered, and safe if at most :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost. It is unsafe
+    if KL exceeds the limit (:attr:`~rope_patch.options.kv_check.Limits.loss`), whatever the rest says: KL compares
+    whole distributions, so that neither the tokens of the text nor a fall of perplexity hide what changed.
 
     Args:
         row: the row of the format.
@@ -119,17 +127,30 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     if row is base:
         return Verdict("safe", "full precision")
     kinds: set[VerdictKind] = set()
-    parts = []
+    divergence = row.divergences[length]
+    parts = [f"{kl_text(divergence)} nats/token"]
     for metric, span in spans_at(row.scores.spec, length):
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
-        beyond_noise = metric.is_perplexity and moved.estimate > math.log1p(limits.tolerance) + NOISE
+        beyond_noise = metric.is_perplexity and abs(moved.estimate) > limits.loss + NOISE
         kinds.add("unsafe" if beyond_noise else metric.verdict(moved, limits.tolerance))
         parts.append(f"{metric_name(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
     # Where nothing is rounded, equal scores say nothing about the format.
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
         return Verdict("undecided", f"nothing is quantized at {length} tokens", idle=True)
+    if exceeds(divergence, limits):
+        kinds.add("unsafe")
     kind: VerdictKind = "unsafe" if "unsafe" in kinds else "safe" if kinds == {"safe"} else "undecided"
     return Verdict(kind, ", ".join(parts))
+
+
+def exceeds(divergence: Divergence, limits: Limits) -> bool:
+    """Tell whether a KL is larger than the limits allow, or NaN."""
+    return not divergence.kl <= limits.loss
+
+
+def kl_text(divergence: Divergence) -> str:
+    """Return KL as text, without its unit."""
+    return f"KL {number_text(divergence.kl, 4)}"
 
 
 def metric_name(metric: Metric, spec: EvalSpec, span: Span) -> str:

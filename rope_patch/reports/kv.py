@@ -79,17 +79,19 @@ def _table(check: KVCheck, length: int) -> DataTable:
                 changes = [cell for value in values for cell in (value, "–")]
                 rows.append([f"{method}: full precision", Cell("", style="left"), "16", "–", "–", *changes])
                 continue
-            divergence = f"{number_text(row.divergence.kl, 4)}", f"{number_text(100 * row.divergence.top1, 1)} %"
-            cells: Cells = [_verdict(check, row, length), _bits(row, length), *divergence]
+            divergence = row.divergences[length]
+            columns_of_kl = f"{number_text(divergence.kl, 4)}", f"{number_text(100 * divergence.top1, 1)} %"
+            cells: Cells = [_verdict(check, row, length), _bits(row, length), *columns_of_kl]
             for value, (metric, span) in zip(values, metrics, strict=True):
                 cells += [value, _change(check, row, metric, span)]
             rows.append([row.format, *cells])
     limits = check.limits
     caption = (
-        f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies below "
-        f"{100 * limits.tolerance:g} % and at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost; unsafe: an "
-        f"interval shows that one of them is exceeded, or the rise exceeds the tolerance by {NOISE:g} nats/token, "
-        f"which no noise explains. {'; '.join(check.prompts(length))}. {INTERVALS}"
+        f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies within "
+        f"{100 * limits.tolerance:g} %, at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost, and KL is at most "
+        f"{limits.loss:.4f}; unsafe: KL is larger, an interval shows that one of the others is exceeded, or the change "
+        f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. {'; '.join(check.prompts(length))}. "
+        f"{INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
 

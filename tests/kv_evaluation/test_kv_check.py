@@ -87,10 +87,11 @@ def test_divergence_is_the_mean_kl_of_whole_distributions(checked):
     plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
     with quantized(model, FORMATS[1]):
         rough = model(ids, use_cache=False).logits.double().log_softmax(-1)
-    divergence = check.of("default")[2].divergence
-    assert divergence.tokens == 112
-    assert divergence.kl == pytest.approx(float((plain.exp() * (plain - rough)).sum(-1).mean()), rel=1e-4)
-    assert divergence.top1 == float((plain.argmax(-1) == rough.argmax(-1)).double().mean())
+    for length, divergence in check.of("default")[2].divergences.items():
+        assert divergence.tokens == 2 * length
+        p, q = plain[:, :length], rough[:, :length]
+        assert divergence.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
+        assert divergence.top1 == float((p.argmax(-1) == q.argmax(-1)).double().mean())
 
 
 def test_bits_by_hand(checked):
@@ -156,6 +157,7 @@ def check_of(*rows, **changes):
         (off(0.01, 0.04, 0.0, 0.01), None, "undecided"),
         (off(0.03, 0.031, 0.029, 0.03), None, "unsafe"),
         (off(0.1, -0.1, 0.1, -0.1), None, "undecided"),
+        (off(-0.03, -0.031, -0.029, -0.03), None, "unsafe"),  # a fall is no gain: the distribution is another
         (off(0.1, 0.0, 0.1, 0.0), None, "undecided"),  # 5 % more, by an interval from below 2 %
         (BASE, {(8, 0.0): 5}, "undecided"),  # 1 prompt of 18
         (BASE, {(8, depth): 1 for depth in (0.0, 0.5, 1.0)}, "unsafe"),
@@ -173,12 +175,19 @@ def test_verdicts(losses, hits, kind):
 
 def test_one_window_shows_no_more_than_what_no_noise_explains():
     """By hand: log 1.02 is 0.0198, and 0.1 more is noise."""
-    for rise, kind in ((2.0, "unsafe"), (0.121, "unsafe"), (0.119, "undecided"), (0.0, "undecided")):
-        check = check_of(by_hand("none", [1.0]), by_hand("s", [1.0 + rise]))
+    for moved, kind in ((2.0, "unsafe"), (0.121, "unsafe"), (0.119, "undecided"), (-0.121, "unsafe")):
+        check = check_of(by_hand("none", [1.0]), by_hand("s", [1.0 + moved]))
         verdict = check.verdict(check.rows[1], 8)
         assert verdict.kind == kind and "no interval from one window" in verdict.measured
     far = check_of(by_hand("none", BASE), by_hand("s", off(1.8, 0.4, 1.6, 0.1)))
     assert far.verdict(far.rows[1], 8).kind == "unsafe" and change(far, far.rows[1], 8)[1] < 0
+
+
+@pytest.mark.parametrize(("kl", "kind"), [(0.0197, "safe"), (0.0199, "unsafe"), (math.nan, "unsafe")])
+def test_kl_above_the_limit_is_unsafe_where_perplexity_and_retrieval_see_nothing(kl, kind):
+    check = check_of(by_hand("none", BASE), by_hand("s", BASE, kl=kl))
+    assert check.verdict(check.rows[1], 8).kind == kind
+    assert ("KL" in check.summary()[-1]) == (kind == "unsafe")
 
 
 def test_the_summary_says_what_to_do():
@@ -357,27 +366,27 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         if stage == f"default, {BEFORE}":
             raise KeyboardInterrupt
 
-    names = ["int4-token", BEFORE]
+    names, asked = ["int4-token", BEFORE], {**ASKED, "tolerance": 0.1}  # by which int4-token alone is unsafe
     with listen(stop), pytest.raises(KeyboardInterrupt):
-        check_cache(model, TOKENIZER, names, resume=path, **ASKED)
+        check_cache(model, TOKENIZER, names, resume=path, **asked)
     assert rope_patch.inspect(model).record is None and path.exists()
     first = len(heads)
     progress = []
     with listen(lambda *event: progress.append(event)):
-        check = check_cache(model, TOKENIZER, names, resume=path, **ASKED)
+        check = check_cache(model, TOKENIZER, names, resume=path, **asked)
     whole, again = len(heads) - first, len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
     assert whole < first
     assert stages == {f"default, {name}" for name in ("statistics of keys", "none", *names)}
     read = []
     with watched(model.model, lambda **kwargs: read.append(kwargs["input_ids"].numel())):
-        resumed = check_cache(model, TOKENIZER, names, resume=path, **ASKED)
+        resumed = check_cache(model, TOKENIZER, names, resume=path, **asked)
     assert len(heads) == again
     # The windows of statistics, and of states in full precision; 8 tokens are a probe.
     assert sum(size for size in read if size > 8) == 4 * 56
-    assert resumed.to_json() == check.to_json() == check_cache(model, TOKENIZER, names, **ASKED).to_json()
+    assert resumed.to_json() == check.to_json() == check_cache(model, TOKENIZER, names, **asked).to_json()
     finished = path.read_text()
-    check_cache(small(seed=1), TOKENIZER, names, resume=path, **{**ASKED, "windows": 2})
+    check_cache(small(seed=1), TOKENIZER, names, resume=path, **{**asked, "windows": 2})
     assert path.read_text().startswith(finished) and path.read_text() != finished, "another model is measured anew"
 
 

@@ -165,7 +165,7 @@ def test_the_tables_have_the_numbers(checked, figures):
     assert (verdict, bits) == (checked.verdict(row, 40).kind, "6.00")
     assert perplexity == f"{row.scores.perplexity.between(0, 40):.0f}"
     assert moved == f"{text(moved_by)} %{text(low)} % to {text(high)} %"
-    assert kl == f"{row.divergence.kl:.4f}"
+    assert kl == f"{row.divergences[40].kl:.4f}"
     assert rows["kivi-2"][2] == "16.003.50"  # the cache, and what would be quantized of a longer one
     assert page.table("40 tokens")[1][0] == "default: full precision"
     sources = {row[0]: row[-1] for row in page.table("What the formats mean")[1:]}

@@ -19,14 +19,14 @@ def error(layer, pair):
     return LayerErrors(layer, torch.ones(2).double(), torch.tensor(pair).double())
 
 
-def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attribution=COST, fits=None):
-    divergence = None if name == "none" else Divergence(0.1, 0.9, 8)
+def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attribution=COST, fits=None, kl=0.001):
+    divergences = {} if name == "none" else {4: Divergence(kl, 0.9, 4), 8: Divergence(kl, 0.9, 8)}
     cache = dict.fromkeys((4, 8), 16.0 if name == "none" else bits)
     scored_row = scored(method, losses, hits)
     parts = (
         scored_row.scores,
         scored_row.tables,
-        divergence,
+        divergences,
         bits,
         bits,
         cache,
