@@ -39,6 +39,7 @@ def choose(shape: str, seed: int) -> dict[str, Any]:
         "chosen": outcome.choice.method,
         "reason": outcome.choice.reason,
         "cost": outcome.choice.cost,
+        "unconfirmed": outcome.choice.unconfirmed,
         "rounds": [[row.method for row in comparison.rows] for comparison in outcome.comparisons],
         "windows": last.windows,
         "samples": last.samples,
@@ -46,6 +47,8 @@ def choose(shape: str, seed: int) -> dict[str, Any]:
             {
                 "method": one.method,
                 "answered": one.answered,
+                "prompts": one.prompts,
+                "logprob": one.logprob,
                 "perplexity": one.perplexity,
                 "change_within": list(one.change),
                 "failures": list(one.failures),

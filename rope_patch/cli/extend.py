@@ -75,7 +75,12 @@ def extend(words: Sequence[str]) -> int:
     if options.as_json:
         print_json(
             {"output": None if outcome.output is None else str(output), "chosen": outcome.choice.label}
-            | {"reason": outcome.choice.reason, "cost": outcome.choice.cost, "advice": list(outcome.choice.advice)}
+            | {
+                "reason": outcome.choice.reason,
+                "cost": outcome.choice.cost,
+                "unconfirmed": outcome.choice.unconfirmed,
+                "advice": list(outcome.choice.advice),
+            }
         )
     else:
         _print(outcome)
@@ -89,6 +94,8 @@ def _print(outcome: Extended) -> None:
 
     if outcome.choice.cost:
         print(f"The price: {outcome.choice.cost}.\n")
+    if outcome.choice.unconfirmed:
+        print(f"Unconfirmed: {outcome.choice.unconfirmed}.\n")
     if len(outcome.comparisons) > 1:
         print_scores(outcome.comparisons[0])
         print("the last round, on more text and prompts:")

@@ -32,7 +32,7 @@ CARD_TEMPLATE = """---
 {head}---
 # {base}, {length} tokens
 
-**The price**: {cost}.
+**The price**: {cost}.{unconfirmed}
 
 `{base}`, trained at {trained_length} tokens, with the rotary table of `{method}` for {length}.
 {training}
@@ -114,6 +114,7 @@ def card(outcome: Extended) -> str:
         basis=RANKING,
         reason=choice.reason,
         cost=choice.cost,
+        unconfirmed=f"\n\n**Unconfirmed**: {choice.unconfirmed}." if choice.unconfirmed else "",
         others=", ".join(f"`{name}`" for name in others) or "nothing else",
         scores=scores(comparison, chosen.label),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",

@@ -11,21 +11,26 @@ from typing import Any
 from rope_patch.evaluation.compare import Comparison, Row, row_name
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence
-from rope_patch.evaluation.number_format import percent, perplexity_text, relative
+from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
 from rope_patch.patching.verify import shortened
+from rope_patch.runtime.captions import count_text
 
 REACHED_SHARE = 0.5
-"""A method reaches the target if it answers this share of what the unpatched model answers within its context, and is
-not behind in retrieval if it answers this share of what the best method answers."""
+"""A method does not reach the target if prompts show that it answers less than this share of what the unpatched model
+answers within its context."""
+
+LEAST_NATS = 0.1
+"""Smallest difference of the log-probability of right answers that counts [nats]: with many prompts smaller ones are
+significant, too, and make right answers less than a tenth more probable."""
 
 FLAT_RATIO = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
 the end is at most this many times the unpatched model's at the end of that context."""
 
 RANKING = (
-    "Methods that answer fewer prompts at the target length, significantly or by half, are behind; the others are "
-    "ranked by perplexity there; among those that this does not tell apart, the one that costs least within the "
-    "trained context is chosen"
+    "Methods under which right answers have a significantly lower log-probability at the target length are behind; the "
+    "others are ranked by perplexity there; among those that this does not tell apart, the one that costs least within "
+    "the trained context is chosen"
 )
 """The order of the choice, as a sentence for reports."""
 
@@ -37,7 +42,9 @@ class EvaluatedMethod:
     Attributes:
         method: the method as a method string.
         trained: whether the weights were trained under it.
-        answered: the share of the prompts that are answered at the target length, over all tasks.
+        answered: the number of prompts that are answered at the target length, over all tasks.
+        prompts: the number of prompts of that length.
+        logprob: the mean log-probability of their right answers [nats].
         perplexity: the perplexity in the second half of the positions up to the target; infinite where it is not a
             number.
         change: the change of the loss within the trained context against the unpatched model, paired over windows
@@ -47,7 +54,9 @@ class EvaluatedMethod:
 
     method: str
     trained: bool
-    answered: float
+    answered: int
+    prompts: int
+    logprob: float
     perplexity: float
     change: PairedDifference
     failures: tuple[str, ...]
@@ -80,6 +89,8 @@ class Choice:
             none is chosen.
         evaluated: every method but the unpatched one, the best first.
         advice: the steps that would help where none is chosen, a sentence each.
+        unconfirmed: why prompts do not confirm the choice, in a sentence; empty where right answers have a
+            significantly higher log-probability at the target length than in the unpatched model.
     """
 
     chosen: EvaluatedMethod | None
@@ -87,6 +98,7 @@ class Choice:
     cost: str
     evaluated: tuple[EvaluatedMethod, ...]
     advice: tuple[str, ...] = ()
+    unconfirmed: str = ""
 
     @property
     def method(self) -> str | None:
@@ -114,9 +126,9 @@ class MethodEvaluator:
         self.rows = {row.label: row for row in comparison.rows}
         self.unpatched = self.rows[UNPATCHED]
 
-    def answered(self, row: Row, length: int) -> float:
-        """Return the share of the prompts that are answered, over all tasks."""
-        return statistics.fmean(result.accuracy(length) for result in row.scores.retrieval.values())
+    def answers(self, row: Row, length: int) -> list[bool]:
+        """Return whether each prompt of a length is answered, over all tasks."""
+        return [sample.correct for result in row.scores.retrieval.values() for sample in result.samples(length)]
 
     def perplexity(self, row: Row, stop: int) -> float:
         """Return the perplexity in the second half of the positions below ``stop``."""
@@ -133,7 +145,9 @@ class MethodEvaluator:
     def evaluate(self, row: Row) -> EvaluatedMethod:
         """Return what speaks for and against a method."""
         change = self.comparison.difference(row.label, UNPATCHED, "perplexity", Span(self.within, 0))
-        answered, perplexity = self.answered(row, self.target), self.perplexity(row, self.target)
+        results = row.scores.retrieval.values()
+        answers, before = self.answers(row, self.target), self.answers(self.unpatched, self.within)
+        perplexity = self.perplexity(row, self.target)
         failures = []
         rise = relative(change.estimate)
         # Not `rise > tolerance`, which would let a rise of NaN pass.
@@ -142,11 +156,13 @@ class MethodEvaluator:
                 f"within the trained {self.within} tokens perplexity changes by {percent(change.estimate)}, where "
                 f"{percent(math.log1p(self.tolerance))} are allowed"
             )
-        possible = self.answered(self.unpatched, self.within)
-        if possible >= REACHED_SHARE and answered < REACHED_SHARE * possible:
+        possible = statistics.fmean(before)
+        # The end of the interval, since few prompts leave a larger share open than the one measured.
+        at_most = statistics.fmean(result.interval(self.target)[1] for result in results)
+        if possible >= REACHED_SHARE and at_most < REACHED_SHARE * possible:
             failures.append(
-                f"at {self.target} tokens it answers {answered:.0%} of the prompts, where the unpatched model answers "
-                f"{possible:.0%} at {self.within}"
+                f"at {self.target} tokens it answers {sum(answers)} of {len(answers)} prompts, where the unpatched "
+                f"model answers {sum(before)} of {len(before)} at {self.within}"
             )
         end = self.perplexity(self.unpatched, self.within)
         if not math.isfinite(perplexity) or (possible < REACHED_SHARE and perplexity > FLAT_RATIO * end):
@@ -156,13 +172,22 @@ class MethodEvaluator:
             )
         if not self.better_than_unpatched(row):
             failures.append(f"at {self.target} tokens it is not shown to be better than the unpatched model")
-        return EvaluatedMethod(row.method, row.trained, answered, perplexity, change, tuple(failures))
+        return EvaluatedMethod(
+            method=row.method,
+            trained=row.trained,
+            answered=sum(answers),
+            prompts=len(answers),
+            logprob=statistics.fmean(result.logprob(self.target) for result in results),
+            perplexity=perplexity,
+            change=change,
+            failures=tuple(failures),
+        )
 
     def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[EvaluatedMethod]:
         """Return methods with the best first.
 
         Those that keep more of the conditions come first, then those that are not behind in retrieval at the target,
-        then perplexity there decides. One prompt more or fewer puts nothing behind (:meth:`behind`).
+        then perplexity there decides.
 
         Args:
             methods: the labels of the methods' rows.
@@ -172,21 +197,16 @@ class MethodEvaluator:
         behind = {one.label for one in self.behind(evaluated)}
 
         def rank(one: EvaluatedMethod) -> tuple[float, ...]:
-            answered = -one.answered if one.label in behind else -1.0
-            return len(one.failures) if conditions else 0, answered, one.perplexity
+            lost = -one.logprob if one.label in behind else 0.0
+            return len(one.failures) if conditions else 0, lost, one.perplexity
 
         return sorted(evaluated, key=rank)
 
     def behind(self, evaluated: Sequence[EvaluatedMethod]) -> list[EvaluatedMethod]:
-        """Return the methods that are behind the one that answers most at the target.
-
-        They answer significantly fewer prompts, or less than the :data:`REACHED_SHARE` of what it answers, since a
-        handful of prompts cannot show significance.
-        """
-        best = max(evaluated, key=lambda one: (one.answered, -one.perplexity))
+        """Return the methods that are significantly behind the one under which right answers are most probable."""
+        best = max(evaluated, key=lambda one: (one.logprob, -one.perplexity))
         others = (one for one in evaluated if one is not best)
-        few = REACHED_SHARE * best.answered if best.answered >= REACHED_SHARE else 0.0
-        return [one for one in others if one.answered < few or self._sign(one.label, best.label, "retrieval") < 0]
+        return [one for one in others if self._sign(one.label, best.label, "logprob") < 0]
 
     def leaders(self, methods: Sequence[str], count: int, *, conditions: bool = True) -> list[str]:
         """Return the methods that are worth more windows and prompts, the best first.
@@ -213,8 +233,8 @@ class MethodEvaluator:
 
     def ahead(self, method: str, other: str) -> bool:
         """Tell whether a method is significantly better than another at the target, in retrieval or in perplexity."""
-        return self._sign(method, other, "retrieval") > 0 or (
-            self._sign(method, other, "retrieval") == 0 and self._sign(method, other, "perplexity") > 0
+        return self._sign(method, other, "logprob") > 0 or (
+            self._sign(method, other, "logprob") == 0 and self._sign(method, other, "perplexity") > 0
         )
 
     def better_than_unpatched(self, row: Row) -> bool:
@@ -223,7 +243,7 @@ class MethodEvaluator:
         A single window has no interval; a perplexity that differs by more than the :data:`FLAT_RATIO` needs none.
         """
         by_far = FLAT_RATIO * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
-        return self.ahead(row.label, UNPATCHED) or (by_far and self._sign(row.label, UNPATCHED, "retrieval") == 0)
+        return self.ahead(row.label, UNPATCHED) or (by_far and self._sign(row.label, UNPATCHED, "logprob") == 0)
 
     def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:
         """Return the methods that do not differ significantly from the best, and the metrics in which the others do.
@@ -235,7 +255,8 @@ class MethodEvaluator:
         remaining = [one for one in evaluated if one not in behind]
         best = min(remaining, key=lambda one: one.perplexity)
         worse = [one for one in remaining if self._sign(one.label, best.label, "perplexity") < 0]
-        by = [name for name, found in (("retrieval", behind), ("perplexity", worse)) if found]
+        metrics = (("the log-probability of right answers", behind), ("perplexity", worse))
+        by = [name for name, found in metrics if found]
         return [one for one in remaining if one not in worse], " and ".join(by)
 
     def choose(self, methods: Sequence[str], *, conditions: bool = True) -> Choice:
@@ -251,29 +272,34 @@ class MethodEvaluator:
             return Choice(None, self._why_none(evaluated), "", tuple(evaluated), tuple(self._advice(evaluated)))
         remaining, by = self.level(fit)
         chosen = min(remaining, key=lambda one: one.change.estimate)
-        reason = f"{chosen.name}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
+        reason = f"{chosen.name}: {chosen.answered} of {chosen.prompts} prompts of {self.target} tokens are answered"
+        reason += f", the log-probability of right answers is {number_text(chosen.logprob)}"
         reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
         if by:
             reason += f"; ahead of {_names(one for one in fit if one not in remaining)} in {by}"
         if len(remaining) > 1:
             reason += f"; not significantly different from {_names(one for one in remaining if one is not chosen)}"
             reason += ", and the least costly of them within the trained context"
-        return Choice(chosen, reason, self._cost(chosen), tuple(evaluated))
+        unconfirmed = ""
+        if self._sign(chosen.label, UNPATCHED, "logprob") <= 0:
+            unconfirmed = (
+                f"{count_text(chosen.prompts, 'prompt')} of {self.target} tokens cannot show that {chosen.name} "
+                "retrieves more than the unpatched model; a larger --budget asks more"
+            )
+        return Choice(chosen, reason, self._cost(chosen), tuple(evaluated), unconfirmed=unconfirmed)
 
     def _sign(self, method: str, other: str, metric: str) -> int:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
         signs = set()
         spec = self.comparison.spec
-        spans = [Span(self.target, task=task) for task in spec.tasks]
+        spans, least = [Span(self.target, task=task) for task in spec.tasks], LEAST_NATS
         if metric == "perplexity":
-            spans = [Span(self.target, spec.edge_at(self.target // 2))]
+            spans, least = [Span(self.target, spec.edge_at(self.target // 2))], 0.0
         for span in spans:
             change = self.comparison.difference(method, other, metric, span)
-            better = change.high < 0 if METRICS[metric].lower_is_better else change.low > 0
-            worse = change.low > 0 if METRICS[metric].lower_is_better else change.high < 0
-            signs.add(1 if better else -1 if worse else 0)
+            if change.significant and abs(change.estimate) > least:
+                signs.add(-1 if METRICS[metric].lower_is_better == (change.estimate > 0) else 1)
         # Tasks that do not differ significantly have no say; of those that do, all must agree.
-        signs.discard(0)
         return signs.pop() if len(signs) == 1 else 0
 
     def _cost(self, chosen: EvaluatedMethod) -> str:

@@ -33,7 +33,7 @@ from rope_patch.runtime.folders import (
 )
 from rope_patch.runtime.result_cache import finite
 
-SCHEMA = 1
+SCHEMA = 2
 TERMS = ("LICENSE", "LICENCE", "NOTICE", "TERMS", "USE_POLICY")
 """What the name of a file says that holds the terms of a model."""
 
@@ -142,6 +142,7 @@ def record(outcome: Extended) -> dict[str, Any]:
         "chosen": choice.label,
         "reason": choice.reason,
         "cost": choice.cost,
+        "unconfirmed": choice.unconfirmed,
         "evaluated": finite([one.to_dict() for one in choice.evaluated]),
         "training": None if training is None else {**asdict(training), "tokens": training.tokens},
         "plain_transformers": "equal logits",
