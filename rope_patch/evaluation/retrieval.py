@@ -26,7 +26,7 @@ from rope_patch.evaluation.tasks import TASKS, Task
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.result_cache import key, open_cache
+from rope_patch.runtime.result_cache import code_identity, key, open_cache
 from rope_patch.runtime.text import did_you_mean
 
 # A part of the keys of the result cache: raise it when what is stored for a haystack changes.
@@ -216,6 +216,9 @@ def retrieval(
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
     # The hash reads every weight of the model, so it is computed only where keys are stored.
     identity = settings | {"model": model_hash(model) if resume is not None else ""}
+    code = code_identity(type(TASKS[task]))
+    if code:  # a task of the user's own decides what is stored as correct
+        identity["code"] = code
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, seed=spec.seed, sample=sample)

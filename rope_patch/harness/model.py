@@ -205,7 +205,7 @@ class RopePatchLM(AnsweringLM):
         """
         answers = cache_hook.dbdict
         if answers is not None:
-            identity = f"{model_hash(self.model)}/{self.max_length}/{self.scheme}"
+            identity = f"{model_hash(self.model)}/{self.max_length}/{self.scheme.identity}"
             if len(answers) and answers.get(IDENTITY_ENTRY) != identity:
                 raise ValueError("the file of --use_cache holds answers of another model or patch: give another path")
             answers[IDENTITY_ENTRY] = identity

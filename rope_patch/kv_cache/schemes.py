@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rope_patch.kv_cache.formats import FORMATS
+from rope_patch.runtime.result_cache import code_identity
 from rope_patch.runtime.text import did_you_mean
 
 SCALE_BITS = 16
@@ -124,6 +125,11 @@ class Scheme:
         parts += [f"{name}={getattr(self, name)}" for name in ("residual", "flush", "sinks") if getattr(self, name)]
         parts += [f"skip={'+'.join(map(str, self.skip))}"] if self.skip else []
         return ";".join(parts) if parts != ["k=none", "v=none"] else "none"
+
+    @property
+    def identity(self) -> str:
+        """The text, and the code of formats of the user's own, for the keys of stored results."""
+        return f"{self} {code_identity(*(type(FORMATS[side.format]) for side in (self.key, self.value)))}".strip()
 
     @classmethod
     def parse(cls, text: str) -> Scheme:

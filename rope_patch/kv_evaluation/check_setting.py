@@ -77,15 +77,16 @@ class Setting:
             measure: function that returns the result as JSON values.
             **about: entries of the key that tell the result from others of the same model.
         """
-        mark = "" if self.result_cache is None else key(model=model_hash(self.model), **about)
-        if self.result_cache is not None and mark in self.result_cache:
-            progress.known(tokens)
-            return self.result_cache[mark]
-        with progress.all_of(tokens):
-            if self.result_cache is None:
+        if self.result_cache is None:
+            with progress.all_of(tokens):
                 return measure()
-            self.result_cache[mark] = finite(measure())
-            return self.result_cache[mark]
+        name = key(model=model_hash(self.model), **about)
+        if name in self.result_cache:
+            progress.known(tokens)
+        else:
+            with progress.all_of(tokens):
+                self.result_cache[name] = finite(measure())
+        return self.result_cache[name]
 
 
 @dataclass(eq=False)

@@ -84,7 +84,7 @@ def _errors(setting: Setting, scheme: Scheme) -> tuple[LayerErrors, ...]:
         errors = attention_errors(setting.model, ids, scheme)
         return [[error.layer, error.logit.tolist(), error.pair.tolist()] for error in errors]
 
-    stored = setting.finished(len(ids), measure, kind="errors", scheme=str(scheme), ids=_sha(ids))
+    stored = setting.finished(len(ids), measure, kind="errors", scheme=scheme.identity, ids=_sha(ids))
     return tuple(
         LayerErrors(layer, *(torch.tensor(part, dtype=torch.float64) for part in parts)) for layer, *parts in stored
     )
@@ -100,7 +100,7 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
     """
     windows, layers = setting.suite.windows[:COMPARED_WINDOWS], patched.capture.layers
     tokens = passes_of_attribution(len(layers)) * setting.compared.numel()
-    about = {"scheme": row.format_text, "ids": _sha(setting.compared), "chunk": setting.chunk}
+    about = {"scheme": Scheme.parse(row.format_text).identity, "ids": _sha(setting.compared), "chunk": setting.chunk}
     stored = setting.finished(
         tokens,
         lambda: asdict(_attribution(setting, patched, row, windows)),
@@ -208,6 +208,6 @@ def _divergences(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> di
         return {str(n): {"kl": kl, "top1": top1, "tokens": below[n].shape[1]} for n, (kl, top1) in means.items()}
 
     ids = setting.compared
-    about = {"scheme": str(scheme), "ids": _sha(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}
+    about = {"scheme": scheme.identity, "ids": _sha(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}
     stored = setting.finished(ids.numel(), measure, kind="divergence", **about)
     return {int(length): Divergence(**part) for length, part in stored.items()}

@@ -25,6 +25,7 @@ from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.patching.two_tables import Reach, cached_tokens, reaching
 from rope_patch.runtime.progress import Progress
+from rope_patch.runtime.result_cache import code_identity, hash_with_values
 from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
@@ -318,6 +319,7 @@ def model_hash(model: nn.Module) -> str:
     config = {name: value for name, value in text.to_dict().items() if name not in UNHASHED_KEYS}
     attention = getattr(text, "_attn_implementation", None)
     digest.update(json.dumps([config, attention], sort_keys=True, default=str).encode())
+    digest.update(code_identity(*map(type, model.modules())).encode())
     for name, module in model.named_modules():
         state = [(key, value) for key, value in vars(module).items() if key.endswith("attention_scaling")]
         if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):  # a layer of PEFT
@@ -340,16 +342,8 @@ def _hooks(module: nn.Module) -> list[str]:
     """Return a hash of each forward hook of a module, of its code and of the values that it holds."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_NOT_THE_USERS)]
-    if not own:
-        return []
-    try:
-        from datasets.fingerprint import Hasher  # takes half a second to import
-    except ImportError:
-        raise ImportError(
-            f"{type(module).__name__} has a forward hook, and the package datasets tells its results from those of "
-            "other hooks: pip install datasets, or remove the hook"
-        ) from None
-    return [Hasher.hash(hook) for hook in own]
+    # The code apart: of a function of a module its values are no more than its name.
+    return [hash_with_values([hook, getattr(hook, "__code__", None), code_identity(type(hook))]) for hook in own]
 
 
 def _quantized_by(module: nn.Module, tensor: Tensor) -> list[Tensor]:

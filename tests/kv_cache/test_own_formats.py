@@ -36,14 +36,28 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_format_of_a_users_module_is_checked(folder):
-    asked = ("--formats", "ternary", "--lengths", 40, "--windows", 2, "--samples", 1, "--depths", 0, "--no-report")
-    done = run_module("rope_patch.cli.app", "kv-check", "model", *asked, "--import", "my_formats", "--json", cwd=folder)
+def checked(folder, output):
+    asked = (
+        "--formats ternary --lengths 40 --windows 2 --samples 1 --depths 0 --no-report --import my_formats --json -o"
+    )
+    done = run_module("rope_patch.cli.app", "kv-check", "model", *asked.split(), output, cwd=folder)
     assert done.returncode == 0, done.stderr
-    full, ternary = json.loads(done.stdout)["rows"]
+    return json.loads(done.stdout)["rows"]
+
+
+def test_a_format_of_a_users_module_is_checked(folder):
+    full, ternary = checked(folder, "out")
     assert ternary["format_text"] == "k=ternary;v=ternary"
     assert ternary["bits"] == pytest.approx(1.58496 + 16 / 8)  # a scale of 16 bits for each 8 features
     assert ternary["lengths"]["40"]["perplexity"] != full["lengths"]["40"]["perplexity"]
+
+
+def test_a_format_that_was_edited_is_measured_anew(folder):
+    before = checked(folder, "out")
+    (folder / "my_formats.py").write_text(MODULE.replace(".round() * scale", ".floor() * scale"))
+    resumed = checked(folder, "out")
+    assert resumed == checked(folder, "fresh")
+    assert resumed[0] == before[0] and resumed[1] != before[1]
 
 
 def test_a_format_that_returns_another_shape_is_named():
