@@ -214,11 +214,8 @@ def retrieval(
     stops = _stops(model, tokenizer)
     # Stop tokens cut the output, and another cache or chunk may change it, so they are part of every key.
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
-    # The hash reads every weight of the model, so it is computed only where keys are stored.
-    identity = settings | {"model": model_hash(model) if resume is not None else ""}
-    code = code_identity(type(TASKS[task]))
-    if code:  # a task of the user's own decides what is stored as correct
-        identity["code"] = code
+    # The hash reads every weight: only where keys are stored. A task of the user's own grades what is stored.
+    identity = settings | {"model": "" if resume is None else model_hash(model) + code_identity(type(TASKS[task]))}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, seed=spec.seed, sample=sample)
