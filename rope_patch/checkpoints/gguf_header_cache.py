@@ -82,7 +82,7 @@ def _keeping(original: Any) -> Any:
         def __init__(self, path: Any, mode: str = "r") -> None:
             state = os.stat(path)
             # A file that was written again since is another file.
-            file = (os.path.realpath(path), mode, state.st_ino, state.st_size, state.st_mtime_ns)
+            file = (os.path.realpath(path), mode, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
             if file not in self.headers:
                 super().__init__(path, mode)
                 self.headers[file] = self.__dict__

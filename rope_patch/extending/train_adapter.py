@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rope_patch.modeling.scoring import model_hash
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import from_dict
+from rope_patch.patching.install import patched
 from rope_patch.planning import plan
 from rope_patch.runtime.folders import folder_in_one_move
 from rope_patch.runtime.parallel import from_first_process, processes
@@ -144,7 +146,9 @@ def train_adapter(
     if options.train_text is not None:
         recipe["data"]["source"] = options.train_text
     # Another training has another folder: a run goes on with an interrupted training only if it is the same.
-    folder = work / f"adapter-{key(recipe=recipe)[:8]}"
+    with patched(model, method, target_length=options.length):
+        identity = key(recipe=recipe, model=model_hash(model), vocabulary=tokenizer.get_vocab())
+    folder = work / f"adapter-{identity[:8]}"
     with model_on_cpu(model):
         finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
     return folder

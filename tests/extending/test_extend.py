@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -27,7 +28,9 @@ from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending.card import card
 from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.extend import Run, extend
+from rope_patch.extending.fit_candidate import fit_candidate
 from rope_patch.extending.other_programs import other_programs
+from rope_patch.extending.train_adapter import Training, train_adapter
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_dict
@@ -381,6 +384,26 @@ def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_pa
     assert len(rows) == 18, "and was not repeated"
     assert outcome.choice == whole.choice
     assert outcome.comparison.to_json() == whole.comparison.to_json()
+
+
+def test_a_training_of_other_weights_does_not_go_on_with_an_earlier_one(tmp_path):
+    options = ExtendSettings("tiny", 128, methods=("yarn",), train=True, evaluation=EvalSpec((128,)))
+    asked = TOKENIZER, "yarn:factor=2", options, Training("pose", 64, 1), tmp_path
+    model = bold()
+    first = train_adapter(model, *asked)
+    assert train_adapter(model, *asked) == first
+    model.model.norm.weight.data *= 2
+    assert train_adapter(model, *asked) != first
+
+
+def test_a_fit_with_another_tokenizer_is_not_taken_from_an_earlier_one(tmp_path, monkeypatch):
+    fits, changed = [], copy.deepcopy(TOKENIZER)
+    changed.add_tokens("thesis")
+    patch = SimpleNamespace(method="yarn:factor=2", restore=lambda: None, chosen="start")
+    monkeypatch.setattr("rope_patch.extending.fit_candidate.fit", lambda *_, **__: fits.append(1) or patch)
+    for tokenizer in (TOKENIZER, changed, TOKENIZER):
+        fit_candidate(bold(), tokenizer, 128, tmp_path / "finished.jsonl")
+    assert len(fits) == 2
 
 
 def test_a_text_for_few_windows_is_used_as_it_is(tmp_path):
