@@ -15,6 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_adapter_tables, is_adapter, read_record
+from rope_patch.evaluation.haystack import NOISE
 from rope_patch.harness.answering_model import AnsweringLM
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
@@ -24,6 +25,7 @@ from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import key_of
 from rope_patch.patching.verify import inspect_model, verify_model
+from rope_patch.runtime import result_cache
 from rope_patch.runtime.text import did_you_mean
 
 MODEL_NAME = "rope_patch"
@@ -201,13 +203,18 @@ class RopePatchLM(AnsweringLM):
         """Take lm-eval's file of answers (``--use_cache``), which does not know whose answers they are.
 
         Raises:
-            ValueError: the file holds answers of another model, or of this one under another patch.
+            ValueError: the file holds answers of another model, or of this one under another patch or tokenizer.
         """
         answers = cache_hook.dbdict
         if answers is not None:
-            identity = f"{model_hash(self.model)}/{self.max_length}/{self.scheme.identity}"
+            tokens = [self.tokenizer.get_vocab(), self.tok_encode(NOISE), self.prefix_token_id]
+            tokenizer = result_cache.key(tokens=tokens)
+            identity = f"{model_hash(self.model)}/{self.max_length}/{self.scheme.identity}/{tokenizer}"
             if len(answers) and answers.get(IDENTITY_ENTRY) != identity:
-                raise ValueError("the file of --use_cache holds answers of another model or patch: give another path")
+                raise ValueError(
+                    "the file of --use_cache holds answers of another model, patch, tokenizer or cache format: give "
+                    "another path"
+                )
             answers[IDENTITY_ENTRY] = identity
         super().set_cache_hook(cache_hook)
 

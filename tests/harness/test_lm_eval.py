@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import json
@@ -67,7 +68,7 @@ bold = functools.partial(prompting.bold, max_position_embeddings=128)
 
 
 def lm(kind=RopePatchLM, model=None, **options):
-    return kind(pretrained=bold() if model is None else model, tokenizer=TOKENIZER, device="cpu", **options)
+    return kind(pretrained=bold() if model is None else model, **{"tokenizer": TOKENIZER, "device": "cpu"} | options)
 
 
 def greedy(tokens):
@@ -333,8 +334,11 @@ def test_answers_of_another_model_are_not_reused(tmp_path):
     asked, file = requests("loglikelihood", *PAIRS), str(tmp_path / "answers.db")
     first = CachingLM(lm(method="pi:factor=4"), file).loglikelihood(asked)
     assert CachingLM(lm(method="pi:factor=4"), file).loglikelihood(asked) == first
-    with pytest.raises(ValueError, match="another model or patch"):
-        CachingLM(lm(method="p_rope:p=0.5"), file)
+    changed = copy.deepcopy(TOKENIZER)
+    changed.add_tokens("thesis")
+    for other in ({"method": "p_rope:p=0.5"}, {"prefix_token_id": 3}, {"tokenizer": changed}):
+        with pytest.raises(ValueError, match="another model"):
+            CachingLM(lm(**{"method": "pi:factor=4"} | other), file)
 
 
 # --- a patched folder, with and without this package
