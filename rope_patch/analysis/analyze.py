@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead, read_single_heads
+from rope_patch.checkpoints.adapters import file_hash
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source, TokenDocument
 from rope_patch.evaluation.domains import read_rows
@@ -27,6 +27,7 @@ from rope_patch.options.analyze import P_TOLERANCE, P_VALUES
 from rope_patch.packaged import name_of
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
+from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.result_cache import ResultCache, key
 
 DEFAULT_TOKENS = 16384
@@ -193,18 +194,19 @@ class _Parts:
 
     def load_or_measure(self, kind: type[Arrays], step: str, measure: Callable[[], Arrays], **options: Any) -> Arrays:
         """Return a part from its file if that is whole and of the same model, text and options; else measure it."""
-        with progress.stage(step):
-            if self.folder is None:
+        if self.folder is None:
+            with progress.stage(step):
                 return measure()
-            path, identity = self.folder / f"{step}.npz", key(part=step, **self.identity, **options)
+        path, identity = self.folder / f"{step}.npz", key(part=step, **self.identity, **options)
+        with progress.stage(step), locked_output(path):
             # A crash may come between the file and its line in the cache: the digest tells whether they belong
             # together.
-            if path.exists() and self.cache.get(step) == [identity, _digest(path)]:
+            if path.exists() and self.cache.get(step) == [identity, file_hash(path)]:
                 progress.known(self.tokens)
                 return kind.from_npz(path)
             part = measure()
             part.to_npz(path)
-            self.cache[step] = [identity, _digest(path)]
+            self.cache[step] = [identity, file_hash(path)]
             return part
 
 
@@ -230,7 +232,3 @@ def _token_texts(tokenizer: Any, heads: Heads, single_heads: Sequence[SingleHead
     named = [layer.sink_token for layer in heads.layers] + [head.token_ids for head in single_heads]
     different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist()
     return {token: tokenizer.decode([token]) for token in different if token >= 0}
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

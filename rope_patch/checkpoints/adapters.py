@@ -40,7 +40,7 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
     folder = Path(folder)
     data = record.to_dict()
     if (weights := _adapter_weights(folder)) is not None:
-        data[WEIGHTS_KEY] = _file_hash(weights)
+        data[WEIGHTS_KEY] = file_hash(weights)
     path, text = folder / RECORD_FILE, json.dumps(data, indent=1) + "\n"
     if not path.is_file() or path.read_bytes() != text.encode():
         write_atomically(path, text)
@@ -85,7 +85,8 @@ def _adapter_weights(source: str | Path, **hub: Any) -> Path | None:
     return next((path for path in paths if path is not None), None)
 
 
-def _file_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -111,7 +112,7 @@ def read_record(folder: str | Path, **hub: Any) -> PatchRecord | None:
         tied = data.pop(WEIGHTS_KEY, None)
         record = PatchRecord.from_dict(data)
         weights = _adapter_weights(folder, **hub)
-        if weights is not None and tied != _file_hash(weights):
+        if weights is not None and tied != file_hash(weights):
             raise ValueError(
                 f"this record of {record.to_method()} is not of the adapter beside it, whose weights were saved here "
                 "later and without rope_patch. If they were trained without a patch, delete the record; if under this "

@@ -25,7 +25,7 @@ from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.read_across_processes import BatchReader
 from rope_patch.evaluation.spec import DEFAULT_WINDOWS
 from rope_patch.methods import Default
-from rope_patch.modeling.inputs import check_ids
+from rope_patch.modeling.inputs import check_ids, ids_hash
 from rope_patch.modeling.scoring import Reader, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
@@ -170,8 +170,7 @@ def choose_key_tokens(
     identity = settings if result_cache is None else settings | {"model": model_hash(model)}
 
     def name(window: TokenDocument) -> str:
-        ids = hashlib.sha256(window.ids.cpu().numpy().tobytes()).hexdigest()
-        return key(what="key tokens", ids=ids, prefix=len(window.prefix), **identity)
+        return key(what="key tokens", ids=ids_hash(window.ids), prefix=len(window.prefix), **identity)
 
     def score(one: list[TokenDocument], size: int) -> list[list[int]]:
         progress = Progress(size)

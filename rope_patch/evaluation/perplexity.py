@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.perplexity_result import SCHEMA, DocumentSums, PerplexityResult, Window
 from rope_patch.evaluation.read_across_processes import BatchReader
-from rope_patch.modeling.inputs import check_ids
+from rope_patch.modeling.inputs import check_ids, ids_hash
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime.progress import Progress
@@ -177,7 +176,7 @@ def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
 
 def _key(item: Window, identity: dict[str, Any]) -> str:
     # The key holds the tokens and not the place of the window: equal windows are read once.
-    ids = hashlib.sha256(item.ids.cpu().numpy().tobytes()).hexdigest()
+    ids = ids_hash(item.ids)
     keys = item.key_tokens
     chosen = {} if keys is None else {"key_tokens": torch.nonzero(keys).flatten().tolist()}
     return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **chosen, **identity)

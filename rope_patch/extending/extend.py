@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.runtime import progress
-from rope_patch.runtime.folders import write_atomically
+from rope_patch.runtime.folders import locked_output, write_atomically
 from rope_patch.runtime.parallel import alone, from_first_process, processes
 from rope_patch.runtime.result_cache import ResultCache, key
 
@@ -79,6 +80,7 @@ def extend(
         ValueError: a bad option or method, or a model that reaches the length already; raised before anything is
             measured.
         PatchError: the model is patched already.
+        BlockingIOError: another run writes this output.
         RuntimeError: plain transformers gives other logits from what was written.
 
     Example:
@@ -88,8 +90,11 @@ def extend(
     settings = from_dict(ExtendSettings, {"model": name, **options})
     check_output(settings, Path(output), overwrite)
     run = Run(model, tokenizer, settings, Path(output), tokens)
-    run.say_what_the_model_is()
-    return run.finish(overwrite=overwrite)
+    with contextlib.ExitStack() as stack:
+        # The first process alone: the others would be refused as other commands.
+        from_first_process(lambda: bool(stack.enter_context(locked_output(run.work))))
+        run.say_what_the_model_is()
+        return run.finish(overwrite=overwrite)
 
 
 class Run:

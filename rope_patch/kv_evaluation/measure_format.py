@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -22,6 +21,7 @@ from rope_patch.kv_evaluation.cache_size import cache_bits, longest_context, sto
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.attention_layers import split_pairs
+from rope_patch.modeling.inputs import ids_hash
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.modeling.scoring import CacheFactory, Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
@@ -72,10 +72,6 @@ def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme
     )
 
 
-def _sha(ids: Tensor) -> str:
-    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
-
-
 def _errors(setting: Setting, scheme: Scheme) -> tuple[LayerErrors, ...]:
     """Measure the errors of attention at the beginning of the first window."""
     ids = setting.suite.windows[0].ids[:ERROR_TOKENS]
@@ -84,7 +80,7 @@ def _errors(setting: Setting, scheme: Scheme) -> tuple[LayerErrors, ...]:
         errors = attention_errors(setting.model, ids, scheme)
         return [[error.layer, error.logit.tolist(), error.pair.tolist()] for error in errors]
 
-    stored = setting.finished(len(ids), measure, kind="errors", scheme=scheme.identity, ids=_sha(ids))
+    stored = setting.finished(len(ids), measure, kind="errors", scheme=scheme.identity, ids=ids_hash(ids))
     return tuple(
         LayerErrors(layer, *(torch.tensor(part, dtype=torch.float64) for part in parts)) for layer, *parts in stored
     )
@@ -100,7 +96,8 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
     """
     windows, layers = setting.suite.windows[:COMPARED_WINDOWS], patched.capture.layers
     tokens = passes_of_attribution(len(layers)) * setting.compared.numel()
-    about = {"scheme": Scheme.parse(row.format_text).identity, "ids": _sha(setting.compared), "chunk": setting.chunk}
+    scheme = Scheme.parse(row.format_text).identity
+    about = {"scheme": scheme, "ids": ids_hash(setting.compared), "chunk": setting.chunk}
     stored = setting.finished(
         tokens,
         lambda: asdict(_attribution(setting, patched, row, windows)),
@@ -208,6 +205,6 @@ def _divergences(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> di
         return {str(n): {"kl": kl, "top1": top1, "tokens": below[n].shape[1]} for n, (kl, top1) in means.items()}
 
     ids = setting.compared
-    about = {"scheme": scheme.identity, "ids": _sha(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}
+    about = {"scheme": scheme.identity, "ids": ids_hash(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}
     stored = setting.finished(ids.numel(), measure, kind="divergence", **about)
     return {int(length): Divergence(**part) for length, part in stored.items()}

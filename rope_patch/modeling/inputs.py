@@ -54,6 +54,11 @@ def text_digest(rows: Tensor) -> str:
     return hashlib.sha256(f"{tuple(rows.shape)}".encode() + rows.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
+def ids_hash(ids: Tensor) -> str:
+    """Return the SHA-256 of token ids, for the keys of stored results."""
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
+
+
 def refuse_prompts(model: nn.Module) -> None:
     """Raise ValueError if an adapter puts tokens of its own before the text."""
     adapter: Any = getattr(model, "active_peft_config", None)

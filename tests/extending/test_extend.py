@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shutil
+import threading
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -141,6 +142,26 @@ def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
     again = extend(llama, TOKENIZER, **options)
     assert again.comparison.to_json() == extended[0].comparison.to_json()
     assert again.choice == extended[0].choice
+
+
+def test_of_two_at_once_the_second_says_that_the_first_writes(llama, tmp_path):
+    options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK, "methods": ["yarn"]}
+    refused = []
+
+    def second():
+        with pytest.raises(BlockingIOError, match="another command writes") as error:
+            extend(copy.deepcopy(llama), TOKENIZER, **options)
+        refused.append(error)
+
+    def start(sentence):
+        if sentence.startswith(("round 1", "the checkpoint is saved")):
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+
+    with listen(on_sentence=start):
+        assert extend(llama, TOKENIZER, **options).output is not None
+    assert len(refused) == 2
 
 
 def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(llama, tmp_path):
