@@ -7,9 +7,7 @@ are gathered once, at the end. If the model is sharded over the processes, all o
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from torch import nn
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import from_first_process, gather, processes
-from rope_patch.runtime.result_cache import PartOfCache, add_new
+from rope_patch.runtime.result_cache import PartOfCache, add_new, key
 
 T = TypeVar("T")
 
@@ -151,7 +149,7 @@ def _gathered(mine: dict[str, Any], identity: Any) -> dict[str, Any]:
         mine: values that this process has computed, by name.
         identity: JSON value that must be equal in all processes: the model and the names of all values.
     """
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    digest = key(identity=identity)
     parts = gather({"identity": digest, "values": mine})
     if any(part["identity"] != digest for part in parts):
         raise ValueError(

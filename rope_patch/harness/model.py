@@ -15,7 +15,6 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_adapter_tables, is_adapter, read_record
-from rope_patch.evaluation.haystack import NOISE
 from rope_patch.harness.answering_model import AnsweringLM
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
@@ -207,7 +206,7 @@ class RopePatchLM(AnsweringLM):
         """
         answers = cache_hook.dbdict
         if answers is not None:
-            tokens = [self.tokenizer.get_vocab(), self.tok_encode(NOISE), self.prefix_token_id]
+            tokens = [self.tokenizer.get_vocab(), self.tok_encode("a"), self.prefix_token_id]
             tokenizer = result_cache.key(tokens=tokens)
             identity = f"{model_hash(self.model)}/{self.max_length}/{self.scheme.identity}/{tokenizer}"
             if len(answers) and answers.get(IDENTITY_ENTRY) != identity:

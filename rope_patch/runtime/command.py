@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -51,7 +52,8 @@ def _message(error: Exception) -> str:
         return f"{message} (ROPE_PATCH_DEBUG=1 shows where)"
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         # Python's own text begins with an error number.
-        return f"{str(error.filename)!r}: {error.strerror.lower()}"
+        advice = ": make room there, and run the same command again" if error.errno == errno.ENOSPC else ""
+        return f"{str(error.filename)!r}: {error.strerror.lower()}{advice}"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("matplotlib"):
         # Only the report draws figures, so a command can do its work without matplotlib.
         return f'{error}: pip install "rope_patch[plots]", or give --no-report'

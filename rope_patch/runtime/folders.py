@@ -90,6 +90,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def naming(path: Path, *numbers: int) -> Iterator[None]:
+    """Name a file or folder in errors of the system that name none, or one that the user does not know.
+
+    Args:
+        path: the file or folder that is written.
+        *numbers: the error numbers that this is done for; by default for all.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or (numbers and error.errno not in numbers):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Write a file under a temporary name and rename it: readers see the old content or the new, never a part.
 
@@ -100,8 +116,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     # A random part, since two processes may write the same file at once.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{HIDDEN_MARK}.tmp")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
+        with naming(path):
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -132,13 +149,8 @@ def locked_output(out: str | Path) -> Iterator[Path]:
             for path in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{HIDDEN_MARK}.tmp")):
                 if path != lock:
                     remove(path)
-        try:
+        with naming(out, errno.ENOSPC):  # what copies a file names its source, which is not what has no room left
             yield temporary
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            # What copies a file names its source, which is not what has no room left.
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from error
 
 
 @contextlib.contextmanager
@@ -147,12 +159,10 @@ def _locked(path: Path, out: Path) -> Iterator[bool]:
     # One lock object for each path: a nested claim in the same thread counts it up, instead of being refused.
     lock = FileLock(path, timeout=0, is_singleton=True)
     try:
-        lock.acquire()
+        with naming(out):
+            lock.acquire()
     except Timeout:
         raise BlockingIOError(f"another command writes {out}: wait for it, or give another output") from None
-    except OSError as error:
-        # In the name of the output: the user does not know of the lock.
-        raise OSError(error.errno, error.strerror, str(out)) from None
     first = lock.lock_counter == 1
     try:
         yield first
@@ -275,14 +285,7 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
     for name in names:
         if (folder / name).is_dir():
             raise IsADirectoryError(f"{str(folder / name)!r} is a folder: remove it, or give another folder to write")
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(_parents(folder / "file"))
-            held.enter_context(locked_output(folder))
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise OSError(f"cannot write into {str(folder)!r}: {error.strerror}") from None
+    with _parents(folder / "file"), locked_output(folder):
         yield
 
 

@@ -154,7 +154,7 @@ def test_output_that_cannot_be_written_is_refused_before_loading(folder, given, 
     else:
         (tmp_path / "file").touch()
     out = tmp_path / ("out" if existing.endswith("/") else existing)
-    message = {"file": "is a file", "file/out": "cannot write into"}.get(existing, "is a folder: remove it")
+    message = {"file": "is a file", "file/out": "not a directory"}.get(existing, "is a folder: remove it")
     assert_refused(("kv-check", folder, *given, "-o", out), message)
     assert len(list(tmp_path.rglob("*"))) == (2 if existing.endswith("/") else 1)
 

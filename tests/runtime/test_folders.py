@@ -317,7 +317,7 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("rope_patch.runtime.folders.os.open", denied)
-    denial = pytest.raises(OSError, match=r"^cannot write into '.*new': Permission denied$")
+    denial = pytest.raises(OSError, match=r"Permission denied: .*new")
     with denial, folder_to_write(tmp_path / "new", []):
         pytest.fail("it went on")
     assert not (tmp_path / "new").exists()
