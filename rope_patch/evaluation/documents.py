@@ -179,6 +179,8 @@ def spread_windows(
 ) -> tuple[list[TokenDocument], str]:
     """Return windows that are spread evenly over a text, each beginning with the special tokens, and the text's digest.
 
+    A single window comes from the middle of the text.
+
     Args:
         tokenizer: the tokenizer of the model that will read the windows.
         source: the text, as :func:`documents` takes it.
@@ -223,10 +225,14 @@ def text_digest(text: str) -> str:
 def spread_starts(total: int, size: int, windows: int) -> list[int]:
     """Return where the windows begin if they are spread evenly from the start of a text to its end.
 
-    >>> spread_starts(10, 4, 3)
-    [0, 3, 6]
+    A single window comes from the middle: a book begins with its title page and contents, which no other page is like.
+
+    >>> spread_starts(10, 4, 3), spread_starts(10, 4, 1)
+    ([0, 3, 6], [3])
     """
-    return [round(i * (total - size) / max(1, windows - 1)) for i in range(windows)]
+    if windows == 1:
+        return [(total - size) // 2]
+    return [round(i * (total - size) / (windows - 1)) for i in range(windows)]
 
 
 def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> TokenDocument:

@@ -187,7 +187,7 @@ class EvalSuite:
         """Return a suite that measures a part of this one, on the same windows and prompts.
 
         The windows of a smaller suite are among those of any larger one, so their results are reused, and they are
-        spread over the text too.
+        spread over the text too; a single one comes from its middle third, or is the second of two.
 
         Args:
             windows: number of windows of text, at most as many as this suite has.
@@ -196,16 +196,19 @@ class EvalSuite:
         Raises:
             ValueError: there are fewer windows or samples than asked for, or no sample is asked for.
         """
-        if not (0 <= windows <= len(self.windows) and 1 <= samples <= self.spec.samples):
+        count = len(self.windows)
+        if not (0 <= windows <= count and 1 <= samples <= self.spec.samples):
             raise ValueError(
-                f"windows must be 0 to {len(self.windows)} and samples 1 to {self.spec.samples}, got {windows} and "
-                f"{samples}"
+                f"windows must be 0 to {count} and samples 1 to {self.spec.samples}, got {windows} and {samples}"
             )
         part = copy.copy(self)
         part.spec = replace(self.spec, windows=windows, samples=samples)
         # Sorted by their number with its bits reversed, so that any first few windows are spread over the text.
-        bits = max(1, len(self.windows) - 1).bit_length()
-        order = sorted(range(len(self.windows)), key=lambda i: f"{i:0{bits}b}"[::-1])
+        bits = max(1, count - 1).bit_length()
+        order = sorted(range(count), key=lambda i: f"{i:0{bits}b}"[::-1])
+        # The first of them would be the beginning of the text. Of the next two, one is near the middle.
+        middle = min(order[1:3], key=lambda i: abs(2 * i - count + 1), default=0)
+        order.sort(key=lambda i: i != middle)
         part.windows = [self.windows[i] for i in sorted(order[:windows])]
         return part
 

@@ -41,6 +41,8 @@ def test_rows_are_equal_parts_of_every_text():
     assert set(rows.ids[:, 0].tolist()) == {TOKENIZER.bos_token_id}
     whole = torch.tensor(TOKENIZER(TEXTS["one"], add_special_tokens=False).input_ids)
     assert torch.equal(rows.ids[0, 1:], whole[:63]) and torch.equal(rows.ids[2, 1:], whole[-63:])
+    single, middle = read_rows(TOKENIZER, TEXTS, window=64, tokens=1).ids, (len(whole) - 63) // 2
+    assert torch.equal(single[0, 1:], whole[middle : middle + 63]), "one row comes from the middle"
     assert read_rows(TOKENIZER, TEXTS, window=64).sha256 != rows.sha256
 
 

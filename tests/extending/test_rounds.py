@@ -48,6 +48,16 @@ def test_the_windows_of_a_round_are_among_those_of_the_next():
     assert suite.smaller(4, 2).spec.windows == 4 and suite.spec.windows == 13
 
 
+@pytest.mark.parametrize(("count", "places"), [(1, [0]), (2, [1]), (3, [1]), (9, [4]), (12, [4]), (64, [32])])
+def test_a_single_window_is_not_the_beginning_of_the_text(count, places):
+    text = " ".join(f"{i:05}" for i in range(6000))  # each word stands once
+    suite = EvalSuite(EvalSpec([128], windows=count), TOKENIZER, text=text, haystack=HAY)
+    window = suite.smaller(1, 1).windows[0]
+    assert [i for i, one in enumerate(suite.windows) if one is window] == places
+    (alone,) = EvalSuite(EvalSpec([128], windows=1), TOKENIZER, text=text, haystack=HAY).windows
+    assert 2950 < int(TOKENIZER.decode(alone.ids[60:])[-60:].split()[1]) < 3050
+
+
 @pytest.mark.parametrize(("windows", "samples"), [(14, 1), (-1, 1), (2, 5), (2, 0)])
 def test_no_part_is_larger_than_the_whole(windows, samples):
     text = builtin_text("heldout").text[:60_000]
