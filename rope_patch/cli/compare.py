@@ -102,7 +102,8 @@ def print_table(comparison: Any) -> None:
     for line in comparison.differences_text():
         print(line)
     scores = [(row.label, row.scores) for row in comparison.rows]
-    print(answers_text(shortest_of_each(scores)))
+    for line in answers_text(shortest_of_each(scores)):
+        print(line)
     if note := first_choice_note(scores):
         print(note)
     if (keys := comparison.rows[0].scores.key_tokens) is not None:

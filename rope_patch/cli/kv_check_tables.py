@@ -45,7 +45,8 @@ def print_check(checked: Any) -> None:
     for length in checked.lengths:
         for line in checked.prompts(length):
             print(line)
-    print(answers_text(shortest_of_each(checked.named_scores())))
+    for line in answers_text(shortest_of_each(checked.named_scores())):
+        print(line)
     print(f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}")
     for sentence in checked.warnings:
         print(f"note: {sentence}", file=sys.stderr)

@@ -139,17 +139,6 @@ class Comparison:
         """Prompt lengths in rising order [tokens]."""
         return self.spec.lengths
 
-    def best(self) -> Row:
-        """Return the row with most exact matches at the longest length; of equals, the one with lower perplexity."""
-        longest = self.spec.longest
-
-        def rank(row: Row) -> tuple[float, float]:
-            answered = [result.accuracy(longest) for result in row.scores.retrieval.values()]
-            text = row.scores.perplexity
-            return math.fsum(answered) / len(answered), -text.buckets[-1].nll if text else 0.0
-
-        return max(self.rows, key=rank)
-
     @property
     def warnings(self) -> list[str]:
         """Sentences that the reader should know before reading the scores."""

@@ -137,7 +137,7 @@ def effective_lengths(
     unanswered = tuple(str(span.task) for span in spans if retrieval.value(unpatched, span) < ANSWERED_SHARE)
     # LongPPL has no effective length: few windows have key tokens at both lengths, so the two cannot be paired.
     metrics = [METRICS["perplexity"]] if spec.windows != 0 else []
-    if not unanswered:
+    if spans and not unanswered:
         metrics.append(retrieval)
     lengths = [
         _effective(metric, method, result, unpatched, reference, confidence)

@@ -101,9 +101,10 @@ def shortest_of_each(scores: Sequence[tuple[str, EvalResult]]) -> list[tuple[str
     return one_of_each(sorted(few_answers(scores, scores[0][1].spec.lengths), key=lambda one: one[1].length))
 
 
-def answers_text(shown: Iterable[tuple[str, ShownAnswer]]) -> str:
-    """Return lines for a terminal that say when a prompt counts as answered, and show some answers."""
-    return "\n".join([f"{EXACT_MATCH}, as in:", *(f"  {name}, {answer}" for name, answer in shown)])
+def answers_text(shown: Iterable[tuple[str, ShownAnswer]]) -> list[str]:
+    """Return lines for a terminal that say when a prompt counts as answered and show some answers; none for none."""
+    answers = [f"  {name}, {answer}" for name, answer in shown]
+    return [f"{EXACT_MATCH}, as in:", *answers] if answers else []
 
 
 def first_choice(scores: EvalResult) -> dict[str, float]:

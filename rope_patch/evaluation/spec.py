@@ -117,7 +117,7 @@ def smaller_specs(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
     windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
     least = min(SMALLEST_WINDOWS, windows) if "windows" in scalable else windows
     specs = [spec]
-    if "samples" in scalable:
+    if spec.tasks and "samples" in scalable:
         for samples in range(spec.samples - 1, 0, -1):
             # In proportion, so that perplexity and retrieval lose about as much precision.
             count = max(least, round(windows * samples / spec.samples))

@@ -168,7 +168,7 @@ class KVCheck:
                     names = [row.format for row, verdict in verdicts if (verdict.kind, verdict.idle) == (kind, idle)]
                     if names:
                         parts.append(f"{', '.join(names)} {one if len(names) == 1 else many}")
-                if not any(answered(base, length)):
+                if self.spec.tasks and not any(answered(base, length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
                 sentences.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
         return sentences
@@ -217,7 +217,8 @@ class KVCheck:
         """Return everything but the captures as JSON; errors of pairs are root mean squares over heads."""
         names = ("model", "windows", "text", "digest", "trained_length")
         out = {"schema": SCHEMA} | {name: getattr(self, name) for name in names} | asdict(self.limits)
-        out["chat_sha256"] = next(iter(self.rows[0].scores.retrieval.values())).chat_sha256
+        # One for all tasks, and none without a task.
+        out["chat_sha256"] = next((one.chat_sha256 for one in self.rows[0].scores.retrieval.values()), "")
         out |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "simulated": True, "stride": None}
         out |= {"summary": self.summary(), "environment": dict(self.environment)}
         out["methods"] = {

@@ -60,10 +60,11 @@ class EvalSpec(OptionSet):
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
         "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, cwe and fwe (common and "
-        "frequent words), or qa1, qa2 and qa3 (facts of a story).",
+        'frequent words), or qa1, qa2 and qa3 (facts of a story). "" asks none, and leaves perplexity.',
         ("passkey",),
         metavar="TASKS",
         several=True,
+        empty=True,
     )
     text: str | None = word(
         "The text for perplexity: a file, or a folder of .txt files. By default, text that ships with Python.",
@@ -105,6 +106,8 @@ class EvalSpec(OptionSet):
             values = getattr(self, name)
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} must differ from each other, got {list(values)}")
+        if not self.tasks and self.windows == 0:
+            raise ValueError("nothing is left to measure without tasks and windows: give a task, or windows >= 1")
         if self.longppl and self.windows == 0:
             raise ValueError("LongPPL is measured on windows of text: give windows >= 1")
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))

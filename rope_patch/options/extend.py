@@ -71,6 +71,8 @@ class ExtendSettings(OptionSet):
         methods = tuple(dict.fromkeys(method for method in self.methods if method != "default"))
         if not methods and not self.fit:
             raise ValueError("name a method beside 'default', which is always measured, or give fit=True (--fit)")
+        if not self.evaluation.tasks:
+            raise ValueError("extend decides by retrieval, too: give a task; rope-patch compare takes perplexity alone")
         given = [name for name in ("train_text", "train_rows") if getattr(self, name) is not None]
         if given and not self.train:
             raise ValueError(f"{given[0]} needs train=True (--train)")

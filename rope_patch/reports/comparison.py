@@ -11,7 +11,6 @@ from rope_patch.evaluation.compare import Column, Comparison
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS, value_text
 from rope_patch.evaluation.number_format import number_text
-from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.shown_answers import few_answers
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
@@ -61,11 +60,11 @@ def _section(comparison: Comparison) -> Section:
         *_effective_lengths(comparison, names),
         *_wavelengths(comparison, names),
         *_differences(comparison, names, columns),
-        answers([(names[row.label], row.scores) for row in comparison.rows]),
+        *answers([(names[row.label], row.scores) for row in comparison.rows]),
         *_long_names(names),
         pages.facts(_facts(comparison), comparison.environment),
     ]
-    title = f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks)}"
+    title = f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks) or 'perplexity'}"
     return Section(title, summary(comparison, names, columns), parts)
 
 
@@ -155,8 +154,8 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
         f"intervals. {INTERVALS}"
     )
     caption = (
-        "Perplexity (lower is better), the share of prompts answered exactly and the log-probability of the right "
-        "answer (both: higher is better)."
+        "Lower is better in perplexity, higher in the share of prompts answered exactly and in the log-probability of "
+        "the right answer."
     )
     return _table("Scores", names, shown, caption + several if len(comparison.rows) > 1 else caption)
 
@@ -193,8 +192,8 @@ def _effective_lengths(comparison: Comparison, names: Mapping[str, str]) -> list
     ]
 
 
-def answers(scores: Sequence[tuple[str, EvalResult]]) -> DataTable:
-    """Return a few answers as they were given.
+def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
+    """Return the table of a few answers as they were given, or no table if there was no task.
 
     Args:
         scores: the results of one spec, each with the name it is shown under.
@@ -205,7 +204,7 @@ def answers(scores: Sequence[tuple[str, EvalResult]]) -> DataTable:
         texts = [Cell(text, style="text") for text in (one.expected, one.quoted, one.verdict)]
         rows.append([name, Cell(one.task, style="left"), str(one.length), one.place or "–", *texts])
     caption = "The first wrong answer, where there is one, and the first right one to the shortest and longest prompts."
-    return DataTable("A few answers", columns, rows, caption, folded=True)
+    return [DataTable("A few answers", columns, rows, caption, folded=True)] if rows else []
 
 
 def _long_names(names: Mapping[str, str]) -> list[DataTable]:
@@ -217,7 +216,6 @@ def _long_names(names: Mapping[str, str]) -> list[DataTable]:
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
     scores = comparison.rows[0].scores
-    retrieval = next(iter(scores.retrieval.values()))
     facts = [("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch")]
     if scores.perplexity is not None:
         score = scores.perplexity
@@ -230,29 +228,26 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         facts.append(("Perplexity", f"{read}; {score.tokens} tokens scored"))
     if scores.key_tokens is not None:
         facts.append(("LongPPL", str(scores.key_tokens)))
-    special = f"ids {', '.join(map(str, retrieval.prefix))}" if retrieval.prefix else "none"
-    return [
-        *facts,
-        ("Retrieval", retrieval_text(scores)),
-        ("Haystack", haystack_of(retrieval)),
-        ("Special tokens", f"{special}, in front of each window and prompt"),
-    ]
+    return [*facts, *retrieval_facts(scores)]
 
 
-def retrieval_text(scores: EvalResult) -> str:
-    """Return which prompts were asked."""
+def retrieval_facts(scores: EvalResult) -> list[tuple[str, str]]:
+    """Return which prompts were asked, in what text and in which form; nothing if there was no task."""
     spec = scores.spec
+    if not spec.tasks:
+        return []
+    retrieval = next(iter(scores.retrieval.values()))
     tasks = f"{'tasks' if len(spec.tasks) > 1 else 'task'} {', '.join(spec.tasks)}"
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
     samples = f"{count_text(spec.samples, 'sample')} at each"
     lengths = ", ".join(map(str, spec.lengths))
-    return f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"
-
-
-def haystack_of(retrieval: RetrievalResult) -> str:
-    """Return the text that needles were hidden in, and the form in which prompts were put to the model."""
     form = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
-    return f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {form}"
+    special = f"ids {', '.join(map(str, retrieval.prefix))}" if retrieval.prefix else "none"
+    return [
+        ("Retrieval", f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
+        ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {form}"),
+        ("Special tokens", f"{special}, in front of each window and prompt"),
+    ]
 
 
 def _percent(comparison: Comparison) -> str:

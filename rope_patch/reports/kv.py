@@ -24,7 +24,7 @@ from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
 from rope_patch.kv_evaluation.results import MEMORY_NOTE, KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
-from rope_patch.reports.comparison import answers, haystack_of, retrieval_text
+from rope_patch.reports.comparison import answers, retrieval_facts
 from rope_patch.reports.layer_kinds import Kind, kinds
 from rope_patch.reports.page import (
     INTERVALS,
@@ -61,7 +61,7 @@ def _results(check: KVCheck) -> Section:
         *(_table(check, length) for length in check.lengths),
         *([_memory(check)] if check.limits.memory is not None else []),
         *(_costs(check, metric, span) for metric, span in spans_at(check.spec, max(check.lengths))),
-        answers(check.named_scores()),
+        *answers(check.named_scores()),
         _formats(check),
     ]
     return Section("What survives", check.summary(), parts)
@@ -86,12 +86,12 @@ def _table(check: KVCheck, length: int) -> DataTable:
                 cells += [value, _change(check, row, metric, span)]
             rows.append([row.format, *cells])
     limits = check.limits
+    prompts = "".join(f" {sentence}." for sentence in check.prompts(length))
     caption = (
         f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies within "
         f"{100 * limits.tolerance:g} %, at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost, and KL is at most "
         f"{limits.loss:.4f}; unsafe: KL is larger, an interval shows that one of the others is exceeded, or the change "
-        f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. {'; '.join(check.prompts(length))}. "
-        f"{INTERVALS}"
+        f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains.{prompts} {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
 
@@ -136,10 +136,14 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
             verdict = check.verdict(row, span.stop).kind
             costs.append(plots.Cost(names[row.format], row.cache_bits[span.stop], value, low, high, verdict))
         panels[name] = costs
+    better = "lower" if metric.lower_is_better else "higher"
+    caption = f"Change from full precision with its interval; {better} is better."
     xlabel = f"change of {span.task or metric.name}, {metric.unit}"
+    limit = None
     if metric.is_perplexity:
         xlabel = f"change of {metric.name} [%], linear within ±1 %"
-    limit = 100 * check.limits.tolerance if metric.name == "perplexity" else None
+        limit = 100 * check.limits.tolerance
+        caption += " Dotted: what is tolerated."
     figure = plots.costs(
         panels,
         title=f"What formats cost in {span.task or metric.name} at {span.stop} tokens",
@@ -147,10 +151,7 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
         logarithmic=metric.lower_is_better,
         limit=limit,
     )
-    better = "lower" if metric.lower_is_better else "higher"
-    return figure_image(
-        figure, f"Change from full precision with its interval; {better} is better. Dotted: what is tolerated."
-    )
+    return figure_image(figure, caption)
 
 
 def _memory(check: KVCheck) -> Figure:
@@ -161,7 +162,9 @@ def _memory(check: KVCheck) -> Figure:
             names.get(row.format, "full precision"): (row.fits or 0, check.shown(row) or 0) for row in check.of(method)
         }
     title = f"How long a text fits into {check.limits.memory:g} GiB"
-    return figure_image(plots.contexts(panels, title=title), f"{MEMORY_NOTE} Bars: what fits; dots: what was shown.")
+    return figure_image(
+        plots.contexts(panels, title=title), f"{MEMORY_NOTE} Bars: what fits; dots, if any: what was shown."
+    )
 
 
 def _formats(check: KVCheck) -> DataTable:
@@ -258,7 +261,6 @@ def _how(check: KVCheck) -> Section:
 def _facts(check: KVCheck) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
     spec, scores = check.spec, check.rows[0].scores
-    retrieval = next(iter(scores.retrieval.values()))
     chunk = "in one pass" if spec.chunk is None or spec.chunk >= spec.longest else f"in passes of {spec.chunk} tokens"
     tokens = scores.perplexity.tokens if scores.perplexity else 0
     tables = [f"{method}: {kind} {mark}" for method, own in check.tables.items() for kind, mark in own.items()]
@@ -268,8 +270,7 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
         ("Tables", "; ".join(tables)),
         ("Text", f"{check.text}; SHA-256 {check.digest[:16]}…"),
         ("Perplexity", f"{windows_text(check.windows, spec.longest)}, read {chunk}; {tokens} tokens scored"),
-        ("Retrieval", retrieval_text(scores)),
-        ("Haystack", haystack_of(retrieval)),
+        *retrieval_facts(scores),
     ]
 
 

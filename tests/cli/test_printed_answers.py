@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from support.commands import DOMAINS, run
 from support.report_pages import row
 
+from rope_patch import data_path
 from rope_patch.cli.compare import print_table
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
@@ -65,3 +68,16 @@ def test_compare_says_that_the_unpatched_model_was_not_measured(capsys):
     print_table(comparison(row("yarn:factor=2", [1.0, 1.1], {(4, depth): 0 for depth in (0.0, 0.5, 1.0)})))
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith("note: 0% of the passkey prompts of 4 tokens are answered") and "--methods" in note
+
+
+@pytest.mark.parametrize(
+    "words", [("compare", "--methods", "default yarn"), ("kv-check", "--formats", "fp8")], ids=lambda words: words[0]
+)
+def test_perplexity_is_measured_and_reported_alone(tmp_path, words):
+    command, *words = words
+    words += ["--tasks", "", "--lengths", "64 512", "--windows", "2", "--text", DOMAINS, "-o", tmp_path]
+    printed = run(command, data_path("assets") / "llama", *words)
+    assert "perplexity" in printed and "exact match" not in printed and "no prompt" not in printed
+    (report,) = tmp_path.glob("*.html")
+    text = report.read_text()
+    assert "A few answers" not in text and "Haystack" not in text

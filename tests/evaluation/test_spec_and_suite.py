@@ -59,7 +59,7 @@ def test_every_field_of_a_spec_is_part_of_its_digest():
         {"depths": [1.5]}, {"depths": [math.nan]}, {"depths": (0.5, 0.5)},
         {"bucket": 0}, {"batch_tokens": 0}, {"windows": -1}, {"windows": "2"}, {"samples": 0}, {"samples": 1.5},
         {"seed": None}, {"text": ["a"]}, {"chat_template": "yes"},
-        {"windows": 0, "longppl": True},
+        {"windows": 0, "longppl": True}, {"tasks": [], "windows": 0},
     ],
     ids=str,
 )  # fmt: skip
