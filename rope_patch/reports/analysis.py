@@ -36,7 +36,7 @@ def _heads(analysis: Analysis) -> Section:
 def _single(analysis: Analysis) -> Section:
     answer = (
         "A positional head has fast pairs that are long at every token and adds to one distance; a head that looks for "
-        "content has slow pairs that are long at some tokens only (Barbero et al. 2024, figures 5 to 7 and 14 to 18)."
+        "content has slow pairs that are long at some tokens only (Barbero et al. 2024)."
     )
     figures_of_heads = [figures.single_head(analysis, head) for head in analysis.single_heads]
     return Section("Single heads", [answer], [*figures_of_heads, tables.tokens(analysis)])

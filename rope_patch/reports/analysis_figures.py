@@ -18,7 +18,8 @@ from rope_patch.reports.page import Figure, figure_image
 from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, head_view, heat_maps, pair_map, spread
 
 BOUND_CAPTION = (
-    "The line 2π/L is the frequency bound of Jonasson (2025): slower pairs make no full turn within the context L."
+    "A line 2π/L, where there is one, is the frequency bound of Jonasson (2025): slower pairs make no full turn within "
+    "the context L."
 )
 
 
@@ -46,7 +47,7 @@ def attention_masses(analysis: Analysis) -> Figure:
     )
     caption = (
         "Mean weight that each head puts on its own token, the previous one, the first one, all sinks, and the token "
-        "that followed the same token before (induction). Grey: not measured."
+        "that followed the same token before (induction). What was not measured is grey."
     )
     return figure_image(figure, caption)
 
@@ -100,6 +101,4 @@ def norms(analysis: Analysis) -> Figure:
         grid.append(row)
     title = "Mean norm of each pair, by layer"
     figure = heat_maps(grid, title=title, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")
-    return figure_image(
-        figure, f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {BOUND_CAPTION}"
-    )
+    return figure_image(figure, f"Means over tokens and heads, as in Barbero et al. (2024). {BOUND_CAPTION}")

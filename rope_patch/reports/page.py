@@ -1,6 +1,6 @@
 """The one model of every report: a page of sections, of tables, figures and notes, and how it becomes one HTML file.
 
-A builder (``comparison``, ``kv``, ``analysis``, ``theory``) turns a result into a :class:`Page`; the template
+A builder (``comparison``, ``kv``, ``analysis``) turns a result into a :class:`Page`; the template
 ``assets/page.html.jinja`` turns a page into HTML that needs no script, no font and no network.
 """
 

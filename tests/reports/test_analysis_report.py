@@ -161,6 +161,7 @@ def test_the_page_is_whole_and_loads_nothing():
     assert len(page.all("img")) == 3  # masses, view, norms
     words = "".join(page.text)
     assert "Some <b> model" in words and "<b>" not in text
+    assert not re.search(r"figures? \d", words), "the figures of a page have no numbers"
     facts = dict(page.table("What was measured")[1:])
     assert facts["Text"].startswith("a text; SHA-256 abababababababab…")
     assert facts["Rows"] == "2 of 24 tokens, 48 in all"
