@@ -62,9 +62,9 @@ def analyze(
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
         tokenizer: the tokenizer of the model.
         text: the text that the model reads: a text, file or folder as
-            :func:`~rope_patch.evaluation.documents.documents` reads it, or several by name, which count as domains. By
-            default short texts of five domains that ship with the package; the p sweep then reads the held-out part of
-            the built-in text.
+            :func:`~rope_patch.evaluation.documents.documents` reads it, or several by name, of each of which the
+            statistics read as much. By default short texts of five domains that ship with the package; the p sweep then
+            reads the held-out part of the built-in text.
         tokens: the number of tokens that the statistics read at most, over all rows; by default 16384, or fewer for a
             large model, for which the p sweep reads less, too [tokens].
         window: the length of a row of the text; by default the context length, at most 2048 [tokens].

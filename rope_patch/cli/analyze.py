@@ -59,7 +59,7 @@ def read_texts(paths: Sequence[Path], pattern: str) -> dict[str, Any] | None:
 
     named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in paths}
     if len(named) < len(paths):
-        raise ValueError("two texts have one name: rename one, since results are given by name")
+        raise ValueError("two texts have one name: rename one, since results name them")
     return named or None
 
 

@@ -62,8 +62,8 @@ class AnalyzeOptions(OptionSet, command="analyze"):
 
     model: str = shared.model()
     texts: tuple[Path, ...] = path(
-        "A text file, or a folder of text files, to run the model on. Repeat it for more; results are given for each. "
-        "By default short built-in texts of five kinds.",
+        "A text file, or a folder of text files, to run the model on. Repeat it for more: the statistics read as much "
+        "of each, and are of all together. By default short built-in texts of five kinds.",
         (),
         name="text",
         repeated=True,
@@ -106,6 +106,7 @@ class AnalyzeOptions(OptionSet, command="analyze"):
     window: int | None = tokens(
         "The length of the rows that the text is cut into. By default the context length of the model, but at most 2k.",
         None,
+        least=2,
     )
     chunk: int | None = shared.chunk()
     method: str | None = shared.method()
