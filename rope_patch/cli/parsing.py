@@ -100,6 +100,8 @@ def _divided(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    # argparse takes -16k for an option, unlike -16: then it would say that the option before has no value.
+    parser._negative_number_matcher = re.compile("-[0-9.]")
     for i, option in enumerate(known):
         hint = f" (default: {option.shown})" if option.shown else " (required)" if option.default is MISSING else ""
         # argparse formats the help with %, so a percent sign is doubled.

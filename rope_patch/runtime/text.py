@@ -58,8 +58,7 @@ def parse_duration(text: str) -> int:
     >>> parse_duration("90s"), parse_duration("30m"), parse_duration("1.5h")
     (90, 1800, 5400)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text.lower())
-    seconds = round(float(match[1]) * _SECONDS[match[2]]) if match else 0
-    if seconds < 1:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?)([smh])", text.lower())
+    if not match:
         raise ValueError(f"a time is a number with s, m or h, such as 30m or 1.5h, got {text!r}")
-    return seconds
+    return round(float(match[1]) * _SECONDS[match[2]])

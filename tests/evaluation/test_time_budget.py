@@ -136,7 +136,7 @@ def test_without_windows_prompts_alone_get_fewer():
     assert "windows" not in what_is_lost(spec, smaller)
 
 
-@pytest.mark.parametrize("duration", ["5", "m", "0m", "-5m", "5d", ""])
+@pytest.mark.parametrize("duration", ["5", "m", "-5m", "5d", ""])
 def test_a_time_needs_a_number_and_a_unit(duration):
     with pytest.raises(ValueError, match="number"):
         parse_duration(duration)
