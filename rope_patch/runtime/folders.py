@@ -63,7 +63,9 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
     expected = f"{', '.join(kinds)}, or a hub id such as org/name"
     if path.is_dir():
         if not any((path / config).is_file() for config in configs):
-            raise ValueError(f"{source} has no {' or '.join(configs)}: give {expected}")
+            below = [str(file.parent) for config in configs for file in sorted(path.glob(f"*/{config}"))]
+            hint = f". Did you mean {' or '.join(below[:3])}?" if below else ""
+            raise ValueError(f"{source} has no {' or '.join(configs)}: give {expected}{hint}")
     elif is_gguf(source):
         if not path.is_file():
             raise FileNotFoundError(f"no file {source}")

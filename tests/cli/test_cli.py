@@ -111,6 +111,7 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
         (("apply", "{base}", "p_rope", "-o", "{base}/config.json"), "is a file: give a folder to save into"),
         (("doctor", "./nothing"), "no folder ./nothing"),
         (("doctor", "{full}"), "has no config.json"),
+        (("doctor", "{base}/.."), "/base?"),
         (("doctor", "meta-llama/Llama-9"), "cannot load meta-llama/Llama-9 from the hub"),
         (("doctor", "{base}", "--for", "tgi"), "unknown program 'tgi'. Known: "),
         (("restore", "{base}", "-o", "{out}"), "carries no patch record"),
