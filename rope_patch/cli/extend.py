@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare
@@ -31,6 +32,13 @@ def extend(words: Sequence[str]) -> int:
     if options.report:
         from rope_patch.reports import comparison as report
         from rope_patch.reports import page
+
+    def add_report(outcome: Extended, folder: Path) -> None:
+        if options.report:
+            # The last round first: it is the one that decided.
+            shown = report.page(outcome.comparisons[::-1], title="A longer context")
+            page.write(folder / "report.html", shown, command_line())
+
     settings, output = options.settings, options.output
     check_output(settings, output, options.force)
     prepare(settings.machine, settings.evaluation.text, settings.evaluation.haystack)
@@ -64,14 +72,11 @@ def extend(words: Sequence[str]) -> int:
                 shutil.rmtree(work, ignore_errors=True)
             return 0
         with resumable(work / RESULT_CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
-            outcome = run.finish(overwrite=options.force)
+            outcome = run.finish(overwrite=options.force, add_report=add_report)
     if not first:
         return 0
-    folder = outcome.output or outcome.work
-    if options.report:
-        # The last round first: it is the one that decided.
-        shown = report.page(outcome.comparisons[::-1], title="A longer context")
-        page.write(folder / "report.html", shown, command_line())
+    if outcome.output is None:
+        add_report(outcome, outcome.work)
     if options.as_json:
         print_json(
             {"output": None if outcome.output is None else str(output), "chosen": outcome.choice.label}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -388,8 +388,15 @@ class Run:
                 remaining = evaluator.leaders(remaining, rounds[number].candidates, conditions=conditions)
         return comparisons
 
-    def finish(self, *, overwrite: bool) -> Extended:
-        """Measure, choose, train if asked to, and write; finished work is not repeated."""
+    def finish(
+        self, *, overwrite: bool, add_report: Callable[[Extended, Path], None] = lambda outcome, folder: None
+    ) -> Extended:
+        """Measure, choose, train if asked to, and write; finished work is not repeated.
+
+        Args:
+            overwrite: whether to write into a folder that holds files.
+            add_report: a function that writes a report of the outcome into the folder before it becomes the output.
+        """
         options = self.options
         rounds, training = self.plan()
         self.work.mkdir(parents=True, exist_ok=True)
@@ -412,7 +419,7 @@ class Run:
             return outcome
         parts = self.output, self.model, self.tokenizer, adapter
         with alone():
-            return write_extended(outcome, *parts, overwrite=overwrite)
+            return write_extended(outcome, *parts, overwrite=overwrite, add_report=add_report)
 
     def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
         """Train an adapter under a method, measure it beside the unadapted model, and choose again."""

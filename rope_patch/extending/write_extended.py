@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,8 +46,9 @@ def write_extended(
     adapter: Path | None,
     *,
     overwrite: bool,
+    add_report: Callable[[Extended, Path], None],
 ) -> Extended:
-    """Write the checkpoint, its card and its record.
+    """Write the checkpoint, its card, its record and its report.
 
     Args:
         outcome: the outcome of the run so far, with a chosen method.
@@ -56,6 +57,7 @@ def write_extended(
         tokenizer: the tokenizer of the model.
         adapter: the folder of the trained adapter, which is merged; None where nothing was trained.
         overwrite: whether to replace what an earlier run wrote.
+        add_report: a function that writes a report of the outcome into a folder.
 
     Returns:
         The outcome with what was written.
@@ -93,6 +95,7 @@ def write_extended(
     write_atomically(staged / "extend.yaml", to_yaml(outcome.options))
     write_atomically(staged / EXTEND_RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))
+    add_report(outcome, staged)
     with folder_in_one_move(out, overwrite=overwrite) as folder:
         for path in staged.iterdir():
             shutil.move(path, folder / path.name)  # which copies where the output is on a disk of its own

@@ -169,10 +169,18 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
         if sentence.startswith("plain transformers gives"):
             raise KeyboardInterrupt
 
+    def stop_in_the_report(outcome, folder):
+        raise KeyboardInterrupt
+
     options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK}
     options |= {"methods": ["yarn"]}
     with listen(on_sentence=stop), pytest.raises(KeyboardInterrupt):
         extend(llama, TOKENIZER, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
+    settings = from_dict(ExtendSettings, {"model": "m", **{k: v for k, v in options.items() if k in QUICK}})
+    run = Run(llama, TOKENIZER, settings, tmp_path / "out", FEW)
+    with pytest.raises(KeyboardInterrupt):
+        run.finish(overwrite=False, add_report=stop_in_the_report)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
     extend(llama, TOKENIZER, **options)
     assert rope_patch.verify(tmp_path / "out").record.target_length == 512
@@ -317,6 +325,7 @@ def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
         ({"methods": []}, "name a method beside 'default', which is always measured"),
         ({"methods": ["yarn", "yarn:factor=2"]}, "methods must differ from each other"),
         ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
+        ({"tasks": []}, "extend decides by retrieval, too: give a task"),
         ({"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
         ({"tolerance": float("nan")}, "tolerance must be a number"),
         ({"train_rows": 9}, r"train_rows needs train=True \(--train\)"),
