@@ -119,7 +119,8 @@ class Diagnosis:
         if unknown:
             others = ", the others hold" if unknown < count else ""
             return f"UNKNOWN: {unknown} of {count} checks could not be made{others}"
-        return f"OK: {count} of {count} checks hold"
+        no_base = [check.found for check in self.checks if check.name == "base"]
+        return "; ".join([f"OK: {count} of {count} checks hold", *no_base])
 
     def __repr__(self) -> str:
         return f"<Diagnosis of {self.source}: {self.verdict}>"

@@ -15,7 +15,7 @@ from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_recor
 from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.checkpoints.gguf_table import layers_in
 from rope_patch.checkpoints.model_without_weights import model_without_weights
-from rope_patch.checkpoints.source_files import read_tokenizer
+from rope_patch.checkpoints.source_files import config_json, read_tokenizer
 from rope_patch.checkpoints.tokenizer_length import stated_length
 from rope_patch.checkpoints.weight_files import check_weights
 from rope_patch.diagnosis import in_memory as in_memory_checks
@@ -114,7 +114,8 @@ def _of_model(
     subject = None
     try:
         location = locate(model)
-        subject = Subject(model, location, tokenizer_length, in_memory)
+        stated = location.model.config.to_dict() if in_memory else config_json(source)
+        subject = Subject(model, location, tokenizer_length, in_memory, stated)
         record, tables = location.record, location.tables
     except PatchError as error:
         wrong = Check("patch record", DIFFERS, str(error), fix=LOAD_AGAIN if in_memory else WRITE_AGAIN)
@@ -146,12 +147,13 @@ def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
     # Unchecked, since contradicting keys of config.json are a check of their own here, and no error.
     model = model_without_weights(source, checked=False)
     folder = Path(source)
+    length = None if tokenizer is None else tokenizer.model_max_length
     if folder.is_dir():
         more = _on_disk(folder, model)
-        length = stated_length(folder) if tokenizer is None else tokenizer.model_max_length
+        if tokenizer is None:
+            length = stated_length(folder)
     else:
         more = [Check("weights files", NOTE, f"{source} is no folder, and its weights are not downloaded")]
-        length = None if tokenizer is None else tokenizer.model_max_length
     found = _of_model(source, model, length, in_memory=False, more=more)
     return replace(found, checks=(*found.checks, *(_made(programs_agree, source) if found.tables else ())))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +18,18 @@ from rope_patch.diagnosis.causes import RELOAD, cause, plain
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.methods.two_tables import TwoTables
 from rope_patch.patching.encode import plan_from_record
-from rope_patch.patching.locate import Location, PatchError, described_table, device_of, holds_adapters_twice
-from rope_patch.patching.measured import Measured, measure
-from rope_patch.patching.older_keys import older_differences
+from rope_patch.patching.locate import (
+    Location,
+    PatchError,
+    described_table,
+    device_of,
+    holds_adapters_twice,
+    leaves,
+)
+from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
     TableRecord,
     about_two_tables,
-    build_rotary,
-    config_with,
     key_of,
     settings_of,
     silent_transformers,
@@ -47,20 +51,24 @@ class Subject:
         location: the location of the model's rotary module.
         tokenizer_length: the length at which its tokenizer cuts texts [tokens]; None if no tokenizer is known.
         in_memory: whether the model is in memory with its numbers, and was not built without weights from a folder.
+        stated: the contents of the config.json, or the whole config of a model in memory.
     """
 
     model: nn.Module
     location: Location
     tokenizer_length: float | None
     in_memory: bool
+    stated: Mapping[str, Any]
 
     @cached_property
     def described(self) -> Mapping[str | None, RotaryTable]:
         """The tables that the config describes, as the model's own class computes them."""
-        location = self.location
-        config = config_with(location.config, settings_of(location.config))
-        rebuilt = build_rotary(location.rotary_class, config)
-        return {kind: described_table(location, rebuilt, config, kind) for kind in original_tables(rebuilt)}
+        # Without its record, a location describes what the config states.
+        stated = replace(self.location, record_data=None)
+        return {
+            kind: described_table(stated, stated.rebuilt, stated.config, kind)
+            for kind in original_tables(stated.rebuilt)
+        }
 
     @cached_property
     def meant(self) -> Mapping[str | None, RotaryTable]:
@@ -88,11 +96,6 @@ class Subject:
         """Return the fix that fits what was given to doctor: a model in memory, or a folder, whose files are named."""
         return in_memory if self.in_memory else in_folder
 
-    @property
-    def original_context(self) -> int:
-        """The shortest context from which a table was extended [tokens]; 0 if a table was not extended."""
-        return min((table.original_max_position_embeddings or 0 for table in self.meant.values()), default=0)
-
 
 def unreadable(subject: Subject, reason: ValueError) -> Check:
     """Return a check that says why the tables of a model cannot be read.
@@ -103,9 +106,8 @@ def unreadable(subject: Subject, reason: ValueError) -> Check:
     """
     location = subject.location
     parameters, own = settings_of(location.config).get("rope_parameters"), location.rotary_class
-    by_type = [one for one in (parameters, *(parameters or {}).values()) if isinstance(one, Mapping)]
-    for base in [one["rope_theta"] for one in by_type if "rope_theta" in one]:
-        if isinstance(base, int | float) and base > 0:
+    for name, base in leaves(parameters or {}):
+        if not name.endswith("rope_theta") or (isinstance(base, int | float) and base > 0):
             continue
         older = "rope_scaling is the older name of rope_parameters: setting it on a config replaces all of them"
         return Check(
@@ -165,12 +167,8 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
             return
         location.check_base()
         recomputed = plan_from_record(location, record).record
-        wrong = [
-            f"{name} [{key}]"
-            for name in ("base_tables", "tables")
-            for key, table in getattr(record, name).items()
-            if not table.matches(getattr(recomputed, name)[key])
-        ]
+        # The base tables were compared by check_base.
+        wrong = [key for key, table in record.tables.items() if not table.matches(recomputed.tables[key])]
     except ValueError as error:
         yield Check("patch record", DIFFERS, str(error), fix=subject.fix(LOAD_AGAIN, WRITE_AGAIN))
         return
@@ -178,7 +176,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
         yield Check(
             "patch record",
             DIFFERS,
-            f"{record.to_method()} does not give the numbers of the record: {', '.join(wrong)}",
+            f"{record.to_method()} does not give the tables of the record: {', '.join(wrong)}",
             meaning="the record was made on another model, or was altered",
             fix=subject.fix("apply the patch to the original model again", WRITE_AGAIN),
         )
@@ -325,12 +323,8 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
             position=measured.position,
         )
         return
-    yield _differs(name, measured, table, subject)
-
-
-def _differs(name: str, measured: Measured, table: RotaryTable, subject: Subject) -> Check:
-    meaning, fix = cause(measured, table, subject.location.record, subject.meant)
-    return Check(
+    meaning, fix = cause(measured, table, location.record, subject.meant)
+    yield Check(
         name,
         DIFFERS,
         str(measured.problem).partition("] ")[2],
@@ -371,7 +365,8 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
         yield Check("tokenizer", HOLDS, f"it cuts texts at {int(cut)} tokens" if cut < 1e15 else "it cuts no texts")
     elif cut is not None:
         # Many published tokenizers cut earlier than their model; but an extended context is meant to be used.
-        extended = subject.location.record is not None or cut <= subject.original_context
+        trained = min(table.original_max_position_embeddings or 0 for table in subject.meant.values())
+        extended = subject.location.record is not None or cut <= trained
         yield Check(
             "tokenizer",
             DIFFERS if extended else NOTE,
@@ -440,38 +435,24 @@ def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
         yield Check("layer types", HOLDS, f"all {len(types)} layers are of the type that the config states")
 
 
-def keys_agree(subject: Subject) -> Iterator[Check]:
-    """Check that no key of the config contradicts ``rope_parameters``."""
-    wrong = older_differences(subject.location.config.to_dict()) if subject.in_memory else []
-    if wrong:
+def settings_are_read(subject: Subject) -> Iterator[Check]:
+    """Check that every rotary setting which the config states is read."""
+    location = subject.location
+    unread = location.unread_settings(subject.stated)
+    if unread:
+        where = ", ".join(f"rope_parameters.{kind}" if kind else "rope_parameters" for kind in location.tables)
         yield Check(
             "config keys",
             DIFFERS,
-            "; ".join(wrong),
-            meaning="transformers 5 builds the table from rope_parameters alone: the other key sets nothing",
-            fix="set the value in rope_parameters, before the model is built, and take out the other key",
+            f"nothing reads {', '.join(f'{name} = {value}' for name, value in unread.items())}",
+            f"settings in {where} of {type(location.config).__name__}, which {location.rotary_class.__name__} reads",
+            "it sets nothing: the tables in use are those above",
+            subject.fix(
+                f"set it in {where} of {type(location.config).__name__} before the model is built, or take it out",
+                f"set it in {where} of {type(location.config).__name__}, or take it out of config.json; or "
+                "rope-patch apply FOLDER METHOD -o OUT, which puts a table in place, whatever the class reads",
+            ),
         )
-
-
-def transformers_accepts(subject: Subject) -> Iterator[Check]:
-    """Report what transformers itself finds unusual about ``rope_parameters``."""
-    # A copy, because a family's own check may set keys of the config, as Phi-MoE's does.
-    config = copy.deepcopy(subject.location.config)
-    logger, said = logging.getLogger("transformers.modeling_rope_utils"), list[str]()
-
-    def keep(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
-        return False
-
-    logger.addFilter(keep)
-    try:
-        config.validate_rope()
-    except Exception as error:
-        said.append(f"{type(error).__name__}: {error}")
-    finally:
-        logger.removeFilter(keep)
-    for sentence in said:
-        yield Check("rope_parameters", NOTE, f"transformers remarks: {sentence}")
 
 
 def adapters_fit(subject: Subject) -> Iterator[Check]:
@@ -518,12 +499,11 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
 CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     record_is_whole,
     config_describes_table,
-    keys_agree,
+    settings_are_read,
     module_uses_table,
     layers_use_their_tables,
     float32_tells_positions_apart,
     contexts_agree,
     adapters_fit,
-    transformers_accepts,
 )
 """Every check of a model, in the order in which they are made."""

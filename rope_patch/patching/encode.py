@@ -196,7 +196,9 @@ def _encode_table(
         for candidate in _encodings(location, table):
             parameters = dict(candidate.rope_parameters or {})
             if kind is not None:
-                parameters = {**settings["rope_parameters"], kind: parameters}
+                # What stands beside the tables is read by nobody here, and other programs may take it for a table.
+                tables = {k: v for k, v in settings["rope_parameters"].items() if isinstance(v, Mapping | None)}
+                parameters = {**tables, kind: parameters}
             trial = settings | {"rope_parameters": parameters}
             try:
                 config = config_with(location.base_config, trial)

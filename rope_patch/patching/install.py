@@ -188,6 +188,9 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
     """
     name, method, before = location.name, plan.method, plan.before
     warnings = [*location.warnings, *warnings]
+    unread = location.unread_settings({"rope_parameters": location.base_config.rope_parameters})
+    if unread:
+        warnings.append(f"nothing in {name} reads what its config states in {', '.join(unread)}: the patch ignores it")
     if isinstance(method, TwoTables):
         check_decoder(location.model, location.decoder)
         warnings += method.warnings([before[kind] for kind in plan.record.layer_types])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,10 @@ from rope_patch.patching.two_tables import TwoTableRotary, attach
 from rope_patch.tables import RotaryTable, Tables, other_keys
 
 _POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
+# Keys of a config.json that change a table: those of its older and newer rotary dictionaries, and those beside them.
+_CHANGES_TABLE = re.compile(
+    r"(text_config\.)?(rope_\w+(\.\w+)*\.(rope_theta|rope_type|\w*factor)|rope_\w+|partial_rotary_factor)"
+)
 # A probe builds the model's layers again, which takes longer than all other steps of a patch together.
 _probes: dict[Any, Probe] = {}
 
@@ -194,6 +199,34 @@ class Location:
             _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables, self.layout)
         return _probes[key]
 
+    def unread_settings(self, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the rotary settings of an unpatched model that nothing in it reads, by their paths.
+
+        The probe shows which keys of ``rope_parameters`` the model's code looks up, so that no family is named here. A
+        setting that repeats a value which is read is left out. A patched model uses the tables of its record.
+
+        Args:
+            stated: what states the settings: the contents of a config.json, or the whole config as a dict.
+        """
+        if self.record is not None:
+            return {}
+        config = self.config
+        # A look-up of None is one of all keys. Settings of a layer type that no layer has are for nobody to read.
+        used = [
+            value
+            for name, value in leaves(config.rope_parameters)
+            if {name, re.sub(r"\w+$", "None", name)} & self.probe.read
+            or ("." in name and not {name.partition(".")[0], None} & self.tables.keys())
+        ]
+        return {
+            name: value
+            for name, value in leaves(stated)
+            if used
+            and _CHANGES_TABLE.fullmatch(name)
+            and not hasattr(type(config), name)
+            and value not in [*used, None, False, 1, "default"]
+        }
+
     def cos_sin(self, layer_type: str | None, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of each pair as the module in place computes them: (1, positions, pairs) float32."""
         return self.layout.pairs(call(self.module, layer_type, position_ids))
@@ -207,6 +240,15 @@ class Location:
         setattr(holder, name, module)
         if two:
             attach(self.model, self.decoder, module)
+
+
+def leaves(nested: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested dicts with its path, whose parts are joined by dots."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 _ALTERED = "the rope_patch record was altered: transformers cannot build the table of its base_config"
@@ -313,6 +355,15 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     if isinstance(context, bool) or not isinstance(context, int) or context < 1:
         raise ValueError(f"the config's max_position_embeddings must be a number of tokens >= 1, got {context!r}")
     warnings: list[str] = []
+    # Without layer types, a window is that of all layers (Mistral, Phi-3).
+    types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    window = getattr(config, "sliding_window", None)
+    if types == {"sliding_attention"} and window and window <= context:
+        warnings.append(
+            f"every layer attends to the last {window} tokens alone (sliding_window), and a context of {context} is "
+            "stated: no layer sees a distance beyond the window, so a longer context changes next to nothing. Only a "
+            "model with layers that attend to all tokens can use one"
+        )
     held = original_tables(original)
     for kind, table in tables.items():
         if location.record is not None and key_of(kind) in location.record.edited:
@@ -365,6 +416,9 @@ def _check_kind(location: Location, table: RotaryTable, inv_freq: Tensor) -> Non
         raise ValueError("its table holds numbers that are not finite")
     # Far positions would change a dynamic table.
     positions = _POSITIONS[:, :4] if table.is_dynamic else _POSITIONS
+    learned = [name for name in location.original.state_dict() if not name.endswith("inv_freq")]
+    if learned:
+        raise ValueError(f"the weights file holds a part of its table, {', '.join(learned)}, which no config states")
     layout = location.layout
     cos, sin = layout.parts(call(location.rebuilt, table.layer_type, positions))
     angles = positions[..., None].float() * inv_freq

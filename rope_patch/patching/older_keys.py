@@ -113,7 +113,7 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
     nested = any(isinstance(value, Mapping) for value in parameters.values())
     complete: dict[str, Any] = {**base, **parameters}
     if nested:
-        complete = {kind: {**base, **table} for kind, table in parameters.items() if table is not None}
+        complete = {kind: {**base, **table} for kind, table in parameters.items() if isinstance(table, Mapping)}
     if not all("rope_theta" in table for table in (complete.values() if nested else [complete])):
         return []
     expected = older_keys(str(text.get("model_type")), complete)

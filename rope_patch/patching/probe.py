@@ -43,6 +43,8 @@ class Probe:
         lookups: classes of the decoder that read ``rope_parameters`` while they run, each with the path of keys that it
             looks up.
         outside: names of the classes outside the decoder that read the same ``rope_parameters``.
+        read: the paths of all keys that anything looks up in ``rope_parameters``, the rotary module included; their
+            parts are joined by dots.
     """
 
     refusals: Mapping[str | None, str] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Probe:
     reader_values: Mapping[tuple[str, str], Any] | None = None
     lookups: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     outside: tuple[str, ...] = ()
+    read: frozenset[str] = frozenset()
 
 
 def probe(
@@ -85,14 +88,14 @@ def probe(
     building = {module for module, _ in reads if module in own}
     builders = tuple(name for name, module in built.named_modules() if module in building & inside)
     reader_values = values_kept_by_modules(built, builders)
-    reads.clear()
+    while_built = len(reads)
     failures: list[Exception] = []
     # A layer that fails on meta tensors must not hide what the layers after it do.
     for module in copied.modules():
         if module not in (copied, rotary):
             module.forward = _passing_on(module.forward, failures)
     runs = {kind: _run(copied, rotary, kind, failures) for kind in tables}
-    running = {(module, keys) for module, keys in reads if module in own}
+    running = {(module, keys) for module, keys in reads[while_built:] if module in own}
     patched = PatchedRotary(tables, rotary, layout=layout)
     refusals = {kind: _refusal(patched, kind, *run) for kind, run in runs.items()}
     readers = {*building, *(module for module, _ in running)}
@@ -102,6 +105,7 @@ def probe(
         reader_values,
         tuple(sorted({(type(module).__name__, keys) for module, keys in running}, key=str)),
         tuple(sorted({type(module).__name__ for module in readers - inside})),
+        frozenset(".".join(map(str, keys)) for _, keys in reads),
     )
 
 

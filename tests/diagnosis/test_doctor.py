@@ -11,11 +11,12 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.patches import edit_json, lora, module_of, patched_model
-from support.tiny import YARN, tiny_config, tiny_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaForCausalLM
+from support.tiny import MIXED, SIZE, YARN, tiny_config, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaForCausalLM
 
 import rope_patch
 from rope_patch import Diagnosis, doctor
+from rope_patch.checkpoints.folder_patch import patch_folder
 from rope_patch.diagnosis.check import Check
 
 BROKEN = {}
@@ -237,6 +238,38 @@ def test_what_is_broken_is_named(build, folder):
     assert any(each.name == check and part in f"{each.found} {each.meaning}" for each in found.found("differs")), found
 
 
+UNREAD = [
+    ("gemma3_text", MIXED, YARN, "rope_parameters.factor = 4.0"),
+    ("olmo3", MIXED, YARN, "rope_parameters.rope_theta = 10000.0"),
+    ("llama", {}, {"full_attention": YARN}, "rope_parameters.full_attention.rope_type = yarn"),
+    ("llama", {}, {"rope_theta": 10000.0, "factor": 4.0}, "rope_parameters.factor = 4.0"),
+    ("llama", {}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+]
+
+
+@pytest.mark.parametrize(("family", "more", "stated", "said"), UNREAD)
+def test_a_setting_that_nothing_reads_is_named_and_a_patch_takes_its_place(family, more, stated, said, tmp_path):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZE | more)).save_pretrained(tmp_path / "plain")
+    edit_json(tmp_path / "plain" / "config.json", lambda config: config.update(rope_parameters=stated))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    for source in (tmp_path / "plain", plain):
+        (check,) = doctor(source).found("differs")
+        assert said in check.found
+    patch_folder(tmp_path / "plain", "yarn:factor=2", tmp_path / "patched")
+    assert doctor(tmp_path / "patched").ok
+
+
+def test_settings_beside_those_of_the_text_decoder_are_named(tmp_path):
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    config = AutoConfig.for_model("qwen3_5", text_config=SIZE | linear)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    assert doctor(tmp_path).ok
+    edit_json(tmp_path / "config.json", lambda stated: stated.update(rope_theta=54321.0))
+    (check,) = doctor(tmp_path).found("differs")
+    assert "rope_theta = 54321.0" in check.found
+
+
 # --- what is no fault, and what cannot be known -----------------------------------------------------------------------
 
 
@@ -270,7 +303,9 @@ def test_what_decides_nothing_is_a_note(folder):
     assert notes(found) == {"generation config", "context of the table"}
     assert str(found).count("note ") == 2
     edit_json(folder / "config.json", lambda config: config.pop("rope_parameters"))
-    assert notes(doctor(folder)) == {"config.json", "tokenizer files"}  # they lack a base, and a tokenizer
+    without_base = doctor(folder)
+    assert notes(without_base) == {"base", "tokenizer files"}
+    assert without_base.ok and "default of LlamaConfig" in without_base.verdict
 
 
 def test_a_context_that_another_program_multiplies_is_no_other_table(folder):
@@ -284,8 +319,11 @@ def test_what_cannot_be_known_is_no_fault(folder):
     with torch.device("meta"):
         unfilled = LlamaForCausalLM(tiny_config("llama"))
         other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=8))
+    learned = tiny_model()
+    module_of(learned).alpha = torch.nn.Parameter(torch.zeros(8))  # as Mistral Large 4 has it
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    for model, reason in ((unfilled, "meta device"), (other, "no rotary table"), (folder, "not opened")):
+    reasons = {unfilled: "meta device", other: "no rotary table", learned: "alpha", folder: "not opened"}
+    for model, reason in reasons.items():
         found = doctor(model)
         assert found.status == 3 and reason in found.found("unknown")[0].found
 

@@ -48,6 +48,7 @@ HEALTHY = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
         "head_dim": 16,
     },
+    "mellum": {},  # it has settings for sliding layers, and no such layer
     "cohere2": {"layer_types": MIXED["layer_types"]},
     "glm4": {"head_dim": 16},
     "ministral3": {

@@ -206,6 +206,12 @@ def test_a_decoder_that_is_an_output_layer():
     rope_patch.verify(model)
 
 
+def test_a_table_with_learned_weights_is_refused():
+    model = tiny_model()
+    module_of(model).alpha = torch.nn.Parameter(torch.zeros(8))  # a patched module would lose it
+    refused(model, "alpha")
+
+
 # --- what changes nothing is said -------------------------------------------------------------------------------------
 
 
@@ -213,6 +219,15 @@ def heard(monkeypatch):
     warnings = []
     monkeypatch.setattr(rope_patch.patching.install.logger, "warning", warnings.append)
     return warnings
+
+
+@pytest.mark.parametrize(("window", "said"), [(32, 1), (None, 0)])
+def test_a_context_that_no_layer_attends_to_is_said(window, said, tmp_path, monkeypatch):
+    warnings, model = heard(monkeypatch), tiny_model("mistral", sliding_window=window)
+    model.save_pretrained(tmp_path)
+    assert str(rope_patch.doctor(tmp_path)).count("last 32 tokens") == said
+    rope_patch.apply(model, "yarn:factor=4", target_length=256)
+    assert len(warnings) == said
 
 
 def test_a_method_that_leaves_the_table_as_it_was_is_said_and_recorded(monkeypatch):
