@@ -109,7 +109,7 @@ class Registry(UserDict[str, Entry]):
             try:
                 with unchanged_on_error():
                     entry.load()
-            except Exception as error:  # a package may raise anything
+            except (Exception, SystemExit) as error:  # a package may raise anything
                 package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "a package"
                 self.broken[entry.name] = f"{package} (entry point {entry.value}): {in_one_line(error)}"
                 warnings.warn(
@@ -165,7 +165,7 @@ def _import(name: str) -> None:
         before = _users_entries()
         try:
             importlib.import_module(name)
-        except Exception as error:  # a user's code may raise anything
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
             if isinstance(error, ModuleNotFoundError | TypeError) and not _module_exists(name):
                 raise ValueError(
                     f"found no module {name!r}: give the dotted name, such as my_methods, of a Python file in "

@@ -32,6 +32,7 @@ from rope_patch.runtime.result_cache import ResultCache, key
 
 DEFAULT_TOKENS = 16384
 """Number of tokens that the statistics read at most, where no number is given."""
+RESULT_CACHE = "finished.jsonl"
 SHOWN_TOKENS = 256
 """Number of tokens that single heads are shown on."""
 
@@ -112,21 +113,20 @@ def analyze(
         progress.more((1 + len(p_values)) * len(windows) * edges[-1])
     # The rows are read twice: for the statistics of queries and keys, and for the attention masses.
     progress.more(2 * rows.ids.numel())
+    folder = None if resume is None else Path(resume)
     identity = {"model": model_hash(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
-    parts = _Parts(None if resume is None else Path(resume), identity, rows.ids.numel())
-    statistics = parts.load_or_measure(
-        Capture,
-        "capture",
-        lambda: capture(model, rows.ids, chunk=chunk, layers=layers),
-        chunk=chunk,
+    captured = {**identity, "chunk": chunk}
+    statistics = _load_or_measure(
+        Capture, "capture", captured, folder, lambda: capture(model, rows.ids, chunk=chunk, layers=layers)
     )
-    measured = parts.load_or_measure(Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers))
+    measured = _load_or_measure(Heads, "heads", identity, folder, lambda: measure_heads(model, rows.ids, layers=layers))
     # Few tokens, which were not announced.
     with progress.unreported():
         single_heads = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], heads or _clearest(measured))
     points: tuple[SweepPoint, ...] = ()
     if p_values:
-        points = sweep_p(model, statistics, windows, edges, sorted(p_values, reverse=True), resume=parts.cache_file)
+        finished = None if folder is None else folder / RESULT_CACHE
+        points = sweep_p(model, statistics, windows, edges, sorted(p_values, reverse=True), resume=finished)
     return Analysis(
         name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
         table=str(inspection),
@@ -175,39 +175,31 @@ def check_choices(
             raise ValueError(f"head {layer}.{head} is not in the layers to be analyzed, {list(layers)}")
 
 
-class _Parts:
-    """The parts of an analysis that are written to a folder when they are finished, and read from it the next time.
+def _load_or_measure(
+    kind: type[Arrays], step: str, identity: Mapping[str, Any], folder: Path | None, measure: Callable[[], Arrays]
+) -> Arrays:
+    """Return a part from its file if that is whole and of the same model, text and options; else measure it.
 
     Args:
-        folder: the folder of the parts; None to keep nothing.
-        identity: everything that all parts depend on: the model's weights, the layers, the text.
-        tokens: the number of tokens that a part reads, for its progress [tokens].
+        kind: the type of the part.
+        step: the name of the part, and of its file.
+        identity: everything that the part depends on, the token ids among them.
+        folder: the folder of finished parts; None to store nothing.
+        measure: the function that measures it.
     """
-
-    def __init__(self, folder: Path | None, identity: Mapping[str, Any], tokens: int) -> None:
-        self.folder, self.identity, self.tokens = folder, identity, tokens
-        self.cache_file = None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.cache_file = folder / "finished.jsonl"
-            self.cache = ResultCache(self.cache_file)
-
-    def load_or_measure(self, kind: type[Arrays], step: str, measure: Callable[[], Arrays], **options: Any) -> Arrays:
-        """Return a part from its file if that is whole and of the same model, text and options; else measure it."""
-        if self.folder is None:
-            with progress.stage(step):
-                return measure()
-        path, identity = self.folder / f"{step}.npz", key(part=step, **self.identity, **options)
-        with progress.stage(step), locked_output(path):
-            # A crash may come between the file and its line in the cache: the digest tells whether they belong
-            # together.
-            if path.exists() and self.cache.get(step) == [identity, file_hash(path)]:
-                progress.known(self.tokens)
-                return kind.from_npz(path)
-            part = measure()
-            part.to_npz(path)
-            self.cache[step] = [identity, file_hash(path)]
-            return part
+    if folder is None:
+        with progress.stage(step):
+            return measure()
+    path, name, cache = folder / f"{step}.npz", key(part=step, **identity), ResultCache(folder / RESULT_CACHE)
+    with progress.stage(step), locked_output(path):
+        # A crash may come between the file and its line in the cache: the digest tells whether they belong together.
+        if path.exists() and cache.get(step) == [name, file_hash(path)]:
+            progress.known(sum(map(len, identity["ids"])))
+            return kind.from_npz(path)
+        part = measure()
+        part.to_npz(path)
+        cache[step] = [name, file_hash(path)]
+        return part
 
 
 def _clearest(heads: Heads) -> list[tuple[int, int]]:

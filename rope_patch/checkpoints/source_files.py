@@ -22,7 +22,11 @@ from rope_patch.runtime.folders import check_source, is_gguf
 def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
     """Return the contents of a checkpoint's config.json; an empty dict if there is none."""
     path = find_file(source, CONFIG_FILE, **hub)
-    return {} if path is None else read_json(path)
+    config = {} if path is None else read_json(path)
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError(f"{path}: architectures must be a list of class names, got {classes!r}")
+    return config
 
 
 def in_gguf(path: str | Path) -> dict[str, Any]:

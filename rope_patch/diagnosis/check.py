@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rope_patch.frequencies import turns
+from rope_patch.runtime.text import printable
 from rope_patch.tables import RotaryTable
 
 HOLDS, DIFFERS, UNKNOWN, NOTE = "holds", "differs", "unknown", "note"
@@ -141,7 +142,7 @@ class Diagnosis:
         lines += map(str, sorted(own, key=lambda check: order.index(check.state)))
         if others:
             lines += ["", "What other programs compute (this counts only with --for PROGRAM):", *map(str, others)]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""

@@ -45,7 +45,7 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
 
 def _round(x: Tensor, side: Side, dim: int) -> Tensor:
     """Round numbers to the format of a side; those along a dimension share a scale."""
-    out = FORMATS[side.format].round(x, dim)
+    out = FORMATS[side.format].round(x.clone(), dim)  # a format of the user's own may work in place
     if out.shape != x.shape:
         raise ValueError(
             f"the format {side.format!r} must return the shape that it is given: {tuple(x.shape)} came back as "

@@ -87,7 +87,9 @@ class Method:
                 f"geometric (rope_type {table.rope_type!r}). Pass replace_scaling=True to drop that scaling first."
             )
         self.check_table(table)
-        inv_freq, scaling = self.inv_freq(table), self.scaling(table)
+        # A copy, since a method of the user's own may work in place.
+        inv_freq = self.inv_freq(replace(table, inv_freq=table.inv_freq.clone()))
+        scaling = self.scaling(table)
         # Compared as `becomes` stores them: frequencies too small to rotate anything count as zero.
         if torch.equal(frequencies.zero_unrotated(inv_freq), table.inv_freq) and scaling == table.attention_scaling:
             return table

@@ -352,8 +352,11 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
         ) from error
     if context is None:
         raise ValueError(f"the config of {location.name} states no max_position_embeddings: not supported")
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise ValueError(f"the config's max_position_embeddings must be a number of tokens >= 1, got {context!r}")
+    if type(context) is not int or not 1 <= context < 2**63:  # torch has no larger integers
+        raise ValueError(
+            f"max_position_embeddings in the config of {config.name_or_path or location.name} must be a number of "
+            f"tokens >= 1, got {context!r}"
+        )
     warnings: list[str] = []
     # Without layer types, a window is that of all layers (Mistral, Phi-3).
     types = set(getattr(config, "layer_types", None) or ["sliding_attention"])

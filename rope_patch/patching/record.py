@@ -197,7 +197,7 @@ def _read(key: str, value: Any) -> Any:
             case "method":
                 from_dict(value)
             case "layer_types" | "edited":
-                return tuple(value)
+                return tuple(dict.fromkeys(value))  # an error if one of them is a list
             case "tables" | "base_tables" | "short_tables":
                 return {kind: _read_table(kind, table) for kind, table in value.items()}
             case "base_config":
@@ -217,7 +217,7 @@ def _read(key: str, value: Any) -> Any:
 
 
 def _check_length(value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or not 1 <= value < 2**63:
         raise ValueError(f"{value!r} is no number of tokens")
 
 

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from rope_patch.runtime.text import printable
+
 SPINS = "10000"
 """How often a thread of a command looks whether the others are ready before it sleeps. At GNU OpenMP's default of
 300,000, commands beside each other use up the cores by waiting: see ``benchmarks/busy_cpu.py``."""
@@ -36,7 +38,7 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
     except Exception as error:
         if os.environ.get("ROPE_PATCH_DEBUG"):
             raise
-        print(f"error: {_message(error)}", file=sys.stderr)
+        print(f"error: {printable(_message(error))}", file=sys.stderr)
         return 2 if _is_users(error) else 1
 
 

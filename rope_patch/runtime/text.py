@@ -13,6 +13,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def printable(text: str) -> str:
+    """Return a text without control characters, with which a file could deceive who reads it on a terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
+
+
 LARGEST_LENGTH = 10**12
 """The largest length that is accepted; more is a typing error [tokens]."""
 
