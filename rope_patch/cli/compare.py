@@ -45,7 +45,8 @@ def compare(words: Sequence[str]) -> None:
     with working_together(options.output, files) as first:
         tokenizer = load_tokenizer(options.model)
         loaded = load_model(options.model, machine)
-        patch: dict[str, Any] = {"layer_types": options.patching.layer_types, "freeze_at": options.patching.freeze_at}
+        patch = options.patching.arguments()
+        del patch["target_length"]  # the lengths say it
         # A factor that is left out follows from the longest requested length, even if the budget drops that length.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         suite, lost = comparison_within(

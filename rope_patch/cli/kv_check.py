@@ -51,10 +51,8 @@ def kv_check(words: Sequence[str]) -> None:
     files = ["kv-check.json", *["kv-check.html"] * options.report]
     with working_together(output, [*files, RESULT_CACHE]) as first:
         tokenizer, loaded = load_tokenizer(options.model), load_model(options.model, machine)
-        patch: dict[str, Any] = {
-            "layer_types": options.patching.layer_types,
-            "freeze_at": options.patching.freeze_at,
-        }
+        patch = options.patching.arguments()
+        del patch["target_length"]  # the lengths say it
         # A factor that is left out follows from the longest requested length.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         # Full precision is among the names, and is not a format to check.

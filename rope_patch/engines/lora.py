@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
 from rope_patch.engines.verified_versions import ENGINES
+from rope_patch.errors import read_json
 
 _FILES = (ADAPTER_FILE, "adapter_model.safetensors", RECORD_FILE)
 
@@ -27,7 +27,7 @@ def check_adapter(source: str | Path, to: str) -> None:
     for name in _FILES[:2]:  # an adapter that was trained without a patch has no record
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: download or save the adapter again")
-    config = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+    config = read_json(folder / ADAPTER_FILE)
     reasons = [
         reason
         for reason, bad in (

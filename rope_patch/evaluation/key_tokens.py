@@ -11,7 +11,6 @@ short context is scaled down for models with a short context.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.documents import TokenDocument, text_digest
 from rope_patch.evaluation.read_across_processes import BatchReader
 from rope_patch.evaluation.spec import DEFAULT_WINDOWS
 from rope_patch.methods import Default
@@ -196,7 +195,7 @@ def choose_key_tokens(
         short_context=short_context,
         tokens=sum(map(len, chosen)),
         scored=sum(len(window.ids) - 1 for window in windows),
-        sha256=hashlib.sha256(json.dumps(chosen).encode()).hexdigest(),
+        sha256=text_digest(json.dumps(chosen)),
     )
 
 

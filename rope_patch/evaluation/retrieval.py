@@ -8,14 +8,13 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rope_patch.evaluation.chat import chat_turns
-from rope_patch.evaluation.documents import check_tokenizer
+from rope_patch.evaluation.documents import check_tokenizer, text_digest
 from rope_patch.evaluation.generate_answers import Answer, answer_prompts
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
@@ -298,7 +297,7 @@ def _result(
         python_version=maker.haystack.python_version,
         prefix=maker.prefix,
         chat=maker.turns is not None,
-        chat_sha256="" if maker.turns is None else sha256(json.dumps(maker.turns).encode()).hexdigest(),
+        chat_sha256="" if maker.turns is None else text_digest(json.dumps(maker.turns)),
     )
 
 

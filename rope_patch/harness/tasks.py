@@ -6,7 +6,6 @@ import bisect
 import dataclasses
 import difflib
 import functools
-import hashlib
 import itertools
 import json
 import re
@@ -20,7 +19,7 @@ from transformers import AutoTokenizer
 
 from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.chat import turns_of
-from rope_patch.evaluation.documents import documents
+from rope_patch.evaluation.documents import documents, text_digest
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.harness.lm_eval_versions import task_request
@@ -127,7 +126,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples, self.first_choice]
         # lm-eval's cache of requests goes by the names of task and tokenizer: the digest makes it go by the documents
         # too.
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+        digest = text_digest(json.dumps(settings, sort_keys=True))
         super().build_all_requests(tokenizer_name=f"{tokenizer_name}-{digest[:16]}", samples=samples, **kwargs)
 
 

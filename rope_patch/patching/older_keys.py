@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rope_patch.errors import read_json
 from rope_patch.runtime.folders import write_atomically
 
 _SHARE = "partial_rotary_factor"
@@ -96,7 +97,7 @@ def add_older_keys(folder: str | Path) -> None:
         OSError: the folder cannot be written.
     """
     path = Path(folder) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     text = text_part(config)
     text |= older_keys(str(text.get("model_type")), text["rope_parameters"])
     write_atomically(path, json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.errors import read_json
 from rope_patch.packaged import data_path
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
@@ -42,7 +42,7 @@ def shape_of(model: str | Path | PreTrainedModel | Shape) -> Shape:
         while short != (stripped := _SAME_SHAPE.sub("", short)):
             short = stripped
         shipped = {path.stem.lower(): path for path in sorted((data_path("assets") / "configs").glob("*.json"))}
-        values = json.loads(shipped[short].read_text(encoding="utf-8")) if short in shipped else {}
+        values = read_json(shipped[short]) if short in shipped else {}
         if "/" not in name and not values:
             known = ", ".join(path.stem for path in shipped.values())
             raise ValueError(f"unknown model {name!r}. Give a folder, a hub id, or one of {known}")
