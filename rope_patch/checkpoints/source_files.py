@@ -23,8 +23,8 @@ def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
     """Return the contents of a checkpoint's config.json; an empty dict if there is none."""
     path = find_file(source, CONFIG_FILE, **hub)
     config = {} if path is None else read_json(path)
-    classes = config.get("architectures") or []
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+    classes = config.get("architectures")
+    if not isinstance(classes, list | None):
         raise ValueError(f"{path}: architectures must be a list of class names, got {classes!r}")
     return config
 

@@ -253,7 +253,7 @@ class EvalSuite:
                 context=context,
                 short_context=short_context_of(context),
                 batch_tokens=self.spec.batch_tokens,
-                evaluator=evaluator_name(model),
+                evaluator=class_and_name(model),
                 result_cache=open_cache(resume),
             )
         return self.key_tokens
@@ -326,8 +326,8 @@ class EvalSuite:
         )
 
 
-def evaluator_name(model: nn.Module) -> str:
-    """Return the name of an evaluator in results: its class, and the name of its checkpoint."""
+def class_and_name(model: nn.Module) -> str:
+    """Return the name of a model in results: its class, and the name of its checkpoint."""
     return f"{type(model).__name__} {name_of(model)}".strip()
 
 

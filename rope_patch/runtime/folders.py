@@ -21,6 +21,9 @@ from filelock import FileLock, Timeout
 HIDDEN_MARK = ".rope-patch"
 """What the names of all hidden files and folders of this module contain."""
 
+NO_ROOM = 2**16
+"""A disk with less room than this is full [bytes]."""
+
 CONFIG_FILES = ("config.json", "adapter_config.json")
 """The configs of a model and of an adapter: without its config a folder does not load as a checkpoint."""
 _FOLDERS = dict(
@@ -93,19 +96,23 @@ def remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path, *numbers: int) -> Iterator[None]:
-    """Name a file or folder in errors of the system that name none, or one that the user does not know.
+def naming(out: Path) -> Iterator[None]:
+    """Name what is written in errors of the system about a full disk or a hidden file.
+
+    What copies a file names its source, and libraries have errors of their own, some of which do not say what is wrong.
 
     Args:
-        path: the file or folder that is written.
-        *numbers: the error numbers that this is done for; by default for all.
+        out: the file or folder that is written.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno is None or (numbers and error.errno not in numbers):
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        number, filename = getattr(error, "errno", None), str(getattr(error, "filename", None))
+        if not isinstance(error, OSError | ValueError | TypeError) and shutil.disk_usage(out.parent).free < NO_ROOM:
+            number = errno.ENOSPC
+        if number in (errno.ENOSPC, errno.EDQUOT) or (number is not None and HIDDEN_MARK in filename):
+            raise OSError(number, os.strerror(number), str(out)) from error
+        raise
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -151,7 +158,7 @@ def locked_output(out: str | Path) -> Iterator[Path]:
             for path in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{HIDDEN_MARK}.tmp")):
                 if path != lock:
                     remove(path)
-        with naming(out, errno.ENOSPC):  # what copies a file names its source, which is not what has no room left
+        with naming(out):
             yield temporary
 
 

@@ -6,6 +6,7 @@ requested length, so that nothing is padded. Nothing predicts the first token of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -178,24 +179,29 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
 
     Raises:
         ValueError: no document is as long as a row, and ``data.allow_short`` is not set.
+        OSError: the file is damaged.
     """
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
-    path = folder / ROWS_FILE
+    path, count = folder / ROWS_FILE, options.train.steps * rows_per_step(options)
     if not path.exists():
         tokens = datasets.List(datasets.Value("int32"))
         columns = ("input_ids", "labels", "position_ids", *(["attention_mask"] if _masked(options) else []))
         features = datasets.Features(dict.fromkeys(columns, tokens))
         part = folder / f".{ROWS_FILE}"
-        count = options.train.steps * rows_per_step(options)
         with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
             for row in tqdm(itertools.islice(_rows(options, tokenizer), count), "packing", count, disable=quiet):
                 writer.write(row)
             writer.finalize()
         # Renamed when it is whole: a file that a kill cut short would be taken for all rows.
         os.replace(part, path)
-    return datasets.Dataset.from_file(str(path)).with_format("torch")
+    rows: Any = []
+    with contextlib.suppress(OSError, ValueError):  # a file that was cut short may also give fewer rows
+        rows = datasets.Dataset.from_file(str(path)).with_format("torch")
+    if len(rows) != count:
+        raise OSError(f"{path} is damaged: delete it, and the same command packs its {count} rows again")
+    return rows
 
 
 def rows_per_step(options: RecipeOptions) -> int:

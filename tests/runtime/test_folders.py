@@ -313,8 +313,8 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
         out.rmdir()
     assert (tmp_path / "deep").exists()  # it was there before
 
-    def denied(*_):
-        raise PermissionError(13, "Permission denied")
+    def denied(path, *_):
+        raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr("rope_patch.runtime.folders.os.open", denied)
     denial = pytest.raises(OSError, match=r"Permission denied: .*new")
