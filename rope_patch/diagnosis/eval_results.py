@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import re
+import unicodedata
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,24 @@ ANSWER_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completio
 DEFAULT_ANSWER = 256
 """Longest answer of lm-eval's ``hf`` where a task states none of them [tokens]."""
 SHORTEST_ANSWER = 4
-"""Shortest right answer that is looked for in wrong ones: a shorter one may stand there by chance [characters]."""
+"""Shortest right answer that is looked for in wrong ones: a shorter one may stand there by chance [characters, of which
+a Chinese one or a Korean syllable counts twice]."""
+
+# Invisible characters, the vowel points of Hebrew and Arabic, and the zeros of 28334.00.
+_IGNORED = r"[\u00ad\u0591-\u05c7\u064b-\u065f\u0670\u200b-\u200f\u2060\ufe00-\ufe0f\ufeff]|(?<=\d)\.0+(?!\.?\d)"
+# Signs before groups of three digits (28,334, 28 334, 28{,}334, the Indian 1,23,456), and within a word (U.S.A.).
+_DIVIDING = (
+    r"(?<=\d)(?<!\d{4})(?:[,.'\u2019\u066c_ ]|\{,\}|\\,)(?=(?:\d\d,)*\d{3}(?!\d))"
+    r"|(?<=[^\W\d_])[-.'\u2010\u2019](?=[^\W_])"
+)
+# Characters of scripts that put no spaces between words (Thai, Lao, Tibetan, Burmese, Khmer, Chinese, Japanese), or add
+# particles to them (Korean).
+_ALONE = (
+    r"\u0e00-\u0eff\u0f40-\u109f\u1780-\u17ff\u3005-\u3007\u3041-\u30fa\u30fc-\ua4cf\uac00-\ud7a3\U00020000-\U0003ffff"
+)
+# Each of them is a word, and so are a decimal and other letters and digits, with the marks on them that are no letters:
+# 1234 is found beside a Chinese character, and not in 91234 or 0.1234.
+_WORD = rf"(?<![\d.])\d+\.\d+(?!\.?\d)|[{_ALONE}]|(?:[^\W_{_ALONE}]|[\u0300-\u036f\u0900-\u0963\u0966-\u0dff])+"
 
 
 def check_results(source: str | Path, tokenizer: Any) -> Iterator[Check]:
@@ -176,8 +194,8 @@ def _answers(task: str, rows: list[dict[str, Any]], lower: Collection[str]) -> C
             DIFFERS,
             f"{len(lost)} of the {len(wrong)} that score 0 hold the right answer {_targets(lost[0])[0]!r}, as in: "
             f"{' '.join(answer.split())[:80]!r}",
-            meaning=f"from {filtered} of them the filter of the task took it out; in {len(lost) - filtered} it has "
-            "another case, sign or space, or stands at another place than the task looks at",
+            meaning=f"from {filtered} of them the filter of the task took it out; in {len(lost) - filtered} it is "
+            "written in another way (case, signs, spaces, width), or stands at another place than the task looks at",
             fix="read these samples, and write a filter or process_results for the task that finds them",
         )
     if len(empty) > documents / 2:
@@ -204,21 +222,32 @@ def _targets(row: Mapping[str, Any]) -> list[str]:
     if isinstance(target, str) and target[:1] == "[":  # how lm-eval writes a list of answers
         with contextlib.suppress(ValueError, SyntaxError):
             target = ast.literal_eval(target)
-    several = [str(one) for one in (target if isinstance(target, list) else [target])]
-    return [one for one in several if sum(map(str.isalnum, one)) >= SHORTEST_ANSWER]
+    # A Chinese character or a Korean syllable says as much as two letters.
+    return [
+        one
+        for one in _texts(target)
+        if sum(1 + (sign >= "\u3400") for sign in one if sign.isalnum()) >= SHORTEST_ANSWER
+    ]
 
 
 def _holds_answer(row: Mapping[str, Any], answers: Any) -> bool:
-    """Tell whether the text holds a right answer in whole words, whatever the case and the signs between them."""
-    said = " ".join(_texts(answers)).lower()
-    # Digits may be divided: 28,334 and 28 334 are 28334.
-    either = (said, re.sub(r"(?<=\d)[,. ](?=\d)", "", said))
-    wanted = (" ".join(_words(target)) for target in _targets(row))
-    return any(f" {one} " in f" {' '.join(_words(text))} " for one in wanted for text in either)
+    """Tell whether the text holds a right answer in whole words and numbers, in whatever way both are written."""
+    said = _writings(" ".join(_texts(answers)))
+    return any(one in text for target in _targets(row) for one in _writings(target) for text in said)
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", text.lower())
+def _writings(text: str) -> list[str]:
+    """Return a text as words between spaces: as it stands, and without the signs that may divide a number or a word.
+
+    Case, the width of letters and digits, the script of digits, signs (quotes, markdown, LaTeX) and what is invisible
+    make no difference.
+
+    >>> _writings("**Tokyo** = 東京: $28,334.5")
+    [' tokyo 東 京 28 334.5 ', ' tokyo 東 京 28334.5 ']
+    """
+    text = re.sub(_IGNORED, "", unicodedata.normalize("NFKC", text).casefold())
+    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)
+    return [f" {' '.join(re.findall(_WORD, one))} " for one in (text, re.sub(_DIVIDING, "", text))]
 
 
 def _texts(answers: Any) -> Iterator[str]:

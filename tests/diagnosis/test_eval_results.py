@@ -57,7 +57,6 @@ def written(folder, *samples, **results):
         ("answers of niah", "differs", "from 1 of them the filter", [sample("is 28334", kept="is")], {}),
         ("answers of niah", "differs", "1 of the 1 that score 0", [sample("I\u2028say YES-A", target="yes a")], {}),
         ("answers of niah", "holds", "none of the 1 of 2", [sample("28333"), sample("28334", **RIGHT)], {}),
-        ("answers of niah", "holds", "none of the 1 of 1", [sample("1283345")], {}),
         ("answers of niah", "holds", "none of the 0 of 1", [sample("28334"), sample("28334", doc_id=0, **RIGHT)], {}),
         ("answers of niah", "note", "too short", [sample("1234", target="4")], {}),
         ("answers of niah", "unknown", "2 of 3 are empty", [sample(""), sample("\n"), sample("no")], {}),
@@ -68,6 +67,29 @@ def test_what_results_say(tmp_path, check, state, said, samples, results):
     written(tmp_path, *samples, **results)
     (found,) = [one for one in check_results(tmp_path, Characters()) if one.name == check]
     assert found.state == state and said in f"{found.found} {found.meaning}"
+
+
+@pytest.mark.parametrize(
+    ("target", "said", "right"),
+    [
+        ("北京大学", "答案是北京大学。", True),
+        ("東京", "答えは東京です", True),
+        ("กรุงเทพ", "คำตอบคือกรุงเทพครับ", True),
+        ("28334", "答案是２８３３４号", True),
+        ("28334", "الجواب ٢٨٣٣٤", True),
+        ("28,334", r"\boxed{28{,}334.00}", True),
+        ("caf\u00e9 Stra\u00dfe", "**CAFE\u0301** STRASSE", True),
+        ("the U.S.A.", "\u201cThe\nUSA\u2019s\u201d", True),
+        ("28334", "९२८३३४, 0.28334, 28334.5 and 28,334,000", False),
+        ("北京大学", "北京小学", False),
+        ("हिन्दी भाषा", "हन्दा भाषा", False),  # its vowels are marks
+        ("Iran", "I ran", False),
+    ],
+)
+def test_a_right_answer_however_it_is_written(tmp_path, target, said, right):
+    written(tmp_path, sample(said, target=target))
+    (found,) = [one for one in check_results(tmp_path, Characters()) if one.name == "answers of niah"]
+    assert found.state == ("differs" if right else "holds")
 
 
 def test_a_program_that_cuts_nothing_and_a_template_that_was_applied_say_nothing(tmp_path):
