@@ -20,7 +20,7 @@ from rope_patch.errors import as_value_error
 from rope_patch.methods import Table
 from rope_patch.patching.install import apply, reapply, rebase
 from rope_patch.patching.locate import PatchError, locate
-from rope_patch.patching.record import PatchRecord, TableRecord, settings_of
+from rope_patch.patching.record import TableRecord, settings_of
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf
@@ -83,7 +83,10 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
     # A record that does not fit the file's table is not followed: llama.cpp reads the table, not the record.
     record = inspection.record if not inspection.warnings else None
     if record is not None:
-        _as_recorded(model, record)
+        # transformers read the model's own settings from the file, which describes the patched table: they are no base.
+        with as_value_error(f"{path}: transformers cannot build the table before the patch from its record"):
+            rebase(model, record.base_config)
+            reapply(model, record)
     elif not _has_same_table(model, in_file):
         kind = _table_like(model, in_file).layer_type
         # A patch is made only to find settings that encode the table. They then become the model's own, unpatched.
@@ -143,15 +146,6 @@ def _table_like(model: PreTrainedModel, in_file: RotaryTable) -> RotaryTable:
     if kind not in tables:
         raise PatchError(f"{type(model).__name__} has no table for {in_file.layer_type}, which the file holds")
     return tables[kind]
-
-
-def _as_recorded(model: PreTrainedModel, record: PatchRecord) -> None:
-    """Patch a model as a record says, from the base settings in the record.
-
-    The model's own settings are not the base: transformers read them from the file, which describes the patched table.
-    """
-    rebase(model, record.base_config)
-    reapply(model, record)
 
 
 def forget_quantization(model: PreTrainedModel) -> None:

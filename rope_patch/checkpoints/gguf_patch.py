@@ -127,17 +127,11 @@ def verify_gguf(source: str | Path) -> PatchRecord:
         recomputed = TableRecord.of(record.to_method()(base))
         if not recorded.matches(recomputed):
             problems.append(f"method: it gives table {recomputed.hash}, the record says {recorded.hash}")
-    length = record.target_length or base.max_position_embeddings
-    if table.max_position_embeddings != length:
-        problems.append(f"context_length is {table.max_position_embeddings}, the record says {length}")
+    if table.max_position_embeddings != record.stated_length:
+        problems.append(f"context_length is {table.max_position_embeddings}, the record says {record.stated_length}")
     if problems:
         raise PatchError(f"{source} does not hold the table of {record.to_method()}:\n  " + "\n  ".join(problems))
     return record
-
-
-def stated_context(change: TableChange) -> int:
-    """Return the context that a patched file states [tokens]."""
-    return change.record.target_length or int(change.record.base_config["max_position_embeddings"])
 
 
 # --- keys and tensors ------------------------------------------------------------------------------------------------

@@ -425,7 +425,7 @@ def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
         attention_scaling=base.attention_scaling,
         rope_theta=float(settings["rope_theta"]),
         rope_type=str(settings.get("rope_type", "default")),
-        max_position_embeddings=int(record.base_config["max_position_embeddings"]),
+        max_position_embeddings=record.base_config["max_position_embeddings"],
         original_max_position_embeddings=settings.get("original_max_position_embeddings"),
         rope_parameters=settings,
         other_keys=other_keys(settings),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -71,9 +70,18 @@ def stated_length(folder: Path) -> float | None:
 
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / _SETTINGS_FILE
-    with contextlib.suppress(OSError):  # a damaged file is reported when the tokenizer is loaded
-        return read_json(path) if path.is_file() else {}
-    return {}
+    try:
+        settings = read_json(path)
+    except OSError:  # there is none, or it is damaged, which is reported when the tokenizer is loaded
+        return {}
+    before = settings.get(FOUND_KEY, {LENGTH_KEY: 0})
+    # A restore writes it into the file, where other keys would change the tokenizer, or name code that a loader runs.
+    if not isinstance(before, dict) or [*before] != [LENGTH_KEY] or not isinstance(before[LENGTH_KEY], int | float):
+        raise PatchError(
+            f"{path}: its {FOUND_KEY!r} must hold the {LENGTH_KEY} from before the patch and nothing else, got "
+            f"{before!r}: restore the file from its source"
+        )
+    return settings
 
 
 def _settings_below(folder: Path, record: PatchRecord) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ def apply(words: Sequence[str]) -> None:
     """Run ``rope-patch apply`` with the words that follow it."""
     options = parse(ApplyOptions, words)
     from rope_patch.checkpoints.folder_patch import patch_folder
-    from rope_patch.checkpoints.gguf_patch import patch_gguf, stated_context
+    from rope_patch.checkpoints.gguf_patch import patch_gguf
     from rope_patch.methods import as_method
     from rope_patch.patching.record import about_two_tables
     from rope_patch.runtime.folders import is_gguf
@@ -35,7 +35,7 @@ def apply(words: Sequence[str]) -> None:
         return
     print(patch.describe())
     if is_gguf(model):
-        context = stated_context(patch)
+        context = patch.record.stated_length
         print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(context)])} runs it")
         if patch.record.target_length is None:
             print(f"the file states {context} tokens, and llama.cpp reads no more: --target-length states more")

@@ -92,7 +92,7 @@ class TableChange:
             else:
                 lines += [f"  before  {self.before[kind]}", f"  after   {table}"]
         lines += [f"  {sentence}" for sentence in about_two_tables(self.record)]
-        stated = int(self.record.base_config["max_position_embeddings"])
+        stated = self.record.base_config["max_position_embeddings"]
         if self.record.stated_length != stated:
             lines.append(f"  context {stated} tokens before, {self.record.stated_length} after")
         elif self.unstated is not None:

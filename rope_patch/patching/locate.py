@@ -86,14 +86,19 @@ class Location:
         try:
             return None if self.record_data is None else PatchRecord.from_dict(self.record_data)
         except ValueError as error:
-            raise PatchError(str(error)) from error
+            raise PatchError(f"{self._source}: {error}") from error
+
+    @property
+    def _source(self) -> str:
+        """The file that holds the record, for messages; the model's class if it came from no checkpoint."""
+        return f"config.json of {self.model.config.name_or_path or self.name}"
 
     @cached_property
     def base_config(self) -> PreTrainedConfig:
         """The text decoder's config as it is on an unpatched model, or as it was before the patch."""
         if self.record is None:
             return self.config
-        with as_value_error(_ALTERED):
+        with as_value_error(f"{self._source}: {_ALTERED}"):
             return config_with(self.config, self.record.base_config)
 
     @property
@@ -124,7 +129,7 @@ class Location:
         if self.record is None:
             return self.module
         # A patched folder that plain transformers loaded: the module in place is transformers' own, with our table.
-        with as_value_error(_ALTERED):
+        with as_value_error(f"{self._source}: {_ALTERED}"):
             return self.rebuilt
 
     @cached_property
@@ -178,7 +183,9 @@ class Location:
         """Raise PatchError unless the record's ``base_config`` gives the base tables that the record holds."""
         record = self.record
         if record is not None and not same_tables(records_of(self.static_tables(record.freeze_at)), record.base_tables):
-            raise PatchError("the rope_patch record was altered: its base_config does not give its base tables")
+            raise PatchError(
+                f"{self._source}: the rope_patch record was altered: its base_config does not give its base tables"
+            )
 
     @property
     def keeps_float32(self) -> bool:

@@ -8,13 +8,14 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
 
 from rope_patch import __version__
 from rope_patch.errors import in_one_line
@@ -203,6 +204,7 @@ def _read(key: str, value: Any) -> Any:
             case "base_config":
                 dict(value["rope_parameters"])
                 _check_length(value["max_position_embeddings"])
+                _check_settings(value, CONFIG_KEYS)
             case "target_length" | "freeze_at" if value is not None:
                 _check_length(value)
         return value
@@ -219,6 +221,26 @@ def _read(key: str, value: Any) -> Any:
 def _check_length(value: Any) -> None:
     if type(value) is not int or not 1 <= value < 2**63:
         raise ValueError(f"{value!r} is no number of tokens")
+
+
+def _check_settings(settings: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ValueError unless every key is known, and its value can be that of a rotary setting.
+
+    A restore writes the settings into a config, where other keys would change another part of the model, or name code
+    (``auto_map``) that a loader runs. In ``rope_parameters`` families have keys of their own, so any is known there.
+    """
+    for key, value in settings.items():
+        # A head_dim is recorded only if the config leaves it open.
+        right = key in known or (key, value) == ("head_dim", None)
+        right = right and isinstance(value, str) == key.endswith("type")
+        # No comparison holds for nan, and tensors of torch hold nothing from 2**63 on.
+        if isinstance(value, int | float):
+            right = right and 0 <= value < 2**63
+        one_value = "list" not in str(RopeParameters.__annotations__.get(key, list))
+        if not right or (one_value and isinstance(value, list | Mapping)):
+            raise ValueError(f"{key} = {value!r} is no rotary setting, and nothing else is restored")
+        if isinstance(value, Mapping):
+            _check_settings(value, value)
 
 
 def _read_table(kind: str, data: Mapping[str, Any]) -> TableRecord:

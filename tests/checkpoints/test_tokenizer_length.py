@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.patches import edit_json
 from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
@@ -83,6 +84,16 @@ def test_verify_raises_where_the_tokenizer_cuts_below_the_stated_context(plain, 
     tokenizer.save_pretrained(tmp_path / "patched")  # as plain transformers does
     with pytest.raises(PatchError, match="64 tokens"):
         rope_patch.verify(tmp_path / "patched")
+
+
+@pytest.mark.parametrize("before", [{"model_max_length": 64, "auto_map": {}}, {"model_max_length": "64"}, [64]])
+def test_nothing_but_the_length_is_restored_in_a_tokenizer(plain, tmp_path, before):
+    patch_folder(plain, "yarn", tmp_path / "patched", target_length=256)
+    edit_json(tmp_path / "patched" / "tokenizer_config.json", lambda settings: settings.update(rope_patch=before))
+    for attempt in (rope_patch.verify, rope_patch.doctor, lambda folder: restore_folder(folder, tmp_path / "out")):
+        with pytest.raises(PatchError, match=r"tokenizer_config\.json"):
+            attempt(tmp_path / "patched")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_checkpoints_of_a_trainer_are_raised_too(plain, tokenizer, tmp_path):

@@ -9,12 +9,15 @@ import shutil
 
 import pytest
 from support.commands import MEASURE, fail, invoke
+from support.gguf_files import rewritten, write_toy
 from support.patches import lora, patched_model
 from support.tiny import tiny_model
+from transformers import AutoModelForCausalLM
 
 import rope_patch
-
-pytest.importorskip("gguf")
+from rope_patch.checkpoints.gguf_file import Key
+from rope_patch.checkpoints.gguf_patch import patch_gguf
+from rope_patch.checkpoints.gguf_table import RECORD_KEY
 
 COMMANDS = {
     "doctor": ("doctor", "DIR"),
@@ -153,6 +156,40 @@ def test_a_record_that_is_malformed(checkpoints, tmp_path, key, value, every):
         assert key in line or "parameter" in line or "method" in line
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"auto_map": {"AutoConfig": "configuration.Config"}},
+        {"num_hidden_layers": 1},
+        {"head_dim": 16},
+        {"original_max_position_embeddings": [64]},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": "4"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
+    ],
+)
+def test_a_record_restores_rotary_settings_alone(checkpoints, tmp_path, change):
+    """A folder, the model of it, an adapter and a GGUF file are refused alike, with the file and the key."""
+    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
+    shutil.copytree(checkpoints / "adapter", tmp_path / "adapter")
+    record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
+    record["base_config"] |= change
+    edit(tmp_path / "patched" / "config.json", rope_patch=record)
+    edit(tmp_path / "adapter" / "rope_patch.json", base_config=record["base_config"])
+    patch_gguf(
+        write_toy(tiny_model(vocab_size=1024), tmp_path / "m.gguf"), "yarn", tmp_path / "p.gguf", target_length=256
+    )
+    rewritten(tmp_path / "p.gguf", tmp_path / "altered.gguf", keys=[Key.of(RECORD_KEY, json.dumps(record))])
+    key = [*change, *change.get("rope_parameters", ())][-1]
+    for name in ("patched", "adapter", "altered.gguf"):
+        diagnosis = rope_patch.doctor(tmp_path / name)
+        assert not diagnosis.ok and key in str(diagnosis)
+        with pytest.raises(rope_patch.PatchError, match=rf"(?s){name}.*{key}"):
+            rope_patch.verify(tmp_path / name)
+    with pytest.raises(rope_patch.PatchError, match=f"patched.*{key}"):
+        rope_patch.restore(AutoModelForCausalLM.from_pretrained(tmp_path / "patched"))
+    assert key in refused(tmp_path, "restore", "patched", "-o", "out")
+
+
 def test_a_record_whose_base_is_no_table(checkpoints, tmp_path):
     shutil.copytree(checkpoints / "patched", tmp_path / "patched")
     record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
@@ -169,7 +206,7 @@ def test_a_record_that_lacks_a_key(checkpoints, tmp_path, key):
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     del config["rope_patch"][key]
     edit(tmp_path / "patched" / "config.json", **config)
-    assert f"the rope_patch record lacks '{key}'" in invoke("doctor", tmp_path / "patched").stdout
+    assert f"the rope_patch record lacks '{key}'" in " ".join(invoke("doctor", tmp_path / "patched").stdout.split())
 
 
 GGUF_KEYS = {
