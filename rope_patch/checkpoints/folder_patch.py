@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, adapter_base, read_record
@@ -151,7 +150,7 @@ def copy_with_new_config(
     out: str | Path,
     *,
     overwrite: bool = False,
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     link_weights: bool = False,
 ) -> Iterator[Path]:
     """Yield a folder with a copy of a checkpoint's files, without its config and patch record, that becomes ``out``.

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
@@ -59,7 +58,7 @@ def export_folder(
     overwrite: bool = False,
     adapter: str | Path | None = None,
     notes: Sequence[str] = (),
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "bfloat16",
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint whose config encodes its tables for transformers and for an engine.
 
@@ -84,7 +83,7 @@ def export_folder(
     version = check_version(to, str(model.config.model_type), tables)
     config, parameters, config_notes = exported_config(model, tables, to)
     if is_gguf(source):
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        config["dtype"] = dtype
     summary: dict[str, Any] = {
         "engine": ENGINES[to].name,
         "checked_against": version,

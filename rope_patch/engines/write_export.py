@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,6 +22,7 @@ from rope_patch.engines.gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.engines.lora import check_adapter
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED
 from rope_patch.methods import MethodLike
+from rope_patch.options.shared import DTYPES
 from rope_patch.packaged import name_of
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
@@ -32,7 +32,6 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf, scratch_folder
 
 TARGETS = (*ENGINES, "gguf")
-TYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,19 @@ class ExportRequest:
 
         Args:
             adapter: whether the source is an adapter.
-            gguf: whether the source is a GGUF file.
+            gguf: whether the source, or the base of the adapter, is a GGUF file.
 
         Raises:
             ValueError: options do not go together.
             FileNotFoundError: there is no converter at the given path.
         """
-        if gguf and self.to == "gguf":
+        if gguf and not adapter and self.to == "gguf":
             raise ValueError(
                 "the model is a GGUF file already: `rope-patch apply FILE.gguf METHOD -o OUT.gguf` gives it another "
                 "table and keeps its tensors; to='hf' writes it as a folder of transformers"
             )
-        if self.dtype not in TYPES:
-            raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.to not in TARGETS:
             raise ValueError(f"unknown engine {self.to!r}. Known: {', '.join(TARGETS)}")
         if self.converter is not None and self.to != "gguf":
@@ -78,7 +77,7 @@ class ExportRequest:
             raise ValueError(NEEDS_CONVERTER)
         if self.converter is not None and not Path(self.converter).is_file():
             raise FileNotFoundError(f"no file {self.converter}: converter is llama.cpp's convert_hf_to_gguf.py")
-        copied = self.lora or (self.to != "gguf" and not adapter and not gguf)
+        copied = not gguf and (self.lora or (self.to != "gguf" and not adapter))
         if self.dtype != "auto" and copied:
             raise ValueError("dtype is for merged weights and new GGUF files: here tensors are copied as they are")
         if self.lora and not adapter:
@@ -120,8 +119,8 @@ def export(
         method: the method to apply on the way, for a model that has no patch.
         converter: the path of llama.cpp's own ``convert_hf_to_gguf.py``, which writes the weights; for ``to="gguf"``
             alone.
-        dtype: the data type of merged weights, of those read from a GGUF file (by default float32), and of those of a
-            new GGUF file (by default what the converter chooses).
+        dtype: the data type of merged weights (by default that of the base), of those read from a GGUF file (by default
+            bfloat16), and of those of a new GGUF file (by default what the converter chooses).
         lora: whether an adapter stays an adapter, instead of being merged.
         overwrite: whether to write into a folder that holds files.
         **options: further arguments of :func:`rope_patch.apply` for ``method``: ``target_length``, ``layer_types``,
@@ -160,14 +159,17 @@ def export(
 def _export(source: str | Path, output: Path, request: ExportRequest, name: str) -> dict[str, Any]:
     """Export a folder, hub id or GGUF file; ``name`` is the name of the model that is written into a GGUF file."""
     adapter = checkpoints.is_adapter(source)
-    request.check(adapter, gguf=is_gguf(source))
+    base = checkpoints.adapter_base(source) if adapter else source
+    request.check(adapter, gguf=is_gguf(base))
     overwrite = request.overwrite
     if request.to == "gguf":
         gguf()  # a missing package is reported now, not after the merge
         check_output_file(output, overwrite=overwrite)  # also before the merge, which takes long
-    if request.to != "gguf":
+    else:
         check_folder_is_free(output, overwrite)
-    for place in (source, checkpoints.adapter_base(source)) if adapter else ():
+        if request.dtype == "auto" and is_gguf(base):
+            request = replace(request, dtype="bfloat16")
+    for place in (source, base) if adapter else ():
         if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
             raise ValueError(f"{output} is the adapter itself or its base: give another output folder")
     merging = _as_model(source, output, request)
@@ -175,16 +177,12 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
         if request.method is not None:
             apply(model, request.method, **request.options)
         if request.to != "gguf":
-            return _folder(model, weights, source, output, request, adapter and request.lora)
+            return _folder(model, weights, source, output, request)
         return _gguf(model, weights, output, request, name)
 
 
 def _gguf(
-    model: PreTrainedModel,
-    weights: str | Path,
-    output: Path,
-    request: ExportRequest,
-    name: str,
+    model: PreTrainedModel, weights: str | Path, output: Path, request: ExportRequest, name: str
 ) -> dict[str, Any]:
     """Write a GGUF file for llama.cpp."""
     notes = about_two_tables(locate(model).record)
@@ -230,9 +228,7 @@ def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Itera
             reapply(model, record)
         yield model, base
         return
-    dtype = request.dtype
-
-    loaded: Any = checkpoints.load(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    loaded: Any = checkpoints.load(source, dtype=request.dtype)
     progress.say("copying base and adapter, merged")
     merged = loaded.merge_and_unload()
     with scratch_folder(output) as folder:
@@ -243,16 +239,11 @@ def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Itera
 
 
 def _folder(
-    model: PreTrainedModel,
-    weights: str | Path,
-    source: str | Path,
-    output: Path,
-    request: ExportRequest,
-    keep_adapter: bool,
+    model: PreTrainedModel, weights: str | Path, source: str | Path, output: Path, request: ExportRequest
 ) -> dict[str, Any]:
     """Write a folder for transformers, vLLM or SGLang."""
     notes = about_two_tables(locate(model).record)
-    if keep_adapter:
+    if request.lora:
         check_adapter(source, request.to)
         notes.append(f"serve with the adapter in {output.name}/adapter; it fits no other tables")
         if request.to != "vllm":
@@ -263,7 +254,7 @@ def _folder(
         output,
         to=request.to,
         overwrite=request.overwrite,
-        adapter=source if keep_adapter else None,
+        adapter=source if request.lora else None,
         notes=notes,
-        dtype=torch.float32 if request.dtype == "auto" else getattr(torch, request.dtype),
+        dtype=request.dtype,
     )

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from support.commands import fail, fail_without_a_trace, run
+from support.commands import fail, fail_without_a_trace, invoke, run
 from support.gguf_files import write_toy
 from support.patches import edit_json, lora, saved_with
 from support.program_options import flags
@@ -184,18 +184,31 @@ def test_adapters_that_engines_do_not_take(adapter, tmp_path, change):
 
 
 @byte_level_llama
-def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path):
-    """With its table, its vocabulary, and weights of the type that is asked for."""
+@pytest.mark.parametrize(("words", "dtype"), [((), torch.bfloat16), (("--dtype", "float32"), torch.float32)])
+def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, words, dtype):
+    """With its table, its vocabulary, and weights in bfloat16 or as asked for; the memory is said first."""
     plain, first, out = tmp_path / "plain.gguf", tmp_path / "a.gguf", tmp_path / "out"
     text = "Once upon a time, there was a dog."
     write_toy(AutoModelForCausalLM.from_pretrained(BUNDLED), plain, TOKENIZER)
     patch_gguf(plain, "yarn:factor=4", first, target_length=1024)
-    run("export", first, "--to", "hf", "--dtype", "bfloat16", "-o", out)
+    assert "GB of memory" in invoke("export", first, "--to", "hf", *words, "-o", out).stderr.splitlines()[0]
     stock = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert torch.equal(logits(stock), logits(rope_patch.load(first, dtype=torch.bfloat16).eval()))
+    assert stock.dtype == dtype
+    assert torch.equal(logits(stock), logits(rope_patch.load(first, dtype=dtype).eval()))
     assert AutoTokenizer.from_pretrained(out)(text).input_ids == TOKENIZER(text).input_ids
     with pytest.raises(ValueError, match="GGUF"):
         export(first, tmp_path / "b.gguf", to="gguf")
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file")  # PEFT, of the base
+@pytest.mark.parametrize("options", [{"to": "hf"}, {"to": "vllm", "lora": True}])
+def test_an_adapter_over_a_gguf_file_is_written_in_bfloat16_too(tmp_path, options):
+    model = rope_patch.load(write_toy(tiny_model(vocab_size=1024), tmp_path / "m.gguf"), "yarn", target_length=256)
+    rope_patch.save(lora(model), tmp_path / "adapter")
+    for dtype in ("auto", "float32"):
+        export(tmp_path / "adapter", tmp_path / dtype, dtype=dtype, **options)
+    dtypes = [AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype for name in ("auto", "float32")]
+    assert dtypes == [torch.bfloat16, torch.float32]
 
 
 def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path):
