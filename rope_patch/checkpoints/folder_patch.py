@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, adapter_base, read_record
 from rope_patch.checkpoints.gguf import unpack
 from rope_patch.checkpoints.model_without_weights import model_without_weights
-from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length
+from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length, stated_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import Patch, apply, reapply, restore
@@ -74,12 +74,7 @@ def patch_folder(
     return patch
 
 
-def restore_folder(
-    source: str | Path,
-    out: str | Path,
-    *,
-    overwrite: bool = False,
-) -> None:
+def restore_folder(source: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
     """Write a copy of a patched checkpoint as it was before the patch.
 
     Args:
@@ -88,7 +83,8 @@ def restore_folder(
         overwrite: whether to write into a folder that holds files.
 
     Raises:
-        PatchError: the checkpoint carries no record.
+        PatchError: the checkpoint carries no record, or the record or the tokenizer's settings hold more than a patch
+            changes.
         ValueError: the source is a GGUF file, or ``out`` is in the way.
         OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
@@ -96,6 +92,7 @@ def restore_folder(
         raise ValueError(f"{source} is a GGUF file, which is patched as a copy: use the file that it was made from")
     model = model_without_weights(source)
     restore(model)
+    stated_length(Path(source))  # settings that cannot be restored raise before the copy
     with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         restore_length(folder)

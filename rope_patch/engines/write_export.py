@@ -161,17 +161,16 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
     adapter = checkpoints.is_adapter(source)
     base = checkpoints.adapter_base(source) if adapter else source
     request.check(adapter, gguf=is_gguf(base))
-    overwrite = request.overwrite
     if request.to == "gguf":
         gguf()  # a missing package is reported now, not after the merge
-        check_output_file(output, overwrite=overwrite)  # also before the merge, which takes long
+        check_output_file(output, overwrite=request.overwrite)  # also before the merge, which takes long
     else:
-        check_folder_is_free(output, overwrite)
+        check_folder_is_free(output, request.overwrite)
         if request.dtype == "auto" and is_gguf(base):
             request = replace(request, dtype="bfloat16")
-    for place in (source, base) if adapter else ():
+    for place in (source, base):
         if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
-            raise ValueError(f"{output} is the adapter itself or its base: give another output folder")
+            raise ValueError(f"{output} is the model itself or the base of the adapter: give another output folder")
     merging = _as_model(source, output, request)
     with merging if adapter else contextlib.nullcontext((model_without_weights(source), source)) as (model, weights):
         if request.method is not None:

@@ -236,8 +236,9 @@ def _check_settings(settings: Mapping[str, Any], known: Collection[str]) -> None
         # No comparison holds for nan, and tensors of torch hold nothing from 2**63 on.
         if isinstance(value, int | float):
             right = right and 0 <= value < 2**63
-        one_value = "list" not in str(RopeParameters.__annotations__.get(key, list))
-        if not right or (one_value and isinstance(value, list | Mapping)):
+        if isinstance(value, list | Mapping):  # keys that transformers does not know may hold either
+            right = right and "list" in str(RopeParameters.__annotations__.get(key, list))
+        if not right:
             raise ValueError(f"{key} = {value!r} is no rotary setting, and nothing else is restored")
         if isinstance(value, Mapping):
             _check_settings(value, value)

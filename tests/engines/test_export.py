@@ -216,7 +216,7 @@ def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path):
     for out in (adapter[0], base):
         for more in ((), ("--lora",)):
             words = ("export", adapter[0], "--to", "vllm", "-o", out, "--force", *more)
-            assert "is the adapter itself or its base" in fail(*words)
+            assert "is the model itself or the base of the adapter" in fail(*words)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
