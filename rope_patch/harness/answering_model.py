@@ -49,6 +49,17 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         mixed = self.mixed_precision_dtype
         return torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather a tensor over the processes, but no count of requests, by which lm-eval would make their shares equal.
+
+        It repeats a request where a process has fewer, and keeps the answers of all copies. Its 0.5.0.dev1 averages over
+        them, and takes those of a multiple choice for further choices. Here no process waits for the passes of another.
+        """
+        if tensor.ndim == 0:
+            return tensor.repeat(self.world_size)
+        gathered: Tensor = super().all_gather(tensor)
+        return gathered
+
     # --- log-likelihood
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

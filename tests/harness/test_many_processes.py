@@ -1,4 +1,4 @@
-"""lm-eval in two processes: each answers half of the requests, and the scores are those of one."""
+"""lm-eval in two processes: each answers half of the requests, once, and the scores are those of one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scores():
     answers = {}
     if found is not None:
         answers = {
-            task: sorted((s["doc_id"], s["filtered_resps"]) for s in samples)
+            task: sorted((s["doc_id"], s["filtered_resps"], s["resps"]) for s in samples)
             for task, samples in found["samples"].items()
         }
     results = None if found is None else found["results"]
