@@ -26,6 +26,7 @@ from rope_patch.kv_cache.schemes import SCALE_BITS, Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.temporary_modes import in_eval_mode
+from rope_patch.patching.cache_argument import cache_argument
 
 LEAST, MOST = 1, 8
 ROTATED_FROM = 3
@@ -244,7 +245,7 @@ def bits_by_loss(model: Any, rows: Tensor, average: int) -> dict[int, Tensor]:
     @torch.no_grad()
     def loss(bits: Mapping[int, Tensor]) -> float:
         with keys_by_pair(model, bits) as maker:
-            logits = model(input_ids=rows, past_key_values=maker()).logits[:, :-1]
+            logits = model(input_ids=rows, **{cache_argument(model): maker()}).logits[:, :-1]
         return float(nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten()))
 
     bits = equal_bits(model, LEAST)

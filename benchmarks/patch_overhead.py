@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, L
 import rope_patch
 from measuring import command, environment, ratio, time_in_turn, write
 from rope_patch.methods import METHODS
+from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import locate
 
 SIZE: dict[str, Any] = {
@@ -67,12 +68,12 @@ class Decoding:
         """Start again after ``steps`` tokens; this is not timed."""
         if self.done == self.steps:
             self.cache, self.done = DynamicCache(config=self.model.config), 0
-            self.model.model(self.ids[:, :16], past_key_values=self.cache, use_cache=True)
+            self.model.model(self.ids[:, :16], **{cache_argument(self.model.model): self.cache}, use_cache=True)
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Decode one token."""
-        self.model.model(self.ids[:, :1], past_key_values=self.cache, use_cache=True)
+        self.model.model(self.ids[:, :1], **{cache_argument(self.model.model): self.cache}, use_cache=True)
         self.done += 1
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from gpu_stages.base import Cell, Results, Setting, Stage
 from measuring import peak_of, synchronize
 from rope_patch.kv_cache.cache import quantized
+from rope_patch.patching.cache_argument import cache_argument
 
 MODEL = "Llama-3.2-1B"
 FORMATS = ("int4-token", "kivi-2;flush=0")
@@ -29,7 +30,7 @@ def losses(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
 def in_one_pass(model: Any, ids: Tensor, scheme: str, last: int) -> Tensor:
     """Return the losses of the last tokens when the whole text is read in one pass."""
     with quantized(model, scheme) as factory:
-        hidden = model.model(ids[None], past_key_values=factory(), use_cache=True).last_hidden_state[0]
+        hidden = model.model(ids[None], **{cache_argument(model.model): factory()}, use_cache=True).last_hidden_state[0]
     return losses(model, hidden[-last - 1 : -1], ids[-last:])
 
 
@@ -44,7 +45,7 @@ def decoded(model: Any, ids: Tensor, scheme: str, last: int, device: str) -> tup
     if before:
         with quantized(model, scheme) as factory:
             cache = factory()
-            model.model(ids[None, :before], past_key_values=cache, use_cache=True)
+            model.model(ids[None, :before], **{cache_argument(model.model): cache}, use_cache=True)
             kept = list(cache.layers)
     with quantized(model, scheme, exact=False) as factory:
         cache = factory()
@@ -56,7 +57,9 @@ def decoded(model: Any, ids: Tensor, scheme: str, last: int, device: str) -> tup
         synchronize(device)
         began = time.perf_counter()
         for i in range(before, len(ids) - 1):
-            hidden = model.model(ids[None, i : i + 1], past_key_values=cache, use_cache=True).last_hidden_state[0]
+            hidden = model.model(
+                ids[None, i : i + 1], **{cache_argument(model.model): cache}, use_cache=True
+            ).last_hidden_state[0]
             parts.append(losses(model, hidden, ids[i + 1 : i + 2]))
         synchronize(device)
         seconds = time.perf_counter() - began

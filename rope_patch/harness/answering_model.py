@@ -52,8 +52,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a tensor over the processes, but no count of requests, by which lm-eval would make their shares equal.
 
-        It repeats a request where a process has fewer, and keeps the answers of all copies. Its 0.5.0.dev1 averages over
-        them, and takes those of a multiple choice for further choices. Here no process waits for the passes of another.
+        Where a process has fewer, lm-eval repeats one of its requests and keeps the answers to all copies; 0.5.0.dev1
+        also scores them, as further samples or further choices. Here no process waits for the passes of another.
         """
         if tensor.ndim == 0:
             return tensor.repeat(self.world_size)

@@ -103,7 +103,7 @@ def attend(
     if attention_mask is not None and size == total and store.padding is None:
         seen_first = attention_mask[:, :, 0, 0]
         if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
-            raise ValueError("rows are padded on the left: make their cache with past_key_values=factory(padding=…)")
+            raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
     before = total - size
     places = torch.arange(total, device=query.device)
     step = max(1, min(size, BLOCK_BYTES // (4 * rows * heads * total)))

@@ -93,7 +93,7 @@ def _check_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if (pads if any(pads) else []) != expected:
         raise ValueError(
             f"attention_mask pads rows on the left by {pads if any(pads) else 'no'} tokens, the cache was made for "
-            f"{cache.padding or 'none'}: give past_key_values=factory(padding=…)"
+            f"{cache.padding or 'none'}: make the cache with factory(padding=…)"
         )
 
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft import PeftModel, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
 from support.patches import edit_json, lora, patched_model
@@ -60,7 +60,7 @@ def test_a_second_adapter_needs_a_name_of_its_own_and_the_same_tables(two_adapte
 def test_adapters_of_transformers_own_are_not_wrapped(two_adapters):
     root, _ = two_adapters
     model = rope_patch.load(root / "base", "yarn:factor=4")
-    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    model.load_adapter(root / "one")  # in transformers 5.24 `add_adapter` asks for a PEFT that is not published
     with pytest.raises(ValueError, match="transformers"):
         rope_patch.load_adapter(model, root / "one")
 

@@ -18,6 +18,7 @@ from rope_patch.evaluation.documents import TokenDocument, encode
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import scoring
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
+from rope_patch.patching.cache_argument import cache_argument, cache_in
 from rope_patch.runtime.progress import listen
 
 VOCABULARY = 96
@@ -122,7 +123,7 @@ def test_the_cache_of_chunks_forgets_what_sliding_layers_do_not_read():
     model, seen = bold_model("gemma3"), set()
 
     def keep(module, args, kwargs):
-        seen.add(kwargs["past_key_values"])
+        seen.add(cache_in(kwargs))
 
     model.model.register_forward_pre_hook(keep, with_kwargs=True)
     perplexity(model, ids(60, batch=1), chunk=8)
@@ -431,7 +432,7 @@ def test_reading_in_chunks_makes_no_mask_and_no_copy_of_the_cache(family, batch)
     with Largest(elements) as stock, torch.no_grad():
         cache = DynamicCache(config=model.config)
         for i in range(0, 512, 128):
-            model(rows[:, i : i + 128], past_key_values=cache)
+            model(rows[:, i : i + 128], **{cache_argument(model): cache})
     assert stock.largest >= 128 * 512, "the measure sees what it should"
 
 

@@ -50,6 +50,7 @@ from rope_patch.harness.model import METHOD_PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.scoring import Reader, losses
+from rope_patch.patching.cache_argument import cache_argument
 
 ROOT = Path(__file__).resolve().parents[2]
 RULER = Path(lm_eval.tasks.__file__).parent / "ruler"
@@ -89,11 +90,11 @@ def checkpoint(tmp_path_factory):
     return str(folder)
 
 
-def failure(shell, capsys, line):
+def failure(shell, capsys, line, status=2):
     with pytest.raises(SystemExit) as stop:
         shell(line)
     printed = capsys.readouterr()
-    assert stop.value.code == 2
+    assert stop.value.code == status
     assert "Traceback" not in printed.err
     return next(text for text in printed.err.splitlines() if text.startswith("error: "))
 
@@ -696,7 +697,8 @@ def test_errors_are_one_line(shell, capsys, monkeypatch):
     base += f" --model_args pretrained={LLAMA}"
     assert "do not fit into the model's 256" in failure(shell, capsys, base)
     assert "Did you mean 'p_rope'" in failure(shell, capsys, f"{base},method=prope")
-    assert "nothing" in failure(shell, capsys, base.replace("rope_passkey", "nothing"))
+    # lm-eval 0.5 raises a KeyError, which may be a fault of a program's own.
+    assert "nothing" in failure(shell, capsys, base.replace("rope_passkey", "nothing"), status=1 if SINCE_0_5 else 2)
     assert "nowhere" in failure(shell, capsys, f"{base} --include_path nowhere")
     monkeypatch.setenv("ROPE_PATCH_DEBUG", "1")
     with pytest.raises(ValueError, match="unknown method"):
@@ -763,7 +765,9 @@ def test_scores_under_a_quantized_cache_are_those_of_decoding(options):
         ids = torch.tensor([*head, *tail])[None]
         with quantized(own, scheme, exact=False) as factory, torch.no_grad():
             past = factory()
-            steps = [own(ids[:, i : i + 1], past_key_values=past).logits[0, 0] for i in range(ids.shape[1] - 1)]
+            steps = [
+                own(ids[:, i : i + 1], **{cache_argument(own): past}).logits[0, 0] for i in range(ids.shape[1] - 1)
+            ]
         rows = torch.stack(steps).log_softmax(-1)[len(head) - 1 :]
         expected = float(rows.gather(1, torch.tensor(tail)[:, None]).sum())
         assert score == pytest.approx(expected, abs=1e-3)

@@ -120,7 +120,7 @@ def test_with_use_cache_the_same_command_goes_on_where_it_was(shell, capsys, tmp
     command += ["--metadata", '{"max_seq_lengths": 512, "samples": 2, "windows": 4, "depths": [0.2, 0.8]}']
 
     def announced():
-        totals = {bar.desc: bar.total for bar in bars}
+        totals = {bar.desc: bar.total for bar in bars if bar.desc}  # lm-eval 0.5 has bars of its own, without a name
         bars.clear()
         return totals
 

@@ -42,6 +42,7 @@ from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attention_errors import attention_errors
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.temporary_modes import attending_with
+from rope_patch.patching.cache_argument import cache_argument
 
 TOKENS = 24
 NARROW = {**MIXED, "sliding_window": 8}
@@ -84,10 +85,8 @@ def loss_of(logits, rows):
 def losses(model, rows, cache=None, chunk=None):
     """Loss of each token (rows, tokens - 1), read in chunks."""
     size = chunk or rows.shape[1]
-    parts = [
-        model(rows[:, low : low + size], past_key_values=cache, use_cache=cache is not None).logits
-        for low in range(0, rows.shape[1], size)
-    ]
+    past = {cache_argument(model.get_decoder()): cache, "use_cache": cache is not None}
+    parts = [model(rows[:, low : low + size], **past).logits for low in range(0, rows.shape[1], size)]
     return loss_of(torch.cat(parts, 1), rows)
 
 
@@ -220,8 +219,8 @@ def test_no_scheme_is_the_model_bit_for_bit(name):
         for exact in (True, False):
             with quantized(model, "none", exact=exact) as factory:
                 assert torch.equal(model(rows, use_cache=False).logits, expected)
-                assert torch.equal(model(rows, past_key_values=factory()).logits, expected)
-                assert torch.equal(model.generate(rows, past_key_values=factory(), **options), generated)
+                assert torch.equal(model(rows, **{cache_argument(model): factory()}).logits, expected)
+                assert torch.equal(model.generate(rows, **{cache_argument(model): factory()}, **options), generated)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -230,7 +229,7 @@ def test_what_a_layer_returned_is_not_written_to_later(exact):
     with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
         past = factory()
         for at in range(0, TOKENS, 5):
-            model(rows[:, at : at + 5], past_key_values=past)
+            model(rows[:, at : at + 5], **{cache_argument(model): past})
             for layer in past.layers:
                 returned += [(states, states.clone()) for states in (layer.keys, layer.values, layer.returned)]
     assert all(torch.equal(states, was) for states, was in returned)
@@ -272,7 +271,7 @@ def padded_logits(model, padded_ids, mask, positions, cache, chunk):
                 padded_ids[:, low:high],
                 attention_mask=mask[:, :high],
                 position_ids=positions[:, low:high],
-                past_key_values=cache,
+                **{cache_argument(model): cache},
             ).logits
         )
     return torch.cat(parts, 1)
@@ -307,7 +306,7 @@ def test_padding_that_a_cache_does_not_know_is_refused(exact):
             with pytest.raises(ValueError, match="pads rows"):
                 padded_logits(model, padded_ids, mask, positions, cache, TOKENS)
         with pytest.raises(ValueError, match="no tokens"):
-            model(padded_ids, past_key_values=factory(padding=torch.tensor(PADS)))
+            model(padded_ids, **{cache_argument(model): factory(padding=torch.tensor(PADS))})
         if exact:
             with pytest.raises(ValueError, match="padded"):
                 model(padded_ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -321,7 +320,7 @@ def test_padding_on_the_right_changes_nothing_before_it():
         expected = model(rows, use_cache=False).logits
         for got in (
             model(rows, attention_mask=mask, use_cache=False).logits,
-            model(rows, attention_mask=mask, past_key_values=factory()).logits,
+            model(rows, attention_mask=mask, **{cache_argument(model): factory()}).logits,
         ):
             close(got[1, :17], expected[1, :17], 1e-9)
 
@@ -334,7 +333,7 @@ def greedy(model, row, cache, tokens):
     with torch.no_grad():
         generated, next_ids = [], row
         for _ in range(tokens):
-            next_ids = model(next_ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            next_ids = model(next_ids, **{cache_argument(model): cache}).logits[:, -1:].argmax(-1)
             generated.append(next_ids)
     return torch.cat(generated, 1)
 
@@ -346,7 +345,7 @@ def test_generation_of_padded_rows_equals_decoding_each_by_hand(name, exact):
     padded_ids, mask, _ = padded(rows, pads)
     with quantized(model, SCHEMES[0], exact=exact) as factory:
         cache = factory(padding=torch.tensor(pads))
-        got = model.generate(padded_ids, attention_mask=mask, past_key_values=cache, **GENERATE)
+        got = model.generate(padded_ids, attention_mask=mask, **{cache_argument(model): cache}, **GENERATE)
         alone = [greedy(model, rows[i : i + 1, : 13 - pad], factory(), 12) for i, pad in enumerate(pads)]
     assert torch.equal(got[:, 13:], torch.cat(alone))
 
@@ -370,11 +369,11 @@ def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
         act(past)
         full = torch.cat((mask[came], torch.ones(len(came), 8).long()), 1)
         place = positions[came][:, -1:] + torch.arange(1, 9)
-        got = model(new, attention_mask=full, position_ids=place, past_key_values=past).logits
+        got = model(new, attention_mask=full, position_ids=place, **{cache_argument(model): past}).logits
         for i, row in enumerate(came):
             own = factory()
             losses(model, padded_ids[row : row + 1, PADS[row] :], own, None if exact else 1)
-            close(got[i : i + 1], model(new[i : i + 1], past_key_values=own).logits, 1e-9)
+            close(got[i : i + 1], model(new[i : i + 1], **{cache_argument(model): own}).logits, 1e-9)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy_cache])
@@ -577,7 +576,7 @@ def test_no_square_of_the_text_is_ever_made(text, monkeypatch):
 
 @torch.no_grad()
 def losses_of_states(model, row, cache=None):
-    return model.model(row, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+    return model.model(row, **{cache_argument(model.model): cache}, use_cache=cache is not None).last_hidden_state
 
 
 # --- errors of attention
