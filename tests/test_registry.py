@@ -113,6 +113,7 @@ def test_a_command_shows_a_metric_of_a_users_module(folder):
             "bits",
         ),
         ("own_needs_more", "import own_absent", "ModuleNotFoundError"),
+        ("own_exit", METHOD.format(name="own_exit") + "\nraise SystemExit", "SystemExit"),
         ("own_late", METHOD.format(name="own_late") + "\n1 / 0", "ZeroDivisionError"),
         ("own_tasks", TASK + "\n1 / 0", "ZeroDivisionError"),
         ("own_metrics", METRIC + "\n1 / 0", "ZeroDivisionError"),
@@ -192,6 +193,7 @@ def test_an_installed_package_offers_a_task_and_a_metric(tmp_path):
 BROKEN = {
     "fails": ("import nothing_of_this_name", "ModuleNotFoundError"),
     "clashes": (METHOD.format(name="yarn"), "taken"),
+    "leaves": ("import sys; sys.exit()", "SystemExit"),
     "halfway": (METHOD.format(name="halfway") + "1 / 0\n", "ZeroDivisionError"),
 }
 

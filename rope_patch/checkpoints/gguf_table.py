@@ -270,7 +270,9 @@ def layers_in(path: str | Path) -> dict[str | None, int]:
     """Return the number of layers of each table in a GGUF file, by layer type."""
     opened = open_gguf(path)
     architecture = opened.value("general.architecture")
-    layers = int(opened.value(f"{architecture}.block_count", 0))
+    layers = opened.value(f"{architecture}.block_count", 0)
+    if not isinstance(layers, int):
+        raise ValueError(f"{path}: {architecture}.block_count must be a number of layers, got {layers!r}")
     pattern = opened.value(f"{architecture}.attention.sliding_window_pattern", LAYERED.get(architecture))
     if architecture not in LAYERED or not opened.value(f"{architecture}.attention.sliding_window"):
         return {None: layers}

@@ -22,8 +22,8 @@ def fit_candidate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, length: 
     Returns:
         The table as a method string, and whether it is better than its start; else it is the start.
     """
-    made_of = {"fitted": model_hash(model), "vocabulary": tokenizer.get_vocab()}
-    cache, name = ResultCache(resume), key(**made_of, length=length, positions=FIT_POSITIONS)
+    cache, vocabulary = ResultCache(resume), tokenizer.get_vocab()
+    name = key(fitted=model_hash(model), vocabulary=vocabulary, length=length, positions=FIT_POSITIONS)
     if name not in cache:
         patch = fit(model, tokenizer, target_length=length, positions=FIT_POSITIONS)
         # The fitted table is a candidate like the others: it is patched when it is measured.

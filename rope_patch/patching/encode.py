@@ -45,7 +45,7 @@ class PatchRequest:
     def __post_init__(self) -> None:
         length = self.target_length
         # Python's True is an int, and would be a context of one token.
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+        if length is not None and (type(length) is not int or length < 1):
             raise ValueError(f"target_length must be a whole number of tokens >= 1, got {length!r}")
 
     @classmethod

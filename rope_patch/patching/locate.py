@@ -360,10 +360,8 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     if context is None:
         raise ValueError(f"the config of {location.name} states no max_position_embeddings: not supported")
     if type(context) is not int or not 1 <= context < 2**63:  # torch has no larger integers
-        raise ValueError(
-            f"max_position_embeddings in the config of {config.name_or_path or location.name} must be a number of "
-            f"tokens >= 1, got {context!r}"
-        )
+        source = config.name_or_path or location.name
+        raise ValueError(f"{source}: max_position_embeddings must be a number of tokens from 1 on, got {context!r}")
     warnings: list[str] = []
     # Without layer types, a window is that of all layers (Mistral, Phi-3).
     types = set(getattr(config, "layer_types", None) or ["sliding_attention"])

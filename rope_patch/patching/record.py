@@ -128,7 +128,7 @@ class PatchRecord:
             raise ValueError(f"the rope_patch record must be a JSON object, got {type(data).__name__}")
         if (schema := data.get("schema", SCHEMA)) != SCHEMA:
             raise ValueError(
-                f"this patch record was written by rope_patch {data.get('package_version')} (schema {schema}), and "
+                f"this patch record was written by rope_patch {data.get('package_version')!r} (schema {schema!r}), and "
                 f"{__version__} reads schema {SCHEMA}: upgrade with pip install -U rope_patch"
             )
         data = dict(data)
@@ -248,7 +248,7 @@ def _read_table(kind: str, data: Mapping[str, Any]) -> TableRecord:
     table = TableRecord(tuple(map(float, data["inv_freq"])), float(data["attention_scaling"]), data["hash"])
     actual = fingerprint(table_of(table.inv_freq), table.attention_scaling)
     if actual != table.hash:
-        raise ValueError(f"it was altered: the table for {kind!r} hashes to {actual}, and {table.hash} is stated")
+        raise ValueError(f"it was altered: the table for {kind!r} hashes to {actual}, and {table.hash!r} is stated")
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,25 @@ def test_finished_parts_are_kept(tmp_path, monkeypatch):
     with rope_patch.patched(model, "nope"):  # another table is measured anew
         analyzed(model, resume=tmp_path)
     assert len(calls) == 1
+
+
+def test_of_two_at_once_into_one_folder_the_second_says_that_the_first_writes(tmp_path):
+    refused = []
+
+    def second():
+        with pytest.raises(BlockingIOError, match=r"another command writes .*capture\.npz"):
+            analyzed(small(seed=1), resume=tmp_path)
+        refused.append(True)
+
+    def start(stage, tokens):
+        if stage == "capture" and not refused:
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+
+    with listen(start):
+        analyzed(small(), resume=tmp_path)
+    assert refused
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import gguf
@@ -64,6 +65,10 @@ def test_a_file_that_changed_is_read_again(tmp_path):
         for text in ("first", "second"):
             write_gguf(path, [Key.of("a", text)], [], overwrite=True)
             assert gguf.GGUFReader(path).fields["a"].contents() == text
+        state = path.stat()
+        path.write_bytes(path.read_bytes().replace(b"a\x08", b"b\x08"))  # in place, with the times of the old one
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+        assert "b" in gguf.GGUFReader(path).fields
 
 
 def test_the_reader_of_the_package_is_back_after_an_error(file, tmp_path):

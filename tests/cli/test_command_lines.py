@@ -44,8 +44,17 @@ CONFIGS = {
     "a padding token beyond the vocabulary": ({"pad_token_id": 10**6}, BUILD),
     "a negative head_dim": ({"head_dim": -2}, BUILD),
     "quantized by a word": ({"quantization_config": "4bit"}, BUILD),
-    "a context of zero": ({"max_position_embeddings": 0}, "max_position_embeddings must be a number of tokens >= 1"),
+    "a context of zero": ({"max_position_embeddings": 0}, "max_position_embeddings must be a number of tokens"),
 }
+
+SHOWN = {  # by doctor, as checks that cannot be made
+    "more tokens than an integer of torch": (
+        {"max_position_embeddings": 10**30},
+        "model: max_position_embeddings must",
+    ),
+    "a class that is a number": ({"architectures": 3}, "architectures must be a list of class names, got 3"),
+}
+CONFIGS |= SHOWN
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +85,7 @@ def edit(path, **changes):
 @pytest.mark.parametrize(
     ("damage", "command"),
     [
-        *((damage, "apply" if i % 2 else "doctor") for i, damage in enumerate(CONFIGS)),
+        *((damage, "apply" if i % 2 or damage in SHOWN else "doctor") for i, damage in enumerate(CONFIGS)),
         *(("yarn without a factor", c) for c in COMMANDS if c not in ("apply", "doctor")),
         *(("an unknown type", c) for c in COMMANDS if c not in ("apply", "doctor")),
         *(("a context of zero", c) for c in COMMANDS if c not in ("apply", "doctor", "plan")),  # plan reads no table
@@ -121,16 +130,16 @@ def test_a_file_that_is_no_json_object(checkpoints, tmp_path, name, command, tex
 
 RECORDS = {
     "method": ([None, 3, {}, {"method": "yarn", "factor": [1]}, {"method": "chain", "steps": [3]}]),
-    "layer_types": ([None, 3, [], [3], {}]),
+    "layer_types": ([None, 3, [], [3], {}, [["full_attention"]]]),
     "tables": (
         [None, [], {}, {"all": 3}, {"all": {}}, {"all": {"inv_freq": [[1]], "attention_scaling": 1, "hash": ""}}]
     ),
     "base_tables": ([None, {}, {"other": None}]),
     "base_config": ([None, [], {}, {"rope_parameters": {}, "max_position_embeddings": 0}]),
-    "target_length": (["x", 0, 1.5, [1]]),
+    "target_length": (["x", 0, 1.5, [1], 2**63, True]),
     "precision": ([None, "float16", 32]),
     "freeze_at": (["x", -1]),
-    "edited": ([None, 3, "all", [None]]),
+    "edited": ([None, 3, "all", [None], [[]]]),
     "schema": ([None, "one", 99]),
 }
 
@@ -190,6 +199,19 @@ def test_a_record_restores_rotary_settings_alone(checkpoints, tmp_path, change):
     assert key in refused(tmp_path, "restore", "patched", "-o", "out")
 
 
+def test_control_characters_of_a_file_do_not_reach_the_terminal(checkpoints, tmp_path):
+    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
+    shutil.copytree(checkpoints / "adapter", tmp_path / "adapter")
+    config = json.loads((tmp_path / "patched" / "config.json").read_text())
+    newer = config["rope_patch"] | {"schema": 99, "package_version": "\x1b[2J9.0\x9b"}
+    edit(tmp_path / "patched" / "config.json", rope_patch=newer)
+    edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path="\x1b]0;base\x07", bias="\x1b[2J")
+    for words in (("doctor", "patched"), ("restore", "patched", "-o", "out"), ("apply", "adapter", "pi", "-o", "out")):
+        with contextlib.chdir(tmp_path):
+            result = invoke(*words)
+        assert result.exit_code != 0 and not set(result.stdout + result.stderr) & set("\x1b\x07\x9b")
+
+
 def test_a_record_whose_base_is_no_table(checkpoints, tmp_path):
     shutil.copytree(checkpoints / "patched", tmp_path / "patched")
     record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
@@ -215,6 +237,7 @@ GGUF_KEYS = {
     "llama.rope.scaling.factor": ["x"],
     "llama.rope.scaling.original_context_length": ["x"],
     "llama.context_length": ["x"],
+    "llama.block_count": ["x", float("inf")],
     "llama.rope.dimension_count": ["x", 0, 2**31],
 }
 

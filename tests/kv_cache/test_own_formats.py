@@ -60,6 +60,22 @@ def test_a_format_that_was_edited_is_measured_anew(folder):
     assert resumed[0] == before[0] and resumed[1] != before[1]
 
 
+def test_a_format_may_work_in_place():
+    class InPlace(Format, name="in place"):
+        bits = 4
+
+        def round(self, x, dim):
+            return x.mul_(4).round_().div_(4)
+
+    try:
+        states = torch.randn(1, 2, 3, 16)
+        before = states.clone()
+        assert torch.equal(fake_quantize(states, Side("in place")), (before * 4).round() / 4)
+        assert torch.equal(states, before)
+    finally:
+        FORMATS.pop("in place")
+
+
 def test_a_format_that_returns_another_shape_is_named():
     class Swapped(Format, name="swapped"):
         bits = 4

@@ -722,6 +722,18 @@ def test_a_method_of_the_users_own():
 
 
 @pytest.mark.usefixtures("registry")
+def test_a_method_may_work_in_place():
+    @dataclass(frozen=True)
+    class Halved(Method, name="halved"):
+        def inv_freq(self, table):
+            return table.inv_freq.mul_(0.5)
+
+    before = slot()
+    check_table(Halved()(before), [0.5, 0.05, 0.005, 0.0005])
+    assert same(before, slot())
+
+
+@pytest.mark.usefixtures("registry")
 def test_a_subclass_without_a_name_is_not_registered():
     class Base(Method):
         """Stand for what two methods share."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,6 +93,19 @@ def test_a_file_is_not_overwritten_unasked(tmp_path):
     with file_in_one_move(out, overwrite=True) as temporary:
         temporary.write_text("second")
     assert out.read_text() == "second" and names(tmp_path) == ["model.gguf"]
+
+
+def test_a_full_disk_is_named_also_where_a_library_does_not_say_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    for error in (RuntimeError("unexpected pos 213120 vs 213012"), OSError(errno.ENOSPC, "No space left")):
+        with pytest.raises(OSError, match=r"device: .*out'") as raised, folder_in_one_move(tmp_path / "out"):
+            raise error
+        assert raised.value.errno == errno.ENOSPC
+    with pytest.raises(ValueError, match="mine"), folder_in_one_move(tmp_path / "out"):
+        raise ValueError("mine")
+    monkeypatch.setattr(Path, "write_bytes", lambda path, content: os.write(os.open("/dev/full", os.O_WRONLY), content))
+    with pytest.raises(OSError, match=r"device: .*results\.json'"):
+        write_atomically(tmp_path / "results.json", "{}")
 
 
 # --- two at once ------------------------------------------------------------------------------------------------------

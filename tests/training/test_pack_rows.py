@@ -169,6 +169,15 @@ def test_rows_are_those_of_the_documents(stories, tmp_path):
     assert flat(again) == flat(rows), "a resumed run reads the rows that it began with, and packs none"
 
 
+@pytest.mark.parametrize("share", [0.5, 0.999])
+def test_rows_of_a_file_that_was_cut_are_not_trained_on(stories, tmp_path, share):
+    packed(options(stories), tmp_path / "work")
+    file = tmp_path / "work" / "rows.arrow"
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
+    with pytest.raises(OSError, match=r"rows\.arrow is damaged: delete it"):
+        make_rows(options(stories), TOKENIZER, tmp_path / "work")
+
+
 def test_positions_of_pose_come_from_the_seed_and_the_row(stories, tmp_path):
     asked = options(stories, "data.positions=pose", "data.chunks=3", "patch.target_length=777", "train.seed=3")
     rows = packed(asked, tmp_path / "work")
