@@ -707,7 +707,7 @@ def test_finished_work_is_never_that_of_another_cache(tmp_path):
         with quantized(model, **variant) as factory:
             results.append(perplexity(model, rows, cache=factory, chunk=5, resume=result_cache))
             assert results[-1] == perplexity(model, rows, cache=factory, chunk=5)
-    assert len({result.nll for result in results}) == len(variants) == len(result_cache.read_text().splitlines())
+    assert len({result.nll for result in results}) == len(variants) == result_cache.read_text().count('"key"')
     for variant, expected in zip(variants, results, strict=True):
         with quantized(model, **variant) as factory, spy_ids(model) as inputs:
             assert perplexity(model, rows, cache=factory, chunk=5, resume=result_cache) == expected
