@@ -70,22 +70,26 @@ def classify(error: Exception, model: Any) -> Report:
     """Return the outcome that an error of ``inspect`` or ``apply`` means; a refusal must name the model's class."""
     result, reason = "crashes", describe(error)
     if isinstance(error, ValueError) and "no rotary table" in reason:
-        classes = {type(module) for module in model.modules()}
-        tables = sorted(cls.__name__ for cls in classes if "Rotary" in cls.__name__)
-        others = sorted(cls.__name__ for cls in classes if rotates(cls))
-        result = "crashes" if tables else "no rotary table"
-        reason += (
-            f", but it has {', '.join(tables)}"
-            if tables
-            else "".join(f"; {name} rotates without one" for name in others)
-        )
+        tables = {
+            type(module).__name__
+            for module in model.modules()
+            if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
+        }
+        rotating = {cls.__name__ for cls in {type(module) for module in model.modules()} if rotates(cls)}
+        if tables:
+            reason += f", but it has {', '.join(sorted(tables))}"
+        else:
+            result = "no rotary table"
+            reason += "".join(f"; {name} rotates without one" for name in sorted(rotating))
     elif isinstance(error, ValueError) and type(model).__name__ in reason:
         result = "refused"
     return {"result": result, "reason": reason}
 
 
 def rotates(cls: type) -> bool:
-    """Return whether the source of an attention class mentions rotary embeddings."""
+    """Return whether a class computes a rotary embedding, by its name, or by the source of an attention class."""
+    if "Rotary" in cls.__name__:
+        return True
     return "Attention" in cls.__name__ and "rotary" in ("\n" + inspect.getsource(cls)).partition("\nclass ")[2]
 
 
