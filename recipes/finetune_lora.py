@@ -13,7 +13,7 @@ launchers of several processes, such as `accelerate launch`, can start it.
 import sys
 
 from rope_patch.cli.finetune import finetune
-from rope_patch.runtime.command import guarded
+from rope_patch.runtime.command import run_and_exit
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: finetune(sys.argv[1:])))
+    run_and_exit(lambda: finetune(sys.argv[1:]))

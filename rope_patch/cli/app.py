@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rope_patch.cli.parsing import UsageError
 from rope_patch.options import COMMANDS
-from rope_patch.runtime.command import guarded
+from rope_patch.runtime.command import run_and_exit
 from rope_patch.runtime.progress import listen
 from rope_patch.runtime.text import did_you_mean
 
@@ -26,7 +26,7 @@ ABOUT = (
 def main() -> None:
     """Run the ``rope-patch`` command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about missing kernels that no command uses
-    sys.exit(guarded(lambda: dispatch(sys.argv[1:])))
+    run_and_exit(lambda: dispatch(sys.argv[1:]))
 
 
 def dispatch(words: Sequence[str]) -> int:

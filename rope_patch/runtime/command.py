@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from rope_patch.runtime.text import printable
 
+SIGHUP = 1
+"""What a terminal sends that is closed; Windows has no such signal."""
 SPINS = "10000"
 """How often a thread of a command looks whether the others are ready before it sleeps. At GNU OpenMP's default of
 300,000, commands beside each other use up the cores by waiting: see ``benchmarks/busy_cpu.py``."""
@@ -22,16 +26,17 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
         interrupted: the message after Ctrl-C, which says what became of the work that was done.
 
     Returns:
-        The status of the command; 2 where the user's words or files are wrong, 1 where a library fails, and 130 after
-        Ctrl-C. With ``ROPE_PATCH_DEBUG`` set, errors are raised.
+        The status of the command; 2 where the user's words or files are wrong, 1 where a library fails, 130 after
+        Ctrl-C and 143 after SIGTERM. With ``ROPE_PATCH_DEBUG`` set, errors are raised.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # it has to stand before torch is imported
     try:
         return run() or 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(f"interrupted: {interrupted}", file=sys.stderr)
-        return 130
+        number: int = (error.args or (signal.SIGINT,))[0]
+        return 128 + number
     except BrokenPipeError:
         # The reader of the output is gone, as with `| head`: no message would be seen either.
         return 1
@@ -40,6 +45,28 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
             raise
         print(f"error: {printable(_message(error))}", file=sys.stderr)
         return 2 if _is_users(error) else 1
+
+
+def run_and_exit(run: Callable[[], int | None]) -> NoReturn:
+    """Run a command as :func:`guarded` does, and end the process with its status.
+
+    Other signals that end it interrupt it as Ctrl-C does, so that files that are half written are deleted. Then nothing
+    is waited for: a signal may come while a library takes a lock, for which that library's threads would wait for ever
+    at the end of the process, as those of tensorboardX do.
+    """
+    for number in {signal.SIGTERM, SIGHUP} & signal.valid_signals():
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, _interrupt)
+    status = guarded(run)
+    if status > 128:
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _interrupt(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a launcher may send it again, which would interrupt the deleting
+    raise KeyboardInterrupt(number)
 
 
 def _is_users(error: Exception) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -144,3 +146,20 @@ def test_what_a_library_raises_is_one_line_too(capsys):
     assert guarded(lambda: {}["unheard_of"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error == "error: KeyError: 'unheard_of' (ROPE_PATCH_DEBUG=1 shows where)"
+
+
+def test_an_interrupted_command_ends_although_a_library_holds_a_lock(tmp_path):
+    """tensorboardX joins its thread at the end of the process, which waits for the lock that Ctrl-C left taken."""
+    code = """if True:
+        import sys
+        from rope_patch.cli import app
+        from tensorboardX import SummaryWriter
+        def interrupted(words):
+            writer = SummaryWriter(words[0])
+            writer.file_writer.event_writer._event_queue._notempty.acquire()
+            raise KeyboardInterrupt
+        app.dispatch = interrupted
+        app.main()
+    """
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 130

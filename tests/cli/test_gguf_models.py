@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import gguf
 import pytest
@@ -98,25 +99,27 @@ def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
     assert line.splitlines()[-1] == f"error: no file {tmp_path / 'm.gguf'}" and not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_copy_leaves_nothing(tmp_path, file):
-    """The process stops itself in the middle of the copy, as Ctrl-C would."""
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_copy_leaves_nothing(tmp_path, file, kind):
+    """The process stops itself in the middle of the copy, as Ctrl-C, Slurm or a closed terminal would."""
     code = """if True:
         import os, signal, sys
         from rope_patch.checkpoints import gguf_file
         from rope_patch.cli import app
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+        kind = int(sys.argv.pop())
         write = gguf_file.np.ascontiguousarray
         def interrupted(data):
             interrupted.tensors += 1
             if interrupted.tensors == 9:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), kind)
             return write(data)
         interrupted.tensors = 0
         gguf_file.np.ascontiguousarray = interrupted
         app.main()
     """
-    done = run_code(code, "apply", file, "yarn:factor=4", "-o", tmp_path / "out.gguf")
-    assert done.returncode == 130 and "interrupted: no file was left half written" in done.stderr
+    done = run_code(code, "apply", file, "yarn:factor=4", "-o", tmp_path / "out.gguf", int(kind))
+    assert done.returncode == 128 + kind and "interrupted: no file was left half written" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -37,6 +37,7 @@ def invoke(*arguments: str | Path) -> Result:
     out, err, words = io.StringIO(), io.StringIO(), [str(argument) for argument in arguments]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["rope-patch", *words])
+        patch.setattr("os._exit", sys.exit)  # how an interrupted command ends
         with pytest.raises(SystemExit) as stop:
             cli.main()
     return Result(int(stop.value.code or 0), out.getvalue(), err.getvalue())
