@@ -205,7 +205,8 @@ class Step:
         ids = random_ids(job["shape"], job["tokens"])
         rows, self.watch = [{"input_ids": ids, "labels": ids}], Watch(job["device"])
         if side == "ours":
-            self.trainer = LongTrainer(model, args, rows, callbacks=[self.watch])
+            self.trainer = LongTrainer(model, args, rows)
+            self.trainer.add_callback(self.watch)
         else:
             self.trainer = Trainer(model, args, train_dataset=rows, callbacks=[self.watch])
         self.trainer.remove_callback(PrinterCallback)

@@ -108,7 +108,8 @@ def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str,
         dataloader_pin_memory=False,
         use_cpu=device == "cpu",
     )
-    trainer = LongTrainer(model, args, rows, callbacks=[clock])
+    trainer = LongTrainer(model, args, rows)
+    trainer.add_callback(clock)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,7 +18,9 @@ MOST_LAYERS = 10_000
 """A config that states more layers is refused: far more than any model has, and building them takes minutes."""
 
 
-def model_without_weights(source: str | Path, *, beside_adapter: bool = False, checked: bool = True) -> PreTrainedModel:
+def model_without_weights(
+    source: str | Path, *, beside_adapter: bool = False, checked: bool = True, **options: Any
+) -> PreTrainedModel:
     """Return a checkpoint's model without weights, on the meta device.
 
     Its tables are those that the config describes, or those that a GGUF file holds.
@@ -26,6 +29,7 @@ def model_without_weights(source: str | Path, *, beside_adapter: bool = False, c
         source: folder, hub id or GGUF file.
         beside_adapter: whether the folder may hold an adapter beside the model; the adapter is not loaded.
         checked: whether to refuse a patched checkpoint whose config tells transformers 4 and 5 different tables.
+        **options: arguments of ``AutoConfig.from_pretrained``, among them values that replace those of the config.
 
     Raises:
         OSError: nothing can be loaded, or there is no such repository; the message says what to do.
@@ -40,14 +44,16 @@ def model_without_weights(source: str | Path, *, beside_adapter: bool = False, c
                 "into a folder of its own"
             )
         raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
-    config = load_config(source)
+    config = load_config(source, **options)
     if checked:
-        check_older_keys(config_json(source), source)
+        check_older_keys(config_json(source, **options), source)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"{source}: num_hidden_layers must be at most {MOST_LAYERS}, its config says {layers}")
     with torch.device("meta"), naming_checkpoint(source):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=options.get("trust_remote_code")
+        )
     if is_gguf(source):
         model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
         put_table(model, read_gguf(source), Path(source))

@@ -79,7 +79,7 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
         A line on tensors that are missing, have another shape, or are unknown to the model; "" if all are there.
     """
     config = copy.deepcopy(model.config)
-    stored = {name: tensor for path in _model_files(folder) for name, tensor in _outlines(path)}
+    stored = {name: tensor for path in model_files(folder) for name, tensor in _outlines(path)}
     model_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
     quantized = getattr(config, "quantization_config", None) is not None
     if not stored or model_class is None or quantized or is_deepspeed_zero3_enabled():
@@ -125,7 +125,7 @@ def _first(names: Iterable[str]) -> str:
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
-def _model_files(folder: Path) -> list[Path]:
+def model_files(folder: Path) -> list[Path]:
     """Return the safetensors files from which transformers loads a folder's model, or else those of its variants.
 
     Not every such file counts: beside them may lie Mistral's ``consolidated.safetensors``, an adapter, a trained table.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import warnings
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import resumable
 from rope_patch.options.finetune import FinetuneOptions, RecipeOptions
+from rope_patch.options.yaml_and_json import to_yaml
 
 SMOKE_REQUIRED = ("model.name=llama", "data.length=512", "output=build/finetuned")
 """Values that ``--smoke`` uses if neither a recipe nor the command line gives them."""
@@ -27,6 +27,7 @@ SMOKE_OVERRIDES = (
 
 def finetune(words: Sequence[str]) -> int:
     """Run ``rope-patch finetune`` with the words that follow it, and return its exit status."""
+    command = shlex.join(["rope-patch", "finetune", *words])
     if "--smoke" in words:
         words = [*SMOKE_REQUIRED, *words]
         files = [i for i, word in enumerate(words) if word.endswith((".yaml", ".yml")) and "=" not in word]
@@ -34,67 +35,39 @@ def finetune(words: Sequence[str]) -> int:
         after = max(files, default=len(SMOKE_REQUIRED) - 1) + 1
         words = [*words[:after], *smaller(parse(FinetuneOptions, words).recipe), *words[after:]]
     options = parse(FinetuneOptions, words)
-    recipe = options.recipe
-    from rope_patch.training.trainer_arguments import check_training
-
-    check_training(recipe)
     if options.dry_run:
-        from rope_patch.training.run_summary import describe
+        from rope_patch.training.models import training_plan
 
-        print(describe(recipe, options.gpu_memory))
-        return 0
-    again = "the same command without --restart" if options.restart else "the same command"
-    with resumable(recipe.output, again=again):
-        return _run(recipe, options.restart, options.threads)
+        print(to_yaml(options.recipe, comments=False))
+        try:
+            print(training_plan(options.recipe).describe(options.gpu_memory))
+        except (ValueError, OSError) as error:  # a run may be possible all the same
+            print(f"the memory of a training step is not predicted: {error}")
 
-
-def smaller(options: RecipeOptions) -> Iterator[str]:
-    """Yield changes such as ``train.steps=4``, with which a run uses the same code and takes about a minute."""
-    from rope_patch.training.models import BUNDLED_MODELS
-
-    name = (
-        options.model.name
-        if options.model.name in BUNDLED_MODELS
-        else BUNDLED_MODELS["gemma" in options.model.name.lower()]
-    )
-    yield from SMOKE_OVERRIDES
-    yield f"model.name={name}"
-    yield f"data.length={512 if options.data.positions == 'full' else 256}"
-    # On a CPU, quantized weights can only be evaluated at the end (see training/trainer_arguments.py).
-    yield f"evaluation.every={2 if options.model.quantization == 'none' else 0}"
-    yield f"output={options.output}-smoke"
-
-
-def _run(options: RecipeOptions, restart: bool, threads: int | None) -> int:
     import torch
     from transformers.utils import logging as hf_logging
 
     from rope_patch.training.finetune import finetune as train
+    from rope_patch.training.results import scores_table
 
     warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # without a line of our source
     hf_logging.disable_progress_bar()  # hides the bar of loading weights; the Trainer's own stays
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf")  # PEFT, of a GGUF file
     warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing(_enable)?` is deprecated")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    name = "rope-patch" if os.path.basename(sys.argv[0]) == "rope-patch" else f"python {sys.argv[0]}"
-    try:
-        result = train(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart)
-    except torch.OutOfMemoryError as error:  # printed here, since its advice has several lines
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    except (Exception, KeyboardInterrupt):
-        print(file=sys.stderr)  # so that the message stands below the progress bar
-        raise
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    again = "the same command without --restart" if options.restart else "the same command"
+    with resumable(options.recipe.output, again=again):
+        try:
+            result = train(options.recipe, command=command, restart=options.restart, dry_run=options.dry_run)
+        except (Exception, KeyboardInterrupt):
+            print(file=sys.stderr)  # so that the message stands below the progress bar
+            raise
     if not result.results:  # only the first process has results, and prints
         return 0
     if result.finished_before:
         print(f"{result.folder}: this run was finished before, nothing was trained now")
-    before, after = result.results["before"] or {}, result.results["after"]
-    # Without the first number, the score that ranks checkpoints.
-    for name in list(after)[1:]:
-        earlier = f"{before[name]:.3g} -> " if name in before else ""
-        print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {earlier}{after[name]:.3g}")
+    print(scores_table(result.results))
     for change in result.results["changes"]:
         print(change["sentence"])
     for note in result.results["notes"]:
@@ -102,3 +75,15 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> int:
     verb = "found" if result.finished_before else "wrote"
     print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")
     return 0
+
+
+def smaller(options: RecipeOptions) -> Iterator[str]:
+    """Yield changes such as ``train.steps=4``, with which a run uses the same code and takes about a minute."""
+    from rope_patch.training.models import BUNDLED_MODELS
+
+    yield from SMOKE_OVERRIDES
+    yield f"model.name={BUNDLED_MODELS['gemma' in options.model.name.lower()]}"
+    yield f"data.length={512 if options.data.positions == 'full' else 256}"
+    # On a CPU, quantized weights can only be evaluated at the end (see training/trainer_arguments.py).
+    yield f"evaluation.every={2 if options.model.quantization == 'none' else 0}"
+    yield f"output={options.output}-smoke"

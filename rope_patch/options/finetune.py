@@ -272,7 +272,10 @@ class FinetuneOptions(OptionSet, command="finetune"):
         repeated=True,
     )
     smoke: bool = flag("Try the run in about a minute on a CPU: a small bundled checkpoint and few steps.")
-    dry_run: bool = flag("Print the options, the steps, the predicted memory and the evaluations, and stop.")
+    dry_run: bool = flag(
+        "Print the options and the predicted memory, refuse what a run would refuse before its first step, and stop. "
+        "No weights are loaded."
+    )
     restart: bool = flag("Delete an earlier run in the output folder and start again.")
     gpu_memory: float = shared.gpu_memory()
     threads: int | None = whole("The number of CPU threads. If it is not given, PyTorch decides.", None, least=1)

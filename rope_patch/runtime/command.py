@@ -35,8 +35,7 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
         return run() or 0
     except KeyboardInterrupt as error:
         print(f"interrupted: {interrupted}", file=sys.stderr)
-        number: int = (error.args or (signal.SIGINT,))[0]
-        return 128 + number
+        return 128 + int((error.args or (signal.SIGINT,))[0])
     except BrokenPipeError:
         # The reader of the output is gone, as with `| head`: no message would be seen either.
         return 1

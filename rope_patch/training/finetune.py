@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
 from rope_patch.evaluation.suite import EvalSuite
@@ -19,7 +19,7 @@ from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.parallel import from_first_process
 from rope_patch.training.evaluate_run import evaluate_model, metrics, suite_of
 from rope_patch.training.models import load_model, prepare
-from rope_patch.training.pack_rows import make_rows
+from rope_patch.training.pack_rows import make_rows, packed_rows, rows_per_step
 from rope_patch.training.results import write_results
 from rope_patch.training.runs import RunFolder, inspect_folder
 from rope_patch.training.trainer import LongTrainer
@@ -42,7 +42,7 @@ class Result:
     finished_before: bool = False
 
 
-def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False) -> Result:
+def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False, dry_run: bool = False) -> Result:
     """Train as the options say, and leave an adapter that cannot be loaded onto the wrong rotary table unnoticed.
 
     ``options.output`` gets the adapter (or model) with its patch record, the tokenizer, ``results.json``,
@@ -54,6 +54,8 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         options: the options of the run.
         command: the command that started the run; the model card shows it.
         restart: whether to delete what an earlier run left in the output folder.
+        dry_run: whether to stop before the first step, without weights and without writing into the output folder: what
+            a run refuses before its first step is refused in the same words. Only the rows of that step are packed.
 
     Raises:
         ValueError: the options do not fit the model or the data, or the output folder holds another run.
@@ -62,7 +64,8 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         torch.OutOfMemoryError: a step does not fit into memory.
     """
     check_training(options)
-    args = training_arguments(options, options.output.expanduser() / "work")
+    # Trainer makes its folder at once, and a dry run must not make that of the run.
+    args = training_arguments(options, Path() if dry_run else options.output.expanduser() / "work")
     PartialState()  # connects the processes, which from_first_process needs
     with contextlib.ExitStack() as stack:
 
@@ -74,37 +77,45 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         run = from_first_process(claim)
         if run.results is not None:
             return Result(run.out, run.results if PartialState().is_main_process else {}, finished_before=True)
-        model, tokenizer = load_model(options.model, options.train.precision)
+        model, tokenizer = load_model(options.model, options.train.precision, weights=not dry_run)
         model = prepare(model, options)
         suite = suite_of(options, tokenizer)
-        from_first_process(run.begin)  # deletes an earlier run, so only now that the options are known to fit the model
+        if dry_run and run.checkpoint is None:
+            rows: Any = [next(packed_rows(options, tokenizer))]
+        else:
+            # Deletes an earlier run, so only now that the options are known to fit the model.
+            from_first_process(lambda: run.begin(options))
+            # The first process packs the rows into a file, which all of them open.
+            from_first_process(lambda: bool(make_rows(options, tokenizer, run.work)))
+            rows = make_rows(options, tokenizer, run.work)
+        trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(evaluate_model(suite, model)))
+        if PartialState().is_main_process:
+            resumed = "" if run.checkpoint is None else f", from {run.checkpoint.name} on"
+            tokens = rows_per_step(options) * options.data.length
+            text = f"trains for {options.train.steps} steps of {tokens:,} tokens{resumed}"
+            print(f"{text}; each evaluation reads {suite.tokens:,} tokens", file=sys.stderr)
+        if dry_run:
+            trainer.create_optimizer_and_scheduler(options.train.steps)
+            print("dry run: nothing was trained or written", file=sys.stderr)
+            return Result(run.out, {})
         try:
-            return _train(options, run, args, model, tokenizer, suite, command)
+            return _train(options, run, trainer, tokenizer, suite, command)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"{error}\nWith --dry-run this command predicts the memory of a step and says what to change."
+                f"a step does not fit: --dry-run predicts its memory and says what to change. {error}"
             ) from error
 
 
 def _train(
     options: RecipeOptions,
     run: RunFolder,
-    args: TrainingArguments,
-    model: PreTrainedModel,
+    trainer: LongTrainer,
     tokenizer: PreTrainedTokenizerBase,
     suite: EvalSuite,
     command: str,
 ) -> Result:
     """Train a prepared model, evaluate it and write the output folder."""
     is_first = PartialState().is_main_process
-    # The first process packs the rows into a file, which all of them open.
-    from_first_process(lambda: bool(make_rows(options, tokenizer, run.work)))
-    rows = make_rows(options, tokenizer, run.work)
-    trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(evaluate_model(suite, model)))
-    if is_first:
-        resumed = "" if run.checkpoint is None else f", from {run.checkpoint.name} on"
-        text = f"trains on {len(rows) * options.data.length:,} tokens in {options.train.steps} steps{resumed}"
-        print(f"{text}; each evaluation reads {suite.tokens:,} tokens", file=sys.stderr)
     trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
     trained: Any = trainer.model
     gathered: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Loads the model of a run, patches it and adds adapters."""
+"""Loads the model of a run, patches it and adds adapters; predicts the memory of its training step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
+from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.finetune import ModelOptions, RecipeOptions
@@ -22,6 +23,9 @@ from rope_patch.packaged import data_path
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
+from rope_patch.planning import Plan, plan
+from rope_patch.runtime.folders import is_gguf
+from rope_patch.training.pack_rows import rows_per_step
 
 KERNEL_NAMES = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 """transformers' names of the attention kernels."""
@@ -40,7 +44,9 @@ def bundled_folder_or_name(name: str) -> str:
     return str(data_path("assets") / name) if name in BUNDLED_MODELS and not Path(name).exists() else name
 
 
-def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    options: ModelOptions, compute: str = "bfloat16", *, weights: bool = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return model and tokenizer.
 
     Quantized weights are loaded onto this process's GPU, where there is one, and quantized while they are read.
@@ -48,10 +54,12 @@ def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[PreTra
     Args:
         options: the options of the checkpoint: its name, data type, quantization and attention kernel.
         compute: the data type in which products with quantized weights are computed.
+        weights: whether to load the weights. Without them the model is on the meta device: the tensors of a folder are
+            compared with the model's by name and shape; if they are quantized or on the hub, only the config is read.
 
     Raises:
-        ValueError: ``model.quantization`` is set and the weights are quantized already, the name is an adapter's, or
-            there is no such folder.
+        ValueError: ``model.quantization`` is set and the weights are quantized already, as those of GGUF files count;
+            the name is an adapter's, or there is no such folder.
         OSError: there is nothing that can be loaded, or no such repository; the message says what to do.
     """
     dtype = getattr(torch, options.dtype)
@@ -62,13 +70,22 @@ def load_model(options: ModelOptions, compute: str = "bfloat16") -> tuple[PreTra
         raise ValueError(
             f"{options.name} is an adapter: merge it into its base first (merge_and_unload), and save that"
         )
-    if options.quantization != "none":
-        if getattr(checkpoints.load_config(source, **shared), "quantization_config", None) is not None:
-            raise ValueError(f"{options.name} is quantized already: set model.quantization=none")
+    config = checkpoints.load_config(source, **shared)
+    quantized = is_gguf(source) or getattr(config, "quantization_config", None)
+    if quantized and options.quantization != "none":
+        raise ValueError(f"{options.name} is quantized already: set model.quantization=none")
+    load: Any = checkpoints.load
+    if not weights:
+        arguments["device_map"] = "meta"
+        if quantized or not Path(source).is_dir():  # quantized tensors have other names and shapes
+            load = model_without_weights
+    elif options.quantization != "none":
         arguments["quantization_config"] = _bitsandbytes(options.quantization, dtype, getattr(torch, compute))
         local = int(os.environ.get("LOCAL_RANK", 0))
         arguments["device_map"] = {"": local if torch.cuda.is_available() else "cpu"}
-    model = checkpoints.load(source, **arguments, **shared)
+    model = load(source, **arguments, **shared)
+    if not weights:
+        model.hf_device_map = {"": "meta"}  # so that Trainer leaves it there
     return model, checkpoints.read_tokenizer(source, **shared)
 
 
@@ -188,3 +205,27 @@ def target_pattern(model: PreTrainedModel, targets: Sequence[str]) -> str:
             f"Known: {', '.join([*groups, *every])}"
         )
     return rf"{re.escape(path)}\.layers\..*\.({'|'.join(map(re.escape, names))})"
+
+
+def training_plan(options: RecipeOptions) -> Plan:
+    """Return the memory plan of one forward and backward pass.
+
+    Raises:
+        ValueError: a plan does not cover this kind of model.
+    """
+    gpus = int(os.environ.get("WORLD_SIZE", 1))
+    return plan(
+        bundled_folder_or_name(options.model.name),
+        length=options.data.length,
+        batch=options.train.batch,
+        lora_rank=options.lora.rank or None,
+        target_modules=options.lora.target_modules,
+        quantization=options.model.quantization,
+        optimizer=options.train.optimizer.removeprefix("paged_"),
+        checkpointing=options.train.checkpointing,
+        attention=options.model.attention,
+        dtype=options.model.dtype,
+        gpus=gpus,
+        # The processes over the readers: how many of them share each row.
+        context_parallel=gpus * options.train.batch * options.train.accumulate // rows_per_step(options),
+    )

@@ -53,19 +53,26 @@ def open_source(options: DataOptions, seed: int) -> Any:
     if options.source == "builtin":
         dataset: Any = datasets.Dataset.from_dict({"text": list(builtin_text("train").documents)})
     elif path.is_dir() or path.suffix in READERS:
-        files = [str(p) for p in sorted(path.rglob("*")) if p.suffix in READERS] if path.is_dir() else [str(path)]
-        kinds = {READERS[Path(file).suffix] for file in files}
+        files = text_files(path)
+        kinds = {READERS[file.suffix] for file in files}
         if len(kinds) != 1:
             raise ValueError(f"data.source: {path} must hold files of one kind, of {', '.join(READERS)}")
         # By default datasets takes every line of a text file for a document.
         arguments = {"sample_by": "document"} if kinds == {"text"} else {}
         try:
-            dataset = datasets.load_dataset(kinds.pop(), data_files=files, split="train", **arguments)
+            dataset = datasets.load_dataset(kinds.pop(), data_files=[*map(str, files)], split="train", **arguments)
         except (DatasetGenerationError, StopIteration) as error:  # StopIteration: a JSON file is empty
             raise ValueError(f"data.source: cannot read {path}: {error.__cause__ or 'it is empty'}") from error
     else:
         dataset = datasets.load_dataset(options.source, options.config, split=options.split, streaming=True)
     return dataset.shuffle(seed=seed) if options.shuffle else dataset
+
+
+def text_files(source: str | Path) -> list[Path]:
+    """Return the files of a source of documents on this disk; none of a built-in text or of the hub."""
+    path = Path(source)
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sorted(file for file in files if file.suffix in READERS)
 
 
 def conversation(
@@ -163,7 +170,7 @@ def pack(
                 ids, labels, positions = [], [], []
 
 
-def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder: Path, *, quiet: bool = False) -> Any:
+def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Any:
     """Pack the rows of a whole run into a file, or open that file: a resumed run reads the rows that it began with.
 
     Only as many documents are read as the run needs. If the data ends earlier, it is read again, in another order.
@@ -172,7 +179,6 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
         options: the options of the run.
         tokenizer: the tokenizer of the model.
         folder: the folder of the file; it holds the rows of this run alone.
-        quiet: whether to show no progress bar.
 
     Returns:
         A ``datasets`` dataset of tensors.
@@ -191,7 +197,7 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
         features = datasets.Features(dict.fromkeys(columns, tokens))
         part = folder / f".{ROWS_FILE}"
         with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
-            for row in tqdm(itertools.islice(_rows(options, tokenizer), count), "packing", count, disable=quiet):
+            for row in tqdm(itertools.islice(packed_rows(options, tokenizer), count), "packing", count):
                 writer.write(row)
             writer.finalize()
         # Renamed when it is whole: a file that a kill cut short would be taken for all rows.
@@ -224,7 +230,12 @@ def _masked(options: RecipeOptions) -> bool:
     return options.data.boundaries == "join"
 
 
-def _rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, list[int]]]:
+def packed_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, list[int]]]:
+    """Yield the rows of a run, without end.
+
+    Raises:
+        ValueError: no document is as long as a row, and ``data.allow_short`` is not set.
+    """
     data, seed = options.data, options.train.seed
     _check_documents(options, tokenizer)
     for index, row in enumerate(pack(_endless(options, tokenizer), data.length, apart=data.boundaries == "apart")):

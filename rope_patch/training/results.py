@@ -15,8 +15,7 @@ from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
-from rope_patch.patching.locate import locate
-from rope_patch.patching.verify import trained_length
+from rope_patch.patching.verify import trained_length, verify_model
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.evaluate_run import changes, metrics
 from rope_patch.training.models import BUNDLED_MODELS
@@ -83,22 +82,22 @@ def write_results(
         if change["verdict"] == "worse":
             warnings.warn(f"{change['sentence']}; the card says so", stacklevel=2)
     model: Any = trainer.model
-    state, record = trainer.state, locate(model).record
+    state, record = trainer.state, verify_model(model)
     best = state.best_model_checkpoint
     results = {
         "command": command or " ".join(sys.argv),
         "options": to_dict(options),
-        "patch": None if record is None else str(record.to_method()),
+        "patch": str(record.to_method()),
         "steps": state.global_step,
         "best_step": None if best is None else int(Path(best).name.rpartition("-")[2]),
-        "target_length": (record.target_length if record else None) or options.target_length,
+        "target_length": record.target_length or options.target_length,
         "tokens": state.global_step * rows_per_step(options) * options.data.length,
         "losses": [{"step": entry["step"], "loss": entry["loss"]} for entry in state.log_history if "loss" in entry],
         "environment": environment(model),
         "before": None if before is None else metrics(before),
         "after": metrics(after),
         "changes": compared,
-        "notes": _notes(model, before, after),
+        "notes": _notes(model, str(record.to_method()), before, after),
     }
     scores = {"before": None if before is None else before.to_dict(), "after": after.to_dict()}
     write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
@@ -109,11 +108,10 @@ def write_results(
     return results
 
 
-def _notes(model: Any, before: EvalResult | None, after: EvalResult) -> list[str]:
+def _notes(model: Any, patch: str, before: EvalResult | None, after: EvalResult) -> list[str]:
     """Return warnings if the unpatched model was not measured or fails the task within its trained length."""
-    record = locate(model).record
     # Only then is the evaluation before training one of the unpatched model.
-    if before is not None and (record is None or str(record.to_method()) == "default"):
+    if before is not None and patch == "default":
         return before.warnings(trained_length(model))
     measured = [after] if before is None else [before, after]
     return unpatched_missing(measured, trained_length(model), "rope-patch compare MODEL --methods default measures it")
@@ -139,10 +137,10 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
         head=yaml.safe_dump(head, sort_keys=False),
         dtype=options.model.dtype,
         model=options.model.name,
-        patch="a learned table" if "table:" in str(results["patch"]) else results["patch"] or "no patch",
+        patch="a learned table" if "table:" in results["patch"] else results["patch"],
         length=results["target_length"],
-        warning=ADAPTER_WARNING if adapter and results["patch"] not in (None, "default") else "",
-        scores=_scores(results),
+        warning=ADAPTER_WARNING if adapter and results["patch"] != "default" else "",
+        scores=scores_table(results),
         asked=len(retrieval.samples(after.spec.lengths[0])),
         task=options.evaluation.task,
         windows=after.perplexity.windows if after.perplexity else 0,
@@ -157,7 +155,7 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
     )
 
 
-def _scores(results: dict[str, Any]) -> str:
+def scores_table(results: dict[str, Any]) -> str:
     """Return the metrics before and after training as a table."""
     lines, before = ["| | before | after |", "|---|---|---|"], results["before"] or {}
     # The first number is the score that ranks checkpoints, a mixture that says little to a reader.

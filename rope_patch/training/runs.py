@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils.generic import flatten_dict
 
+from rope_patch.checkpoints.adapters import CONFIG_FILE, file_hash
+from rope_patch.checkpoints.weight_files import model_files
+from rope_patch.errors import read_json
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict
 from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
-from rope_patch.training.pack_rows import rows_per_step
+from rope_patch.runtime.result_cache import key
+from rope_patch.training.models import bundled_folder_or_name
+from rope_patch.training.pack_rows import rows_per_step, text_files
 
 SETTINGS_FILE = "run.json"
 RESULTS_FILE = "results.json"
@@ -40,14 +46,26 @@ class RunFolder:
         """The folder of rows, checkpoints and logs."""
         return self.out / "work"
 
-    def begin(self) -> None:
-        """Delete what an earlier run left and write the settings of this one, unless a checkpoint is resumed."""
+    def begin(self, options: RecipeOptions) -> None:
+        """Delete what an earlier run left and write what identifies this one, unless a checkpoint is resumed."""
         if self.checkpoint is None:
             # Results first: if this is interrupted, the folder must not look finished.
             remove(self.out / RESULTS_FILE)
             remove(self.work)
             self.work.mkdir(parents=True)
-            write_atomically(self.work / SETTINGS_FILE, json.dumps(self.settings, indent=1) + "\n")
+            settings = {**self.settings, "contents": contents(options)}
+            write_atomically(self.work / SETTINGS_FILE, json.dumps(settings, indent=1) + "\n")
+
+
+def contents(options: RecipeOptions) -> dict[str, str]:
+    """Return a digest of the base model's files and of the training text, by the name of their option.
+
+    Every byte is read, as in loading. What is on the hub has none.
+    """
+    base = Path(bundled_folder_or_name(options.model.name))
+    model = [base] if base.is_file() else [base / CONFIG_FILE, *model_files(base)]
+    files = {"model.name": model, "data.source": text_files(options.data.source)}
+    return {name: key(files=[*map(file_hash, paths)]) for name, paths in files.items() if any(map(Path.is_file, paths))}
 
 
 def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolder:
@@ -66,14 +84,12 @@ def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolde
     path = out / "work" / SETTINGS_FILE
     if not path.is_file():
         # Hidden files are what an interrupted write of this package leaves, so they are no one's work.
-        if out.exists() and (
-            out.is_file() or any(HIDDEN_MARK not in file.name for file in out.rglob("*") if file.is_file())
-        ):
+        if out.is_file() or any(HIDDEN_MARK not in file.name for file in out.rglob("*") if file.is_file()):
             raise ValueError(f"output: {out} holds files that are not of a run: give a new or empty folder")
         return RunFolder(out, settings)
-    earlier = json.loads(path.read_text(encoding="utf-8"))
+    earlier = read_json(path)
     checkpoint, results = last_checkpoint(out / "work"), _finished(out)
-    changes = _changes(_flat(earlier), _flat(settings))
+    changes = _changes(earlier, settings, contents(options))
     if restart or (changes and checkpoint is None and results is None):  # in the second case no work is lost
         return RunFolder(out, settings)
     if changes:
@@ -94,8 +110,8 @@ def last_checkpoint(work: Path) -> Path | None:
 
 def _has_state(checkpoint: Path) -> bool:
     try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        read_json(checkpoint / TRAINER_STATE_NAME)
+    except OSError:
         return False
     return True
 
@@ -104,19 +120,17 @@ def _finished(out: Path) -> dict[str, Any] | None:
     """Return the results of a finished run, or None; one whose weights were deleted does not count."""
     if not (out / RESULTS_FILE).is_file() or not any(out.glob("*.safetensors")):
         return None
-    results: dict[str, Any] = json.loads((out / RESULTS_FILE).read_text(encoding="utf-8"))
-    return results
+    return read_json(out / RESULTS_FILE)
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the settings by their full names, such as ``train.steps``."""
-    flat: dict[str, str] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": str(value)}
-    return flat
+def _changes(earlier: dict[str, Any], settings: dict[str, Any], digests: dict[str, str]) -> str:
+    """Return what differs between two runs, such as ``train.steps=100 (now 200)``.
 
-
-def _changes(before: dict[str, str], now: dict[str, str]) -> str:
-    """Return the settings that differ, such as ``train.steps=100 (now 200)``."""
+    Files that are gone do not count, since the rows are packed, and neither do those of a run that has no digests.
+    """
+    stored = earlier.pop("contents", {})
+    before, now = flatten_dict(earlier), flatten_dict(settings)
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    return "; ".join(f"{name}={before.get(name)} (now {now.get(name)})" for name in names)
+    changes = [f"{name}={before.get(name)} (now {now.get(name)})" for name in names]
+    changed = [name for name, digest in stored.items() if digests.get(name, digest) != digest]
+    return "; ".join(changes + [f"other contents of {name} than now" for name in changed])

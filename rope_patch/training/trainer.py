@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ class LongTrainer(Trainer):
         args: the arguments of transformers; those that decide how rows are read are set here.
         rows: the rows to train on.
         evaluator: a function of the model that is called where transformers would evaluate; it returns numbers by name,
-            which are logged with the prefix ``eval_`` and choose the best checkpoint.
-        callbacks: callbacks besides the one that writes patch records.
+            which are logged with the prefix ``eval_`` and choose the best checkpoint; None if nothing is evaluated.
 
     Raises:
         ValueError: one process has several GPUs, or the rows cannot be shared among GPUs.
@@ -38,9 +36,13 @@ class LongTrainer(Trainer):
         args: TrainingArguments,
         rows: Any,
         *,
-        evaluator: Callable[[Any], dict[str, float]] | None = None,
-        callbacks: Sequence[Any] = (),
+        evaluator: Any = None,
     ) -> None:
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"one process would use {args.n_gpu} GPUs: start one for each with accelerate launch or torchrun, "
+                "or show it one with CUDA_VISIBLE_DEVICES=0"
+            )
         # Trainer would drop columns that `forward` does not name; every column of a row is for the model.
         args.remove_unused_columns = False
         # A resumed run skips as many rows as it has read, so their order must be that of the file.
@@ -53,13 +55,8 @@ class LongTrainer(Trainer):
             args,
             train_dataset=rows,
             eval_dataset=rows if evaluator else None,  # transformers requires one; the evaluator has its own texts
-            callbacks=[*([self.guard] if self.guard else []), *callbacks],
+            callbacks=[self.guard] if self.guard else [],
         )
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"one process would use {self.args.n_gpu} GPUs: start one for each with accelerate launch or torchrun, "
-                "or show it one with CUDA_VISIBLE_DEVICES=0"
-            )
         if self.get_cp_size() > 1:
             check_shareable(model.config, rows[0])
 
@@ -88,9 +85,7 @@ class LongTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return what the evaluator measures, and log it; without an evaluator, evaluate as transformers does."""
-        if self.evaluator is None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        """Return what the evaluator measures, and log it."""
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluator(self.model).items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

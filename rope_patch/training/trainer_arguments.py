@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
+from transformers.utils.import_utils import is_liger_kernel_available
 
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.methods import as_method
@@ -23,15 +24,24 @@ OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
 
 
 def check_training(options: RecipeOptions) -> None:
-    """Refuse unknown names, and quantized weights that this machine would train or evaluate wrongly.
+    """Refuse unknown names, a warm-up without end, and quantized weights that would be trained or evaluated wrongly.
 
     Raises:
-        ValueError: the method or task is unknown, or quantized weights would be evaluated before the end on a CPU or
-            trained through Liger.
+        ImportError: ``train.liger`` is set, and its package is missing.
+        ValueError: the method or task is unknown, the warm-up is longer than the run, or quantized weights would be
+            evaluated before the end on a CPU or trained through Liger.
     """
     if options.patch.method is not None:
         check_one_table(as_method(options.patch.method), "a model in training")
     TASKS.find(options.evaluation.task)
+    if options.warmup_steps > options.train.steps:
+        raise ValueError(
+            f"a warm-up of train.warmup={options.warmup_steps} steps is longer than the run of train.steps="
+            f"{options.train.steps}, so the learning rate would never reach its highest value: give fewer steps, or a "
+            "share of the run such as train.warmup=0.1"
+        )
+    if options.train.liger and not is_liger_kernel_available():
+        raise ImportError("train.liger needs liger-kernel: pip install 'rope_patch[gpu]', or set train.liger=false")
     quantized = options.model.quantization != "none"
     if quantized and not torch.cuda.is_available() and options.evaluation.every:
         raise ValueError(
@@ -49,9 +59,9 @@ def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArgument
         ValueError: transformers does not know the scheduler, or this machine does not support the precision.
     """
     train, every = options.train, options.evaluation.every
-    checkpointing: dict[str, Any] = {_CHECKPOINTING: train.checkpointing}
     # Under LoRA the embeddings are frozen, so no input needs a gradient, which torch's reentrant variant requires.
-    checkpointing[f"{_CHECKPOINTING}_kwargs"] = {"use_reentrant": False}
+    how = {"use_reentrant": False}
+    checkpointing: dict[str, Any] = {_CHECKPOINTING: train.checkpointing, f"{_CHECKPOINTING}_kwargs": how}
     return TrainingArguments(
         str(folder),
         max_steps=train.steps,

@@ -17,8 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.packaged import data_path
-from rope_patch.training.models import target_pattern
-from rope_patch.training.run_summary import training_plan
+from rope_patch.training.models import target_pattern, training_plan
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 PATHS = [path for path in sorted(CONFIGS.glob("*.yaml")) if re.search(r"-\d+k$", path.stem)]

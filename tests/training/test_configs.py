@@ -17,8 +17,7 @@ from rope_patch.options.finetune import RecipeOptions
 from rope_patch.packaged import data_path
 from rope_patch.patching.locate import locate
 from rope_patch.planning import shape_of
-from rope_patch.training.models import BUNDLED_MODELS, prepare
-from rope_patch.training.run_summary import describe, training_plan
+from rope_patch.training.models import BUNDLED_MODELS, prepare, training_plan
 from rope_patch.training.trainer_arguments import training_arguments
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -98,7 +97,7 @@ def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(p.grad is not None and p.grad.shape == p.shape for p in trained.values())
     assert training_arguments(options, tmp_path).max_steps == options.train.steps
-    assert "fits into 141" in describe(options, 141)
+    assert "fits into 141" in training_plan(options).describe(141)
 
 
 # --- what a header says

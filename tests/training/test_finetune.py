@@ -16,6 +16,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from support.commands import invoke
 from support.forks import forked
 from support.gguf_files import write_toy
 from support.prompting import TOKENIZER
@@ -211,7 +212,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_weights(done, tmp_path, mon
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_own_rows(tmp_path):
-    """The data may have changed since."""
+    """The data may be gone."""
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("\n".join(builtin_text("train").documents[40:44]))
     words = (f"data.source={text}", "evaluation.before=false", "evaluation.lengths=128")
@@ -219,8 +220,80 @@ def test_a_run_goes_on_with_its_own_rows(tmp_path):
     whole = finetune(options(out, *words))
     (out / "results.json").unlink()
     shutil.rmtree(out / "work" / "checkpoint-4")
-    text.write_text("Other text. " * 2000)
+    text.unlink()
     assert losses(finetune(options(out, *words))) == losses(whole)
+
+
+def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
+    base, text, out = tmp_path / "base", tmp_path / "text.txt", tmp_path / "run"
+    shutil.copytree(LLAMA, base)
+    text.write_text("\n".join(builtin_text("train").documents[40:44]))
+    words = (f"model.name={base}", f"data.source={text}", *QUICK)
+    finetune(options(out, *words))
+    for changed, name in ((base / "model.safetensors", "model.name"), (text, "data.source")):
+        before = changed.read_bytes()
+        changed.write_bytes(before[:-1] + b"\1")
+        with pytest.raises(ValueError, match=f"other contents of {name}"):
+            finetune(options(out, *words))
+        changed.write_bytes(before)
+    (out / "results.json").rename(tmp_path / "results.json")  # as if it had been interrupted
+    text.write_text("Other text.")
+    with pytest.raises(ValueError, match=r"other contents of data\.source"):
+        finetune(options(out, *words))
+    (tmp_path / "results.json").rename(out / "results.json")
+    settings = out / "work" / "run.json"  # a run of an earlier version says nothing of its files
+    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "contents"}))
+    assert finetune(options(out, *words)).finished_before
+
+
+# --- a dry run
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """A folder of checkpoints over which a run may be refused."""
+    folder = tmp_path_factory.mktemp("bases")
+    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    rope_patch.apply(model, "yarn", factor=4, target_length=1024)
+    rope_patch.save(model, folder / "patched", tokenizer=TOKENIZER)
+    for name in ("scaled", "empty"):
+        shutil.copytree(LLAMA, folder / name)
+    config = json.loads((folder / "patched" / "config.json").read_text())
+    (folder / "scaled" / "config.json").write_text(json.dumps(config | {"rope_patch": None}))
+    (folder / "empty" / "model.safetensors").unlink()
+    (folder / "short.txt").write_text("A short text. " * 5)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.name={bases}/patched"],
+        ["model.name={bases}/scaled"],
+        ["model.name={bases}/empty"],
+        ["lora.target_modules=nonsense"],
+        ["data.source={bases}/short.txt"],
+        ["evaluation.text={bases}/short.txt"],
+        ["train.scheduler=cosine_with_min_lr"],
+        ["train.warmup=5"],
+        ["output={bases}"],
+    ],
+    ids=lambda words: words[0].replace("/", "-"),
+)
+def test_a_dry_run_refuses_what_the_run_refuses(bases, tmp_path, words):
+    given = [*SMALL, *TEXTS, f"output={tmp_path / 'run'}", *(word.format(bases=bases) for word in words)]
+    dry = invoke("finetune", *given, "--dry-run")
+    assert not any(tmp_path.iterdir()), "nothing is written"
+    real = invoke("finetune", *given)
+    assert dry.exit_code == real.exit_code == 2
+    assert dry.stderr.splitlines()[-1] == real.stderr.splitlines()[-1]
+
+
+def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
+    dry = invoke("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
+    assert dry.exit_code == 0 and "4 steps of 256 tokens" in dry.stderr and "peak" in dry.stdout
+    assert not any(tmp_path.iterdir())
+    assert invoke("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run").exit_code == 0
 
 
 # --- ways to train
@@ -349,11 +422,11 @@ def test_the_script_trains_and_says_what_is_wrong_in_a_line(monkeypatch, capfd, 
     config = ROOT / "recipes" / "configs" / "llama-3-8b-32k.yaml"
     few = ("train.steps=2", "evaluation.before=false", "evaluation.windows=1", *TEXTS[1:])
     code, out, err = script(config, "--smoke", f"output={tmp_path / 'out'}", *few)
-    assert code == 0 and "retrieval 1024:" in out and "1,024 tokens in 2 steps" not in out, err[-2000:]
-    assert "tokens in 2 steps" in err and "FutureWarning" not in err
+    assert code == 0 and "| retrieval 1024 |" in out, err[-2000:]
+    assert "2 steps of 1,024 tokens" in err and "FutureWarning" not in err
     assert str(read_record(tmp_path / "out").to_method()) == "yarn:factor=4"
     code, out, err = script(config, "--dry-run", "--gpu-memory", 20, f"output={tmp_path / 'new'}")
-    assert code == 0 and "200 steps of 262144 tokens" in out and "does not fit into 20" in out
+    assert "does not fit into 20" in out and code == 2 and "from the hub" in err, "the hub cannot be asked"
     assert not (tmp_path / "new").exists()
     code, out, err = script("model.nmae=llama", "data.length=64", "output=x")
     assert code == 2 and out == "" and "Did you mean 'model.name'" in err and len(err.strip().splitlines()) == 1

@@ -56,7 +56,7 @@ def stories(tmp_path):
 
 def packed(asked, folder, tokenizer=TOKENIZER):
     folder.mkdir()
-    return make_rows(asked, tokenizer, folder, quiet=True)
+    return make_rows(asked, tokenizer, folder)
 
 
 def options(source, *words):
