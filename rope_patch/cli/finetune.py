@@ -65,14 +65,12 @@ def finetune(words: Sequence[str]) -> int:
             raise
     if not result.results:  # only the first process has results, and prints
         return 0
-    if result.finished_before:
-        print(f"{result.folder}: this run was finished before, nothing was trained now")
     print(scores_table(result.results))
     for change in result.results["changes"]:
         print(change["sentence"])
     for note in result.results["notes"]:
         print(f"note: {note}", file=sys.stderr)
-    verb = "found" if result.finished_before else "wrote"
+    verb = "nothing was trained, since an earlier command finished" if result.finished_before else "wrote"
     print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")
     return 0
 

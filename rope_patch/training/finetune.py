@@ -91,9 +91,11 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(evaluate_model(suite, model)))
         if PartialState().is_main_process:
             resumed = "" if run.checkpoint is None else f", from {run.checkpoint.name} on"
-            tokens = rows_per_step(options) * options.data.length
-            text = f"trains for {options.train.steps} steps of {tokens:,} tokens{resumed}"
-            print(f"{text}; each evaluation reads {suite.tokens:,} tokens", file=sys.stderr)
+            print(
+                f"trains for {options.train.steps} steps of {rows_per_step(options) * options.data.length:,} tokens"
+                f"{resumed}; each evaluation reads {suite.tokens:,} tokens",
+                file=sys.stderr,
+            )
         if dry_run:
             trainer.create_optimizer_and_scheduler(options.train.steps)
             print("dry run: nothing was trained or written", file=sys.stderr)

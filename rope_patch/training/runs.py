@@ -13,10 +13,11 @@ from transformers.utils.generic import flatten_dict
 from rope_patch.checkpoints.adapters import CONFIG_FILE, file_hash
 from rope_patch.checkpoints.weight_files import model_files
 from rope_patch.errors import read_json
+from rope_patch.methods import as_method
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict
 from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
-from rope_patch.runtime.result_cache import key
+from rope_patch.runtime.result_cache import code_identity, key
 from rope_patch.training.models import bundled_folder_or_name
 from rope_patch.training.pack_rows import rows_per_step, text_files
 
@@ -58,14 +59,18 @@ class RunFolder:
 
 
 def contents(options: RecipeOptions) -> dict[str, str]:
-    """Return a digest of the base model's files and of the training text, by the name of their option.
+    """Return digests of the base model's files, of the training text and of a method's code, by the name of the option.
 
-    Every byte is read, as in loading. What is on the hub has none.
+    Every byte is read, as in loading. What is on the hub has none, and the code of a built-in method is "".
     """
+    method = as_method(options.patch.method or "default")
+    code = {"patch.method": code_identity(*map(type, getattr(method, "steps", [method])))}
     base = Path(bundled_folder_or_name(options.model.name))
     model = [base] if base.is_file() else [base / CONFIG_FILE, *model_files(base)]
     files = {"model.name": model, "data.source": text_files(options.data.source)}
-    return {name: key(files=[*map(file_hash, paths)]) for name, paths in files.items() if any(map(Path.is_file, paths))}
+    return code | {
+        name: key(files=[*map(file_hash, paths)]) for name, paths in files.items() if any(map(Path.is_file, paths))
+    }
 
 
 def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolder:

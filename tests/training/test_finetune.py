@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.builtin_text import builtin_text
+from rope_patch.methods import METHODS
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.runtime.folders import locked_output
 from rope_patch.training import finetune as module
@@ -244,6 +245,31 @@ def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
     settings = out / "work" / "run.json"  # a run of an earlier version says nothing of its files
     settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "contents"}))
     assert finetune(options(out, *words)).finished_before
+
+
+OWN_METHOD = """
+from dataclasses import dataclass
+import rope_patch
+
+@dataclass(frozen=True)
+class Slower(rope_patch.Method, name="slower"):
+    def inv_freq(self, table):
+        return table.inv_freq / {}
+"""
+
+
+def test_a_run_does_not_go_on_under_an_edited_method(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(METHODS, "data", {**METHODS.data})
+
+    def train(divisor):
+        (tmp_path / "slower.py").write_text(OWN_METHOD.format(divisor))
+        runpy.run_path(str(tmp_path / "slower.py"))
+        return finetune(options(tmp_path / "run", "patch.method=slower", *QUICK))
+
+    assert train(2) and train(2).finished_before
+    with pytest.raises(ValueError, match=r"other contents of patch\.method"):
+        train(3)
 
 
 # --- a dry run
