@@ -91,11 +91,13 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(evaluate_model(suite, model)))
         if PartialState().is_main_process:
             resumed = "" if run.checkpoint is None else f", from {run.checkpoint.name} on"
-            print(
-                f"trains for {options.train.steps} steps of {rows_per_step(options) * options.data.length:,} tokens"
-                f"{resumed}; each evaluation reads {suite.tokens:,} tokens",
-                file=sys.stderr,
-            )
+            tokens = rows_per_step(options) * options.data.length
+            asked = options.evaluation
+            evaluations = 2 if asked.before and options.lora.rank else 1
+            if asked.every:
+                evaluations += options.train.steps // asked.every
+            text = f"trains for {options.train.steps} steps of {tokens:,} tokens{resumed}"
+            print(f"{text}; evaluations: {evaluations}, each of {suite.tokens:,} tokens", file=sys.stderr)
         if dry_run:
             trainer.create_optimizer_and_scheduler(options.train.steps)
             print("dry run: nothing was trained or written", file=sys.stderr)

@@ -69,10 +69,11 @@ def open_source(options: DataOptions, seed: int) -> Any:
 
 
 def text_files(source: str | Path) -> list[Path]:
-    """Return the files of a source of documents on this disk; none of a built-in text or of the hub."""
+    """Return the files of a source of documents: those of a folder, or the source itself, which may be no file."""
     path = Path(source)
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sorted(file for file in files if file.suffix in READERS)
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.suffix in READERS)
+    return [path]
 
 
 def conversation(

@@ -59,7 +59,7 @@ class RunFolder:
 
 
 def contents(options: RecipeOptions) -> dict[str, str]:
-    """Return digests of the base model's files, of the training text and of a method's code, by the name of the option.
+    """Return digests of the base model's files, of the texts and of a method's code, by the name of the option.
 
     Every byte is read, as in loading. What is on the hub has none, and the code of a built-in method is "".
     """
@@ -67,7 +67,12 @@ def contents(options: RecipeOptions) -> dict[str, str]:
     code = {"patch.method": code_identity(*map(type, getattr(method, "steps", [method])))}
     base = Path(bundled_folder_or_name(options.model.name))
     model = [base] if base.is_file() else [base / CONFIG_FILE, *model_files(base)]
-    files = {"model.name": model, "data.source": text_files(options.data.source)}
+    files = {
+        "model.name": model,
+        "data.source": text_files(options.data.source),
+        "evaluation.text": text_files(options.evaluation.spec.text or "builtin"),
+        "evaluation.haystack": text_files(options.evaluation.spec.haystack or "builtin"),
+    }
     return code | {
         name: key(files=[*map(file_hash, paths)]) for name, paths in files.items() if any(map(Path.is_file, paths))
     }

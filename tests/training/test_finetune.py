@@ -226,12 +226,14 @@ def test_a_run_goes_on_with_its_own_rows(tmp_path):
 
 
 def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
-    base, text, out = tmp_path / "base", tmp_path / "text.txt", tmp_path / "run"
+    base, text, asked, out = (tmp_path / name for name in ("base", "text.txt", "asked.txt", "run"))
     shutil.copytree(LLAMA, base)
-    text.write_text("\n".join(builtin_text("train").documents[40:44]))
-    words = (f"model.name={base}", f"data.source={text}", *QUICK)
+    for file in (text, asked):
+        file.write_text("\n".join(builtin_text("train").documents[40:44]))
+    words = (f"model.name={base}", f"data.source={text}", f"evaluation.text={asked}", *QUICK)
     finetune(options(out, *words))
-    for changed, name in ((base / "model.safetensors", "model.name"), (text, "data.source")):
+    weights = base / "model.safetensors"
+    for changed, name in ((weights, "model.name"), (text, "data.source"), (asked, "evaluation.text")):
         before = changed.read_bytes()
         changed.write_bytes(before[:-1] + b"\1")
         with pytest.raises(ValueError, match=f"other contents of {name}"):
@@ -317,7 +319,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(bases, tmp_path, words):
 
 def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
     dry = invoke("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
-    assert dry.exit_code == 0 and "4 steps of 256 tokens" in dry.stderr and "peak" in dry.stdout
+    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 2, " in dry.stderr and "peak" in dry.stdout
     assert not any(tmp_path.iterdir())
     assert invoke("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run").exit_code == 0
 
