@@ -38,9 +38,8 @@ def perplexity(
 
     Log-probabilities are computed in float32, from one slice of the last hidden states at a time. Each window is a
     forward pass of its own, in chunks through a cache if ``chunk`` is given, and begins with the special tokens of its
-    document. If ``stride`` is less than ``window``, the windows overlap, and each token is scored once, in the window
-    that gives it the most context. The last window of a document is moved back so that it ends with the text: all of it
-    is scored, with at least the context that the stride promises.
+    document. Where windows overlap, each token is scored once, in the window that gives it the most context. The last
+    window of a document is moved back so that it ends with the text, and all of it is scored.
 
     Args:
         model: a causal language model of transformers.
@@ -54,8 +53,7 @@ def perplexity(
             token falls into are left out of the result.
         cache: a factory without arguments, which returns the cache to read through; by default a ``DynamicCache`` if
             the window is read in chunks.
-        window: length of a window, special tokens included [tokens]; by default the whole text. It is required for
-            documents from an iterable.
+        window: length of a window, special tokens included [tokens]; by default the whole text. Documents need it.
         batch: number of windows in a forward pass; shorter ones are padded on the right.
         resume: file (or mapping) in which scored windows are stored, so that an interrupted run continues where it
             stopped. With a ``cache`` this requires that the factory has an ``identity``, a text that tells it from
