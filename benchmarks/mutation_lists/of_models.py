@@ -128,8 +128,8 @@ CHECKPOINTS = (
     Mutation(
         "record_without_a_hash_counts_for_any_adapter",
         "rope_patch/checkpoints/adapters.py",
-        "if weights is not None and tied != _file_hash(weights):",
-        "if weights is not None and tied not in (None, _file_hash(weights)):",
+        "if weights is not None and tied != file_hash(weights):",
+        "if weights is not None and tied not in (None, file_hash(weights)):",
     ),
     Mutation(
         "weights_that_grew_by_a_tenth_count_as_those_loaded",
@@ -158,8 +158,8 @@ CHECKPOINTS = (
     Mutation(
         "file_that_states_a_longer_context_is_verified",
         "rope_patch/checkpoints/gguf_patch.py",
-        "if table.max_position_embeddings != length:",
-        "if table.max_position_embeddings < length:",
+        "if table.max_position_embeddings != record.stated_length:",
+        "if table.max_position_embeddings < record.stated_length:",
     ),
     Mutation(
         "adapters_beyond_the_first_get_no_record",

@@ -143,9 +143,7 @@ def _sliding_windows(
         # The first token, and special tokens, are never predicted.
         size, done = len(document.ids), max(1, len(document.prefix))
         if done >= window:
-            raise ValueError(
-                f"a window needs more than {done} tokens, since it begins with as many special ones: {window}"
-            )
+            raise ValueError(f"a window needs at least {done + 1} tokens to predict one, got {window}")
         if size <= done:
             tally.skipped += 1
             continue

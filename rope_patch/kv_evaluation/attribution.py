@@ -47,7 +47,7 @@ class Attribution:
     def __str__(self) -> str:
         """Return the layers and pairs from which the cost comes, as text."""
         if not self.pairs:
-            return f"{'values of ' if self.values > self.keys else ''}{indices_text('layer', self.worst)}"
+            return f"{'values of ' if abs(self.values) > abs(self.keys) else ''}{indices_text('layer', self.worst)}"
         left = "" if self.left is None else f" ({percent(self.left)} with these in full precision)"
         return f"{indices_text('layer', self.worst)}, {indices_text('pair', self.pairs)}{left}"
 
@@ -55,13 +55,15 @@ class Attribution:
 def worst_layers(costs: Mapping[int, float], tolerance: float) -> tuple[int, ...]:
     """Return the layers that alone cost more than is tolerated, or at least two thirds of the worst layer's cost.
 
+    A fall of the loss counts as a rise does.
+
     Args:
         costs: cost of each layer alone, by its index [nats/token].
-        tolerance: relative rise of perplexity that a safe format may cause.
+        tolerance: relative change of perplexity that a safe format may cause.
     """
-    # A relative rise of perplexity is a difference of losses by the logarithm.
-    least = min(NAMED_SHARE * max(costs.values()), math.log1p(tolerance))
-    return tuple(layer for layer, cost in costs.items() if cost >= least)
+    # A relative change of perplexity is a difference of losses by the logarithm.
+    least = min(NAMED_SHARE * max(map(abs, costs.values())), math.log1p(tolerance))
+    return tuple(layer for layer, cost in costs.items() if abs(cost) >= least)
 
 
 def longest_keys(capture: Capture, layers: Sequence[int]) -> tuple[int, ...]:

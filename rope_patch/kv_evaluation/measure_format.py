@@ -136,7 +136,7 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
         worst=worst_layers(costs, setting.limits.tolerance),
     )
     # Pairs are looked for in keys alone, since values are not rotated.
-    if attribution.values > attribution.keys:
+    if abs(attribution.values) > abs(attribution.keys):
         return attribution
     worst = attribution.worst
     if scheme.key.hadamard:  # each feature that is rounded is a mixture of all pairs, so no pair can be left out
@@ -158,7 +158,7 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
         if not pairs:
             continue
         left = loss(without(pairs)) - full
-        if left < (attribution.whole if attribution.left is None else attribution.left):
+        if abs(left) < abs(attribution.whole if attribution.left is None else attribution.left):
             attribution = replace(attribution, pairs=pairs, left=left)
     return attribution
 

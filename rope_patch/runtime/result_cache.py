@@ -69,9 +69,13 @@ class ResultCache(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         line = json.dumps({"key": name, "value": value}, allow_nan=False).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:
-            # The first line break is for a line before that was cut short. In one call: another process may write too.
-            file.write(b"\n" + line + b"\n")
+        with self.path.open("a+b", buffering=0) as file:
+            # A line that a crash cut short has no line break behind it: the next one then begins with one.
+            whole = file.tell() == 0
+            if not whole:
+                file.seek(-1, os.SEEK_END)
+                whole = file.read(1) == b"\n"
+            file.write((b"" if whole else b"\n") + line + b"\n")  # in one call: another process may write here too
             os.fsync(file.fileno())
         self._values[name] = value
 
