@@ -406,34 +406,6 @@ def finetune(scratch: Path) -> Numbers:
     }
 
 
-def fit(scratch: Path) -> Numbers:
-    """Fit a table for a few steps: losses, and measurements of the tables before and after."""
-    import torch
-    from transformers import AutoTokenizer
-
-    import rope_patch
-    from rope_patch.fitting import held_out_spec
-
-    torch.set_num_threads(1)
-    model, tokenizer = (
-        rope_patch.load(_assets("llama"), dtype=torch.float32),
-        AutoTokenizer.from_pretrained(_assets("llama")),
-    )
-    spec = held_out_spec(model, 512, windows=2, samples=1)
-    patch = rope_patch.fit(model, tokenizer, target_length=512, steps=4, spec=spec)
-    start = patch.candidates[0].method
-    return {
-        "losses": {str(start): list(patch.losses)},
-        "candidates": {
-            f"{start} {one.name}": {
-                **{kind: {str(n): mean for n, mean in one.means[kind].items()} for kind in ("nll", "retrieval")},
-                "answers_nll": one.answers,
-            }
-            for one in patch.candidates
-        },
-    }
-
-
 def harness(scratch: Path) -> Numbers:
     """Run the lm-eval plug-in: its scores."""
     model = f"pretrained={_assets('llama')},method=yarn:factor=4,target_length=1024,dtype=float32"
@@ -602,7 +574,7 @@ def _of_checkpoint(folder: Path) -> Numbers:
 
 PROBES: dict[str, Callable[[Path], Numbers]] = {
     probe.__name__: probe
-    for probe in (tables, logits, demo, compare, analyze, kv_check, finetune, fit, harness, gguf, audit, export, plan)
+    for probe in (tables, logits, demo, compare, analyze, kv_check, finetune, harness, gguf, audit, export, plan)
 }
 PROBES["checkpoints"] = checkpoints
 

@@ -31,7 +31,6 @@ _HOME = {
     "evaluation.suite": "EvalSuite",
     "kv_evaluation.kv_check": "kv_check",
     "planning": "Plan plan",
-    "fitting": "FittedPatch fit",
     "analysis.analyze": "analyze",
     "engines.write_export": "export",
     "extending.extend": "extend",
@@ -57,8 +56,6 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.retrieval import retrieval as retrieval
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
     from rope_patch.extending.extend import extend as extend
-    from rope_patch.fitting import FittedPatch as FittedPatch
-    from rope_patch.fitting import fit as fit
     from rope_patch.kv_evaluation.kv_check import kv_check as kv_check
     from rope_patch.methods import ABF as ABF
     from rope_patch.methods import METHODS as METHODS
@@ -98,7 +95,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use: ``import rope_patch`` itself does no work."""
     if name in _MODULE_OF:
         return getattr(importlib.import_module(f"rope_patch.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
+    from rope_patch.options.removed import removed
+
+    raise AttributeError(f"module 'rope_patch' has no attribute {name!r}.{removed(name)}")
 
 
 def __dir__() -> list[str]:

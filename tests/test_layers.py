@@ -38,7 +38,6 @@ FOLDERS = (
     "analysis",
     "kv_evaluation",
     "planning",
-    "fitting",
     "training",
     "extending",
     "reports",
@@ -259,7 +258,7 @@ def test_what_does_not_fit_a_screen_says_why() -> None:
 
 
 def test_a_public_name_is_no_module() -> None:
-    """Importing ``rope_patch.fit``, were there one, would put the module in the place of the function."""
+    """Importing ``rope_patch.compare``, were there one, would put the module in the place of the function."""
     import rope_patch
 
     assert not set(rope_patch.__all__) & {module.partition(".")[0] for module in SOURCES}
@@ -292,7 +291,6 @@ def test_a_public_name_is_no_module() -> None:
         ("theory", "from .methods import parse", "theory needs frequencies alone"),
         ("kv_cache.__init__", "from ..evaluation import text", "kv_cache stands above evaluation"),
         ("evaluation.compare", "from ..analysis.heads import Heads", "evaluation stands above analysis"),
-        ("fitting.draw_rows", "from ..training.data import pack", "fitting stands above training"),
         ("reports.comparison", "from ..cli.demo import run", "reports stands above cli"),
         ("frequencies", "import numpy", "frequencies is pure maths"),
         ("methods.base", "def f():\n    import transformers", "transformers is imported from patching on"),
@@ -327,7 +325,7 @@ def test_planted_violation_is_seen(module: str, source: str, message: str) -> No
         ("harness.model", "from lm_eval.api.model import LM"),
         ("reports.plots.kv", "import matplotlib\nfrom .base import svg"),
         ("cli.app", "from rope_patch.reports import comparison as page\nfrom rope_patch import checkpoints"),
-        ("benchmarks.fit", "import lm_eval\nimport measuring\nfrom rope_patch.cli import app"),
+        ("benchmarks.golden", "import lm_eval\nimport measuring\nfrom rope_patch.cli import app"),
     ],
 )
 def test_what_is_allowed(module: str, source: str) -> None:

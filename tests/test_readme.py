@@ -26,7 +26,7 @@ if not (ROOT / "docs").is_dir():
 PAGES = ["README.md"]
 PAGES += [
     f"docs/{name}.md"
-    for name in ("doctor", "measure", "analysis", "kv-caches", "fit", "adapt", "serving", "commands", "methods")
+    for name in ("doctor", "measure", "analysis", "kv-caches", "adapt", "serving", "commands", "methods")
 ]
 """Pages whose code is run, one after the other: what one leaves is there for the next."""
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from mutation_lists.of_models import CHECKPOINTS, KV_CACHE, METHODS, PATCHING
-from mutation_lists.of_runs import EVALUATION, FITTING, TRAINING
+from mutation_lists.of_runs import EVALUATION, TRAINING
 
-MUTATIONS = (*METHODS, *PATCHING, *CHECKPOINTS, *KV_CACHE, *EVALUATION, *FITTING, *TRAINING)
+MUTATIONS = (*METHODS, *PATCHING, *CHECKPOINTS, *KV_CACHE, *EVALUATION, *TRAINING)

@@ -1,4 +1,4 @@
-"""Defects of the folders `evaluation`, `fitting`, `training`: see `mutations.py`."""
+"""Defects of the folders `evaluation` and `training`: see `mutations.py`."""
 
 from __future__ import annotations
 
@@ -61,56 +61,6 @@ EVALUATION = (
     ),
 )
 
-FITTING = (
-    Mutation(
-        "table_as_good_as_its_start_takes_its_place",
-        "rope_patch/fitting/candidates.py",
-        "if c.never_worse(start) and c.rank != start.rank]",
-        "if c.never_worse(start)]",
-    ),
-    Mutation(
-        "average_is_divided_by_all_steps",
-        "rope_patch/fitting/fit_run.py",
-        "self._put(total / (steps - since) * 0.5**share)",
-        "self._put(total / steps * 0.5**share)",
-    ),
-    Mutation(
-        "weights_stay_frozen_after_a_fit",
-        "rope_patch/fitting/fit_run.py",
-        "                    p.requires_grad_(required)",
-        "                    pass",
-    ),
-    Mutation(
-        "held_out_text_is_fitted_to",
-        "rope_patch/fitting/texts.py",
-        "return whole[:cut], whole[cut:]",
-        "return whole, whole[cut:]",
-    ),
-    Mutation(
-        "weights_of_a_step_add_up_to_less",
-        "rope_patch/fitting/draw_rows.py",
-        "[1 / learned / (stop - first)] * learned",
-        "[1 / learned / count] * learned",
-    ),
-    Mutation(
-        "window_of_the_whole_length_counts_as_short",
-        "rope_patch/fitting/row_positions.py",
-        "if window is not None and window < length)",
-        "if window is not None and window <= length)",
-    ),
-    Mutation(
-        "text_decides_what_counts_more_after_a_check",
-        "rope_patch/fitting/fit_run.py",
-        "odds = 1 / ODDS_FACTOR if now.finds_no_less(start) else ODDS_FACTOR",
-        "odds = ODDS_FACTOR if now.finds_no_less(start) else 1 / ODDS_FACTOR",
-    ),
-    Mutation(
-        "fewer_answers_count_as_no_less_however_improbable",
-        "rope_patch/fitting/candidates.py",
-        "(self.answers > other.answers or high < 0)",
-        "high < 0",
-    ),
-)
 
 TRAINING = (
     Mutation(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rope_patch.cli.parsing import UsageError
 from rope_patch.options import COMMANDS
+from rope_patch.options.removed import removed
 from rope_patch.runtime.command import run_and_exit
 from rope_patch.runtime.progress import listen
 from rope_patch.runtime.text import did_you_mean
@@ -45,7 +46,8 @@ def dispatch(words: Sequence[str]) -> int:
         print(help_text())
         return 0 if name else 2
     if name not in COMMANDS:
-        raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} rope-patch --help lists all of them")
+        hint = removed(name) or did_you_mean(name, COMMANDS)
+        raise UsageError(f"unknown command {name!r}.{hint} rope-patch --help lists all of them")
     # Only the module of this command is imported, so that --help of one command is fast.
     module = name.replace("-", "_")
     run: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(f"rope_patch.cli.{module}"), module)

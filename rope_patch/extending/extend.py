@@ -263,7 +263,7 @@ class Run:
         Raises:
             ValueError: the budget has no time for the smallest first round.
         """
-        options, candidates = self.options, len(self.methods) + self.options.fit
+        options, candidates = self.options, len(self.methods)
         if tokens is None:
             return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
         most = tokens * (MEASURING_SHARE if options.train else 1.0)
@@ -305,27 +305,13 @@ class Run:
         return windows * self.suite.spec.longest + prompts
 
     def tokens(self, rounds: tuple[Round, ...]) -> int:
-        """Return the new tokens of all rounds, and of a fit before them."""
-        total = int(rounds_cost(rounds, self.tokens_of))
-        if not self.options.fit:
-            return total
-        from rope_patch.extending.fit_candidate import tokens_to_fit_candidate
-
-        return total + tokens_to_fit_candidate(self.model, self.options.length)
+        """Return the new tokens of all rounds."""
+        return int(rounds_cost(rounds, self.tokens_of))
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
-        names = list(map(shortened, self.methods))
-        if self.options.fit:
-            names.append("a fitted table")
-        lines, windows, samples, total = [f"methods: {', '.join(names)}"], 0, 0, 0.0
-        if self.options.fit:
-            from rope_patch.extending.fit_candidate import tokens_to_fit_candidate
-
-            outside = "" if self.options.budget is None else ", in addition to the budget"
-            lines.append(
-                f"fitting a table: {tokens_to_fit_candidate(self.model, self.options.length):,} tokens{outside}"
-            )
+        lines = [f"methods: {', '.join(map(shortened, self.methods))}"]
+        windows, samples, total = 0, 0, 0.0
         for number, one in enumerate(rounds, 1):
             tokens = (one.candidates + 1) * self.tokens_of(one.windows - windows, one.samples - samples)
             lines.append(
@@ -349,16 +335,6 @@ class Run:
             conditions: whether a method must keep the conditions to stay among the candidates.
         """
         remaining, comparisons = list(self.methods), list[Comparison]()
-        if self.options.fit:
-            from rope_patch.extending.fit_candidate import fit_candidate
-
-            progress.say("fitting a table to text, with the weights as they are")
-            table, better = fit_candidate(self.model, self.tokenizer, self.options.length, self.work / RESULT_CACHE)
-            if not better:
-                progress.say(f"the fit found nothing better than its start, {shortened(table)}")
-            # A fit that found nothing better gives its start, which may be one of the candidates.
-            if table not in remaining:
-                remaining.append(table)
         for number, one in enumerate(rounds, 1):
             suite = self.suite.smaller(one.windows, one.samples)
             if comparisons:  # the results of the round before, which the bar leaves out again as they are found

@@ -12,7 +12,6 @@ from rope_patch.options.export import ExportOptions
 from rope_patch.options.extend import ExtendOptions
 from rope_patch.options.fields import OptionSet
 from rope_patch.options.finetune import FinetuneOptions
-from rope_patch.options.fit import FitOptions
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.options.listing import MethodsOptions, TasksOptions
 from rope_patch.options.plan import PlanOptions
@@ -34,7 +33,6 @@ COMMANDS: dict[str, type[OptionSet]] = {
         TheoryOptions,
         AnalyzeOptions,
         KvCheckOptions,
-        FitOptions,
         ExportOptions,
         DemoOptions,
         RecipesOptions,

@@ -24,7 +24,7 @@ tokens of it, and 3 of 6 in ``"builtin"``, mostly code (``benchmarks/results/ans
 class EvalSpec(OptionSet):
     """The spec of a measurement: perplexity by position, and retrieval at every length and depth.
 
-    ``compare``, ``extend``, ``kv_check``, ``fit`` and the fine-tuning recipe take a spec, so that the same numbers mean
+    ``compare``, ``extend``, ``kv_check`` and the fine-tuning recipe take a spec, so that the same numbers mean
     the same measurement everywhere. Lengths and depths are put in order. The names of tasks are checked only when they
     are asked, since a module of the user's own may add tasks.
 

@@ -40,9 +40,6 @@ class ExtendSettings(OptionSet):
         metavar="SHARE",
         least=0,
     )
-    fit: bool = flag(
-        "Also fit a rotary table to Python's code and let it compete. Its time is not counted in --budget."
-    )
     train: bool = flag("Train the best method with LoRA, and let the trained model compete.")
     train_text: str | None = word(
         "With --train: a file, a folder or the hub id of a dataset. By default text that ships with Python.",
@@ -69,8 +66,8 @@ class ExtendSettings(OptionSet):
         """Check the values, and drop repeated methods and ``"default"``, which is always measured."""
         super().__post_init__()
         methods = tuple(dict.fromkeys(method for method in self.methods if method != "default"))
-        if not methods and not self.fit:
-            raise ValueError("name a method beside 'default', which is always measured, or give fit=True (--fit)")
+        if not methods:
+            raise ValueError("name a method beside 'default', which is always measured")
         if not self.evaluation.tasks:
             raise ValueError("extend decides by retrieval, too: give a task; rope-patch compare takes perplexity alone")
         given = [name for name in ("train_text", "train_rows") if getattr(self, name) is not None]

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import yaml
 
 from rope_patch.options.fields import Option, OptionSet, build, leaves
+from rope_patch.options.removed import removed
+from rope_patch.runtime.progress import say
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
@@ -51,8 +53,11 @@ def stated(
                 raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
             inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
         for key, one in inside.items():
+            if key not in known and removed(key) and one in (None, False, "false", "null"):
+                say(f"note: {where}{key} is left out.{removed(key)}")  # it was off
+                continue
             if key not in known:
-                raise ValueError(f"{where}unknown option {key!r}.{did_you_mean(str(key), known)}")
+                raise ValueError(f"{where}unknown option {key!r}.{removed(key) or did_you_mean(str(key), known)}")
             yield known[key].path, read_value(known[key], one, f"{where}{key}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import runpy
 import subprocess
@@ -13,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from support.forks import forked
-
-import rope_patch
-from rope_patch.evaluation.builtin_text import builtin_text
 
 pytest.importorskip("lm_eval")
 
@@ -104,42 +98,3 @@ def test_engine_tables(tmp_path: Path) -> None:
             assert not rows and engine not in report["environment"]
         else:
             assert len(rows) == summary["runs"] == 2 and summary["largest_difference"] <= 1e-6
-
-
-@pytest.mark.full
-def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where it keeps its cells
-    report = run("fit", tmp_path, against="transformers", fork=True)
-    (row,) = report["rows"]
-    assert row["nll"].keys() == {"default", "yarn", "fitted"} == row["retrieval"].keys()
-    (estimate, _, _), nll = row["fitted_minus_yarn"]["perplexity 1024"], row["nll"]
-    assert estimate == pytest.approx(nll["fitted"]["1024"] - nll["yarn"]["1024"], abs=1e-6)
-
-
-@pytest.mark.full
-def test_study_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where it keeps its cells
-    report = run("study_methods", tmp_path, against="transformers")
-    rows = {(row["table"], row["lora"]): row for row in report["rows"]}
-    assert rows.keys() == {("fitted", False), ("YaRN", False), ("YaRN", True)} and len(report["rows"]) == 3
-    for (table, lora), row in rows.items():
-        assert row["prompts"] == {"256": 5, "512": 5} and row["seeds"] == [0]
-        for high, change in row["nll_minus_yarn"].items():
-            other = rows["YaRN", lora]
-            between = math.log(row["perplexity"][high] / other["perplexity"][high])
-            assert change["estimate"] == pytest.approx(between, abs=1e-9) and (table != "YaRN" or between == 0)
-    assert rows["YaRN", True]["perplexity"] != rows["YaRN", False]["perplexity"]
-    # transformers' own logits, on the first window of the held-out text
-    folder = rope_patch.data_path("assets") / "llama"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rope_patch.apply(model, "yarn", factor=2)
-    text = builtin_text("heldout").documents
-    ids = tokenizer("\n\n".join(text)[:20000], return_tensors="pt").input_ids[:, :512]
-    with torch.no_grad():
-        losses = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
-    assert rows["YaRN", False]["perplexity"]["512"] == pytest.approx(float(losses[255:].mean().exp()), rel=1e-4)
-    cell = tmp_path / "build/study/quick/lora-llama-2-YaRN-0.json"
-    before = cell.stat().st_mtime_ns
-    assert run("study_methods", tmp_path, against="transformers")["rows"] == report["rows"]
-    assert cell.stat().st_mtime_ns == before

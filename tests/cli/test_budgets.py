@@ -91,11 +91,3 @@ def test_compare_reads_less_of_a_large_model_also_with_json_and_all_of_what_was_
     assert spec("json", "--json") == (12, 3, True)
     assert spec("chosen", "--windows", "16", "--samples", "4") == (16, 4, False)
     assert spec("budget", "--budget", "60s") == (None, 4, False)
-
-
-def test_fit_evaluates_on_less_text_of_a_large_model(tmp_path, monkeypatch):
-    reads_by_default(monkeypatch, 1)
-    lines = said("fit", BUNDLED, "--length", "512", "--steps", "1", "-o", tmp_path / "fitted")
-    assert "1 instead of 4 samples" in lines and "4 instead of 8 windows" in lines
-    # a step of 4096 tokens; start and end on 4 windows of 512 tokens of two texts and 5 prompts of 256 and of 512
-    assert "reads 19,968 tokens" in lines

@@ -326,14 +326,13 @@ def test_a_pattern_of_no_files(tmp_path, pattern):
     assert "pattern must name files" in line or "holds no file like" in line
 
 
-@pytest.mark.parametrize("command", ["apply", "analyze", "compare", "fit", "export"])
+@pytest.mark.parametrize("command", ["apply", "analyze", "compare", "export"])
 def test_an_output_below_a_file(checkpoints, tmp_path, command):
     (tmp_path / "file").write_text("")
     words = {
         "apply": ("apply", checkpoints / "base", "abf"),
         "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
         "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE),
-        "fit": ("fit", BUNDLED, "--length", "512", "--steps", "0"),
         "export": ("export", checkpoints / "base", "--to", "hf"),
     }[command]
     line = refused(tmp_path, *words, "-o", "file/out")

@@ -11,8 +11,7 @@ import torch
 from support.commands import fail, invoke, run
 from support.fresh import run_code
 from support.gguf_files import quantized, write_toy
-from support.subsets import byte_level_llama
-from support.tiny import ids, logits, tiny_model
+from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -86,13 +85,12 @@ def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path):
     assert (tmp_path / "taken.gguf").read_text() == "precious"
 
 
-@pytest.mark.parametrize("command", ["doctor", "analyze", "compare", "kv-check", "fit", "plan"])
+@pytest.mark.parametrize("command", ["doctor", "analyze", "compare", "kv-check", "plan"])
 def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
     required = {
         "compare": ["--methods", "default", "--lengths", "64"],
         "kv-check": ["--formats", "int8", "--lengths", "64"],
         "plan": ["--length", "64"],
-        "fit": ["--length", "1k"],
     }
     written = [] if command in ("doctor", "plan") else ["-o", tmp_path / "out"]
     line = fail(command, tmp_path / "m.gguf", *required.get(command, []), *written)
@@ -156,22 +154,6 @@ def test_the_card_of_an_extended_file_says_that_weights_are_dequantized(file, tm
 def test_plan_reads_the_shape_of_a_file(file):
     of_file, of_folder = (json.loads(run("plan", source, "--length", "512", "--json")) for source in (file, BUNDLED))
     assert of_file["parameters"] == of_folder["parameters"] and of_file["parts"] == of_folder["parts"]
-
-
-@byte_level_llama
-@pytest.mark.full
-def test_fit_writes_a_plain_folder_of_a_file(file, tmp_path):
-    out = tmp_path / "fitted"
-    words = ("--length", "1k", "--steps", "0")
-    run("fit", file, *words, "-o", out)
-    assert json.loads((out / "fit.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
-    model = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert model.config.max_position_embeddings == 1024
-    reference = rope_patch.load(file, rope_patch.verify(out).method, target_length=1024).eval()
-    assert torch.equal(logits(model, ids(48)), logits(reference, ids(48)))
-    assert (
-        AutoTokenizer.from_pretrained(out)("a b").input_ids == AutoTokenizer.from_pretrained(BUNDLED)("a b").input_ids
-    )
 
 
 def test_a_folder_is_not_written_under_the_name_of_a_gguf_file(tmp_path):

@@ -15,7 +15,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.fits import fitted
 from support.gguf_files import rewritten, write_toy
 from support.program_options import flags
 from support.tiny import tiny_model
@@ -35,7 +34,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings(
 ASSETS = rope_patch.data_path("assets")
 LLAMA = ASSETS / "llama"
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
-METHODS = ("default", "pi:factor=4", "abf", "yarn:factor=4", "p_rope:p=0.5", "truncated", "irregular", "fitted")
+METHODS = ("default", "pi:factor=4", "abf", "yarn:factor=4", "p_rope:p=0.5", "truncated", "irregular")
 
 
 def loaded():
@@ -53,13 +52,10 @@ def tokens():
 
 
 def patched(method):
-    """The bundled Llama under a method; ``fitted`` is a table that was learned."""
+    """The bundled Llama under a method."""
     model = loaded()
     if method == "irregular":
         rope_patch.apply(model, irregular(model.model.rotary_emb.inv_freq, 1.07))
-    elif method == "fitted":
-        patch = fitted(model, tokenizer(), target_length=512, init="pi:factor=2", steps=8, retrieval=0.0)
-        assert patch.method.name == "table"  # a learned one, not what it began with
     else:
         rope_patch.apply(model, method, target_length=1024)
     return model

@@ -18,7 +18,6 @@ from support.commands import invoke
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
 from support.prompting import TOKENIZER, bold
-from support.subsets import full
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
 
@@ -290,34 +289,6 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("better", "others"), [(True, ["yarn", "ntk"]), full(False, ["yarn", "ntk"]), full(False, ["ntk"])]
-)
-def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
-    llama, tmp_path, monkeypatch, better, others
-):
-    def found(model, tokenizer, *, target_length, **options):  # what a fit of some minutes may return
-        slower = rope_patch.inspect(model).tables[0].inv_freq * 0.6
-        method = rope_patch.methods.Table(tuple(slower.tolist())) if better else "yarn"
-        patch = rope_patch.apply(model, method, target_length=target_length)
-        chosen = "average" if better else "start"
-        return SimpleNamespace(method=patch.method, restore=patch.restore, chosen=chosen)
-
-    monkeypatch.setattr("rope_patch.extending.fit_candidate.fit", found)
-    said = []
-    options = {"output": tmp_path / "out", **QUICK, "methods": others, "budget": 40, "tokens": FEW, "fit": True}
-    with listen(on_sentence=said.append):
-        outcome = extend(llama, TOKENIZER, **options)
-    measured = [row.method for row in outcome.comparisons[0].rows]
-    assert rope_patch.inspect(llama).record is None
-    assert measured[: len(others) + 1] == ["default", *(f"{name}:factor=2" for name in others)]
-    added = ["table"] if better else []
-    if len(others) == 1:
-        added.append("yarn")
-    assert [name.split(":")[0] for name in measured[len(others) + 1 :]] == added
-    assert ("the fit found nothing better than its start, yarn:factor=2" in said) is not better
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"length": 256}, "the model is trained at 256 tokens, so 256 need no patch: give a longer length"),
@@ -346,9 +317,9 @@ def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apa
 ):
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn", *budget]
-    result = invoke(*arguments, "--fit" if not budget else "--no-report", "--dry-run", "--dtype", "float32")
+    result = invoke(*arguments, "--dry-run", "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    assert "all rounds: " in result.output and ("fitting a table: " in result.output) is not warned
+    assert "all rounds: " in result.output
     assert ("one window and one haystack for each length hardly tell methods apart" in result.output) == warned
     assert not list(tmp_path.iterdir())
 

@@ -32,7 +32,6 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 import rope_patch
-from rope_patch.modeling.trainable_table import TrainableTable
 from rope_patch.patching.rotary import RotaryLayout, layout_of
 
 FOUR = {**SIZE, "num_hidden_layers": 4}
@@ -237,20 +236,6 @@ def test_compiled_in_one_graph(family):
     module, x, places = module_of(model), torch.zeros(1), torch.arange(7)[None]
     torch._dynamo.reset()
     assert equal(torch.compile(module, fullgraph=True, backend="eager")(x, places), module(x, places))
-
-
-@every_family
-def test_a_table_that_is_fitted_is_laid_out_alike(family):
-    model = model_of(family)
-    rope_patch.apply(model, "pi:factor=2")
-    module = module_of(model)
-    table = TrainableTable(module, [None])
-    x, places = torch.zeros(1), torch.arange(9)[None]
-    got = module.layout.parts(table(x, places))
-    for one, other in zip(got, module.layout.parts(module(x, places)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    sum(part.square().sum() * (i + 1) for i, part in enumerate(got)).backward()
-    assert all(float(p.grad.abs().sum()) > 0 for p in table.parameters())
 
 
 # --- several position axes --------------------------------------------------------------------------------------------

@@ -1,0 +1,15 @@
+"""What earlier versions had: each name that went has one line that says why, and what serves instead."""
+
+from __future__ import annotations
+
+REMOVED = {
+    "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
+    "method table takes factors that were found elsewhere",
+}
+"""Commands, options and public names that were removed, by name."""
+
+
+def removed(name: str) -> str:
+    """Return a sentence on a command, an option or a public name that was removed; empty for any other name."""
+    name = name.removeprefix("--").removeprefix("no-").rpartition(".")[2].replace("-", "_")
+    return f" It was removed: {REMOVED[name]}." if name in REMOVED else ""
