@@ -22,7 +22,7 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs demo smollm2 gemma3 smollm2-checkpoint gemma3-checkpoint adapt gpu commands test test-full test-engines check release
+.PHONY: help docs demo smollm2 gemma3 smollm2-checkpoint gemma3-checkpoint gpu commands test test-full test-engines check release
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,9 +41,6 @@ smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a
 
 gemma3-checkpoint: $(RUNTIME) ## the same for Gemma 3 270M (238 MB to download, under Gemma's terms), in build/gemma3
 	$(BIN)/python benchmarks/public_checkpoint.py gemma3
-
-adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
-	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png
 
 gpu: $(DEV) ## what only a GPU can measure, 25 minutes a run: make gpu TEXT="novels/*.txt" BUDGET=25m
 	$(BIN)/python benchmarks/gpu.py --budget $(or $(BUDGET),25m) $(if $(TEXT),--text $(TEXT))

@@ -15,7 +15,7 @@ SIGHUP = 1
 """What a terminal sends that is closed; Windows has no such signal."""
 SPINS = "10000"
 """How often a thread of a command looks whether the others are ready before it sleeps. At GNU OpenMP's default of
-300,000, commands beside each other use up the cores by waiting: see ``benchmarks/busy_cpu.py``."""
+300,000, commands beside each other use up the cores by waiting: see ``benchmarks/results/busy_cpu.json``."""
 
 
 def guarded(run: Callable[[], int | None], interrupted: str = "no file was left half written") -> int:

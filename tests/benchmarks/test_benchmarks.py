@@ -82,13 +82,6 @@ def test_train_step(tmp_path: Path) -> None:
     assert report["step"]["gradients"]["smallest_tensor_maximum"] > 0
 
 
-@pytest.mark.full
-def test_retrieval_grid(tmp_path: Path) -> None:
-    report = run("retrieval_grid", tmp_path, fork=True)
-    assert report["summary"]["outputs_identical"] and report["summary"]["outputs_compared"] > 0
-    assert all(row[figure]["tokens_ratio"] > 1 for row in report["results"] for figure in ("asking", "whole"))
-
-
 def test_engine_tables(tmp_path: Path) -> None:
     report = run("engine_tables", tmp_path, against="transformers", fork=True)
     assert report["summary"].keys() == {"vllm", "sglang"}
