@@ -296,11 +296,11 @@ def demo(scratch: Path) -> Numbers:
 
 
 def compare(scratch: Path) -> Numbers:
-    """Compare three methods by position, length and depth, and run every task and LongPPL without a patch."""
+    """Compare three methods by position, length and depth, and run every task without a patch."""
     shared = ("--samples", 1, "--no-report", "--dtype", "float32", "--threads", 1)
     small = (*shared, "--lengths", "256 1k", "--windows", 4, "--methods", "default yarn:factor=4 p_rope:p=0.5")
     words = (*shared, "--lengths", "1k", "--depths", "0.2 0.7", "--windows", 4, "--methods", "default")
-    words += ("--tasks", TASKS, "--haystack", "builtin", "--longppl")
+    words += ("--tasks", TASKS, "--haystack", "builtin")
     results = {
         name: _compared(_printed("compare", _assets(name), *small, "-o", scratch / name))
         for name in ("llama", "gemma3")

@@ -18,34 +18,16 @@ EVALUATION = (
         "total_nll=document.total_nll,",
     ),
     Mutation(
-        "results_of_other_key_tokens_are_taken",
-        "rope_patch/evaluation/perplexity.py",
-        "first=item.scored - item.start, **chosen, **identity)",
-        "first=item.scored - item.start, **identity)",
-    ),
-    Mutation(
         "answer_with_an_early_mistake_counts_as_right",
         "rope_patch/evaluation/generate_answers.py",
         "!= expected).long()[missed].argmax(1).min())",
         "!= expected).long()[missed].argmax(1).max())",
     ),
     Mutation(
-        "key_tokens_are_chosen_without_the_first_special_tokens",
-        "rope_patch/evaluation/key_tokens.py",
-        "        if start:\n            own[: len(prefix)] = prefix\n",
-        "",
-    ),
-    Mutation(
         "interval_of_retrieval_takes_prompts_for_independent",
         "rope_patch/evaluation/retrieval.py",
         "len(self.samples(length)), confidence, count=count)",
         "len(self.samples(length)), confidence)",
-    ),
-    Mutation(
-        "perplexity_near_the_start_is_compared_with_that_far_away",
-        "rope_patch/evaluation/effective_length.py",
-        "other = min(length, reference) if metric.of_text else reference",
-        "other = reference",
     ),
     Mutation(
         "characters_beyond_the_basic_plane_have_three_bytes",

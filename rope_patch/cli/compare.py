@@ -17,7 +17,6 @@ from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import RESULT_CACHE, command_line, new_table, resumable, show
 from rope_patch.cli.processes import working_together
 from rope_patch.options import CompareOptions
-from rope_patch.options.shared import Machine
 from rope_patch.packaged import name_of
 from rope_patch.runtime import progress
 
@@ -33,7 +32,6 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.evaluation.time_budget import comparison_within
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
-    from rope_patch.patching.verify import trained_length
 
     if options.report:  # without matplotlib this raises before anything is measured
         importlib.import_module("rope_patch.reports.comparison")
@@ -52,16 +50,10 @@ def compare(words: Sequence[str]) -> None:
         suite, lost = comparison_within(
             EvalSuite(spec, tokenizer), loaded, len(compared), options.budget, finished, given
         )
-        chooser = loaded if options.evaluator is None else _evaluator(options.evaluator, tokenizer, machine)
-        total = suite.tokens_to_choose(trained_length(chooser)) + len(compared) * suite.tokens
+        total = len(compared) * suite.tokens
         say_smaller(total, lost, options.budget)
         hidden = options.as_json or not first
         with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=hidden):
-            # `compare` lets the compared model choose the key tokens itself, so only another model chooses them here.
-            if chooser is not loaded:
-                suite.choose_key_tokens(chooser, resume=finished)
-            # Frees the memory of the other model before the comparison.
-            del chooser
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:
         adapter = {"adapter": name_of(options.model)} if hasattr(loaded, "peft_config") else {}
@@ -86,16 +78,8 @@ def _show(comparison: Any, options: CompareOptions) -> None:
     print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if options.report else ""))
 
 
-def _evaluator(source: str, tokenizer: Any, machine: Machine) -> Any:
-    """Return another model, which chooses the tokens of LongPPL."""
-    # The model chooses tokens by their index in the text, so both models must see the same tokens.
-    if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"--longppl-evaluator {source} has another vocabulary than MODEL: choose one of the same")
-    return load_model(source, machine)
-
-
 def print_table(comparison: Any) -> None:
-    """Print scores, paired differences, a few answers, effective lengths, and warnings about them."""
+    """Print scores, paired differences, a few answers, and warnings about them."""
     from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
     from rope_patch.evaluation.shown_answers import answers_text, first_choice_note, shortest_of_each
 
@@ -107,12 +91,6 @@ def print_table(comparison: Any) -> None:
         print(line)
     if note := first_choice_note(scores):
         print(note)
-    if (keys := comparison.rows[0].scores.key_tokens) is not None:
-        print(f"LongPPL: {keys}")
-    if (effective := comparison.effective_lengths()) is not None:
-        print(effective.explanation)
-        for row in comparison.rows:
-            print(f"  {row.label}: {effective.of(row.label)}")
     for sentence in comparison.warnings:
         print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):

@@ -17,7 +17,6 @@ from torch import nn
 
 from rope_patch import __version__
 from rope_patch.checkpoints.gguf import weights_in_file
-from rope_patch.evaluation.effective_length import UNPATCHED, EffectiveLengths, effective_lengths
 from rope_patch.evaluation.metrics import (
     METRICS,
     Metric,
@@ -39,7 +38,9 @@ from rope_patch.runtime.result_cache import finite, open_cache
 from rope_patch.tables import RotaryTable
 
 # The version of the layout of comparison.json: raise it when a field changes.
-SCHEMA = 4
+SCHEMA = 5
+UNPATCHED = "default"
+"""The method string of the model as it is."""
 
 
 @dataclass(frozen=True)
@@ -159,15 +160,6 @@ class Comparison:
         """Return the columns of the table, metric by metric, with paired differences."""
         return [self._column(metric, span) for metric in METRICS.values() for span in spans_of(metric, self.spec)]
 
-    def effective_lengths(self) -> EffectiveLengths | None:
-        """Return the length up to which each method does about as well as the unpatched model at its trained length.
-
-        None if the unpatched model (``"default"``) was not measured, or not within its trained length.
-        """
-        if "patch before" in self.environment:
-            return None
-        return effective_lengths({row.label: row.scores for row in self.rows}, self.trained_length, self.confidence)
-
     def difference(self, method: str, other: str, metric: str, span: Span) -> PairedDifference:
         """Return how one method differs from another in one metric, without the correction for several methods.
 
@@ -240,8 +232,6 @@ class Comparison:
         names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
         head |= {name: getattr(self, name) for name in names}
         head |= {"warnings": self.warnings, "columns": [column.to_dict() for column in self.columns()]}
-        effective = self.effective_lengths()
-        head["effective_lengths"] = None if effective is None else asdict(effective)
         # NaN and infinity are not JSON: allow_nan=False raises where one was not replaced.
         return json.dumps({**head, "rows": rows}, indent=1, allow_nan=False)
 
@@ -266,8 +256,7 @@ def compare(
         tokenizer: the tokenizer of the model.
         methods: methods to compare; ``"default"`` is the model as it is. If a factor is left out, it follows from the
             longest length.
-        spec: the spec of what is measured, or a suite made from one, which may have texts in memory. The key tokens of
-            LongPPL are chosen by the unpatched model, unless the suite has chosen them already.
+        spec: the spec of what is measured, or a suite made from one, which may have texts in memory.
         layer_types: layer types whose tables are patched; by default those that :func:`rope_patch.apply` chooses.
         freeze_at: length at which a dynamic table is frozen before anything is measured [tokens].
         resume: file (or mapping) in which finished windows and haystacks are stored: after Ctrl-C or a crash the same
@@ -293,10 +282,6 @@ def compare(
         with patched_with(model, method, record is not None, shared):
             pass
     result_cache = open_cache(resume)
-    # Chosen before the first method, so that all methods are measured on the same tokens.
-    if suite.spec.longppl and suite.key_tokens is None:
-        with naming_method("LongPPL"):
-            suite.choose_key_tokens(model, resume=result_cache, **shared)
     rows = []
     for name, method in zip(names, resolved, strict=True):
         with (

@@ -34,20 +34,17 @@ class TokenDocument:
         ends: (tokens,) int64, for each token the number of bytes of the UTF-8 text up to its end; None if the tokenizer
             does not tell. If several tokens share a character, the first of them counts all its bytes.
         prefix: ids of the special tokens that were put in front.
-        key_tokens: (tokens,) bool, True for the tokens that LongPPL is measured on; None if none were chosen.
     """
 
     name: str
     ids: Tensor
     ends: Tensor | None = None
     prefix: tuple[int, ...] = ()
-    key_tokens: Tensor | None = None
 
     def beginning(self, length: int) -> TokenDocument:
         """Return the document cut to its first ``length`` tokens."""
         ends = None if self.ends is None else self.ends[:length]
-        key_tokens = None if self.key_tokens is None else self.key_tokens[:length]
-        return TokenDocument(self.name, self.ids[:length], ends, self.prefix, key_tokens)
+        return TokenDocument(self.name, self.ids[:length], ends, self.prefix)
 
 
 PIECE_CHARACTERS = 2**22

@@ -168,31 +168,6 @@ def independent_count(groups: Sequence[Sequence[float]]) -> float:
     return total / (1 + (size - 1) * correlation)
 
 
-def ratio_of_sums(sums: Sequence[float], sizes: Sequence[int], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Return the mean over units of unequal size, and its interval. The interval of a single unit is infinite.
-
-    *Source*: Cochran, Sampling Techniques (1977), section 2.11 (linearised ratio), with Student's quantile.
-
-    Args:
-        sums: sum of the values of each unit.
-        sizes: size of each unit, such as its number of tokens.
-        confidence: confidence of the interval, in (0, 1).
-
-    Example:
-        >>> [round(x, 2) for x in ratio_of_sums([2.0, 1.0, 4.0], [2, 1, 4])]
-        [1.0, 1.0, 1.0]
-    """
-    n, total = len(sums), sum(sizes)
-    if not total:
-        return math.nan, -math.inf, math.inf
-    ratio = math.fsum(sums) / total
-    if n == 1:
-        return ratio, -math.inf, math.inf
-    spread = math.fsum((value - ratio * size) ** 2 for value, size in zip(sums, sizes, strict=True)) * n / (n - 1)
-    half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * math.sqrt(spread) / total
-    return ratio, ratio - half, ratio + half
-
-
 def paired_means(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return Student's interval of ``mean(ours - theirs)`` over the same documents; it is infinite for a single one.
 

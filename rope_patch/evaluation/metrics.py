@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from rope_patch.evaluation.intervals import paired_means, paired_shares, ratio_of_sums
-from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
+from rope_patch.evaluation.intervals import paired_means, paired_shares
+from rope_patch.evaluation.number_format import number_text, percent, perplexity_text
 from rope_patch.evaluation.perplexity_result import PerplexityResult
 from rope_patch.evaluation.retrieval import effective_prompts
 from rope_patch.evaluation.suite import EvalResult
@@ -169,35 +169,6 @@ class Perplexity(Metric, name="perplexity"):
         return "safe" if -limit <= change.low and change.high <= limit else "undecided"
 
 
-class LongPerplexity(Perplexity, name="longppl"):
-    """Perplexity over the key tokens, which need a long context. Its differences are those of their loss."""
-
-    unit = "nats/key token"
-    title, heading, difference_name = "LongPPL", "LongPPL", "key_nll"
-
-    def is_measured(self, spec: EvalSpec) -> bool:
-        """Tell whether an evaluation measures it."""
-        return spec.longppl
-
-    def values(self, result: EvalResult, span: Span) -> list[float]:
-        """Return the mean loss over the key tokens of each window that has any [nats/token]."""
-        return [nll / tokens for nll, tokens in _key_sums(result, span)]
-
-    def value(self, result: EvalResult, span: Span) -> float:
-        """Return the perplexity over all key tokens; nan if there are none."""
-        sums = _key_sums(result, span)
-        tokens = sum(count for _, count in sums)
-        return 1 + relative(math.fsum(nll for nll, _ in sums) / tokens) if tokens else math.nan
-
-    def difference(
-        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
-    ) -> PairedDifference:
-        """Return the difference of the mean loss; its interval is that of a ratio, as windows differ in key tokens."""
-        a, b = _key_sums(ours, span), _key_sums(theirs, span)
-        differences = [mine - other for (mine, _), (other, _) in zip(a, b, strict=True)]
-        return PairedDifference(*ratio_of_sums(differences, [tokens for _, tokens in a], confidence))
-
-
 class Retrieval(Metric, name="retrieval"):
     """Share of the prompts that are answered by an exact match."""
 
@@ -295,13 +266,3 @@ def _text_of(result: EvalResult) -> PerplexityResult:
     if result.perplexity is None:
         raise ValueError("no window of text was measured: give windows >= 1")
     return result.perplexity
-
-
-def _key_sums(result: EvalResult, span: Span) -> list[tuple[float, int]]:
-    """Return the summed loss and the number of key tokens of each window that has any [nats]."""
-    if result.key_tokens is None:
-        raise ValueError("LongPPL was not measured: give longppl=True")
-    score = _text_of(result)
-    inside = score.inside(span.start or 0, span.stop)
-    sums = [(math.fsum(d.key_nll[i] for i in inside), sum(d.key_tokens[i] for i in inside)) for d in score.documents]
-    return [(nll, tokens) for nll, tokens in sums if tokens]

@@ -173,9 +173,7 @@ def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
 def _key(item: Window, identity: dict[str, Any]) -> str:
     # The key holds the tokens and not the place of the window: equal windows are read once.
     ids = ids_hash(item.ids)
-    keys = item.key_tokens
-    chosen = {} if keys is None else {"key_tokens": torch.nonzero(keys).flatten().tolist()}
-    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **chosen, **identity)
+    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **identity)
 
 
 def _score(
@@ -206,8 +204,5 @@ def _score(
         sums: dict[str, Any] = {"nll": [float(loss[at].sum()) for at in slices]}
         sums["tokens"] = [len(loss[at]) for at in slices]
         sums |= {"total_nll": float(part.sum()), "total_tokens": len(part)}
-        if item.key_tokens is not None:
-            of_keys = [loss[at][item.key_tokens[at]] for at in slices]
-            sums |= {"key_nll": [float(one.sum()) for one in of_keys], "key_tokens": [len(one) for one in of_keys]}
         sums_of_windows.append(sums)
     return sums_of_windows

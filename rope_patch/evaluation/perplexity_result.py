@@ -58,8 +58,6 @@ class DocumentScore:
         total_tokens: number of all scored tokens, in a bucket or not.
         total_nll: sum of the negative log-likelihoods of all scored tokens [nats].
         bytes: number of UTF-8 bytes of the scored tokens; None if the tokens came without their text.
-        key_tokens: number of scored key tokens in each bucket; empty if no key tokens were chosen.
-        key_nll: sum of the negative log-likelihoods of the key tokens in each bucket [nats].
     """
 
     name: str
@@ -68,8 +66,6 @@ class DocumentScore:
     total_tokens: int
     total_nll: float
     bytes: int | None
-    key_tokens: tuple[int, ...] = ()
-    key_nll: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,6 @@ def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> Pe
         replace(
             document,
             nll=(*first.nll, *document.nll[len(first.nll) :]),
-            key_nll=(*first.key_nll, *document.key_nll[len(first.key_nll) :]),
             total_nll=document.total_nll - sum(document.nll[: len(first.nll)]) + sum(first.nll),
         )
         for document, first in zip(whole.documents, beginnings.documents, strict=True)
@@ -175,11 +170,6 @@ class Window:
         special = self.source.ids.new_tensor(self.source.prefix)
         return torch.cat((special, self.source.ids[self.start + len(special) : self.stop]))
 
-    @property
-    def key_tokens(self) -> Tensor | None:
-        """Mask of the window's key tokens (tokens,); None if none were chosen."""
-        return None if self.source.key_tokens is None else self.source.key_tokens[self.start : self.stop]
-
     def bytes_between(self, low: int, high: int) -> int | None:
         """Return how many UTF-8 bytes the tokens ``low:high`` have; None if they came without their text."""
         ends = self.source.ends
@@ -197,7 +187,6 @@ class DocumentSums:
 
     def add(self, item: Window, part: dict[str, Any]) -> None:
         """Add a window and its sums of losses and tokens, by bucket and in all."""
-        keys: dict[str, Any] = {name: tuple(part[name]) for name in ("key_tokens", "key_nll") if name in part}
         own = DocumentScore(
             name=f"{item.source.name}[{item.start}:{item.stop}]",
             tokens=tuple(part["tokens"]),
@@ -205,7 +194,6 @@ class DocumentSums:
             total_tokens=part["total_tokens"],
             total_nll=part["total_nll"],
             bytes=item.bytes_between(item.scored, item.stop),
-            **keys,
         )
         self.count += 1
         # Standard errors are over documents, or over windows if there is a single document: with a second one the
@@ -227,8 +215,6 @@ class DocumentSums:
             total_tokens=before.total_tokens + own.total_tokens,
             total_nll=before.total_nll + own.total_nll,
             bytes=None if own.bytes is None or before.bytes is None else before.bytes + own.bytes,
-            key_tokens=added("key_tokens"),
-            key_nll=added("key_nll"),
         )
 
     def result(self, *, window: int, stride: int, chunk: int) -> PerplexityResult:

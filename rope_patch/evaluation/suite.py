@@ -14,22 +14,14 @@ from rope_patch.evaluation.builtin_text import Corpus, builtin_text
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
 from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.key_tokens import (
-    KeyTokens,
-    as_trained,
-    choose_key_tokens,
-    short_context_of,
-    tokens_of_spec,
-)
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.perplexity_result import PerplexityResult, with_beginnings
 from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.spec import check_tasks, tokens_to_read
-from rope_patch.modeling.scoring import CacheFactory, name_of
+from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.two_tables import switch_of
-from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import open_cache
 
@@ -48,14 +40,12 @@ class EvalResult:
         retrieval: retrieval by length and depth, for each task.
         short_window: the length of the windows that give the perplexity at positions up to it, under a patch with two
             tables: those windows are read under the short table [tokens]; 0 if there is one table.
-        key_tokens: the tokens that LongPPL is measured on; None if it is not measured.
     """
 
     spec: EvalSpec
     perplexity: PerplexityResult | None
     retrieval: Mapping[str, RetrievalResult]
     short_window: int = 0
-    key_tokens: KeyTokens | None = None
 
     def warnings(self, trained_length: int) -> list[str]:
         """Return a sentence for each task that the unpatched model mostly fails within its trained length.
@@ -79,8 +69,6 @@ class EvalResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, without the spec."""
         more: dict[str, Any] = {"short_window": self.short_window} if self.short_window else {}
-        if self.key_tokens is not None:
-            more["key_tokens"] = asdict(self.key_tokens)
         return more | {
             "perplexity": None if self.perplexity is None else asdict(self.perplexity),
             "retrieval": {task: asdict(result) for task, result in self.retrieval.items()},
@@ -141,7 +129,6 @@ class EvalSuite:
         prompts: prompt maker, which makes each prompt once.
         text_name: name of the text in results.
         text_sha256: digest of the text; "" if none is read.
-        key_tokens: the tokens that LongPPL is measured on; None until they are chosen.
         python_version: version of CPython whose files the built-in texts are made of; None for the user's texts.
 
     Raises:
@@ -162,7 +149,6 @@ class EvalSuite:
         self.text_name = _name(source)
         self.windows: list[TokenDocument] = []
         self.text_sha256 = ""
-        self.key_tokens: KeyTokens | None = None
         if spec.windows != 0:
             self.windows, self.text_sha256 = spread_windows(tokenizer, source, spec.longest, spec.windows)
         self.prompts = CachedPromptMaker(
@@ -212,52 +198,6 @@ class EvalSuite:
         part.windows = [self.windows[i] for i in sorted(order[:windows])]
         return part
 
-    def tokens_to_choose(self, context: int) -> int:
-        """Return how many tokens :meth:`choose_key_tokens` reads; 0 if LongPPL is not measured.
-
-        Args:
-            context: context length of the evaluator, as :func:`~rope_patch.patching.verify.trained_length` returns it
-                [tokens].
-        """
-        return tokens_of_spec(self.spec, context, len(self.windows))
-
-    def choose_key_tokens(
-        self,
-        model: nn.Module,
-        *,
-        context: int | None = None,
-        resume: str | Path | MutableMapping[str, Any] | None = None,
-        **patch: Any,
-    ) -> KeyTokens:
-        """Choose the tokens that LongPPL is measured on, for all models that are run afterwards.
-
-        The evaluator is the model without its patch and without its adapter. :meth:`run` calls this method with its
-        first model; call it yourself if the models differ in their weights, or to choose with another model of the same
-        tokenizer.
-
-        Args:
-            model: the evaluator, patched or not.
-            context: context length that the evaluator was trained at [tokens]; it never reads more at once. By default
-                its config states it.
-            resume: file (or mapping) of finished windows, as for :meth:`run`.
-            **patch: ``layer_types`` and ``freeze_at``, as :func:`rope_patch.apply` takes them.
-
-        Raises:
-            ValueError: the model does not know some ids, or logits are not finite.
-        """
-        context = trained_length(model) if context is None else context
-        with as_trained(model, **patch), progress.stage("LongPPL, key tokens"):
-            self.windows, self.key_tokens = choose_key_tokens(
-                model,
-                self.windows,
-                context=context,
-                short_context=short_context_of(context),
-                batch_tokens=self.spec.batch_tokens,
-                evaluator=class_and_name(model),
-                result_cache=open_cache(resume),
-            )
-        return self.key_tokens
-
     def run(
         self,
         model: nn.Module,
@@ -286,10 +226,6 @@ class EvalSuite:
         """
         spec = self.spec
         result_cache = open_cache(resume)
-        # The progress bar counts the tokens of the run itself, and choosing key tokens reads others.
-        if spec.longppl and self.key_tokens is None:
-            with progress.unreported():
-                self.choose_key_tokens(model, resume=result_cache)
         score = None
         short_window = 0
         if window_batch is None:
@@ -311,7 +247,7 @@ class EvalSuite:
             )
             for task in spec.tasks
         }
-        return EvalResult(spec, score, answers, short_window, self.key_tokens)
+        return EvalResult(spec, score, answers, short_window)
 
     def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult:
         """Score the first ``length`` tokens of all windows; the length is an edge of the spec's buckets."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.evaluation.key_tokens import tokens_of_spec
 from rope_patch.evaluation.read_across_processes import reading_processes
 from rope_patch.evaluation.spec import (
     SCALABLE,
@@ -25,7 +24,6 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.scoring import Reader, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.patching.verify import trained_length
 from rope_patch.runtime.parallel import from_first_process
 from rope_patch.runtime.result_cache import ResultCache, key
 
@@ -95,10 +93,9 @@ def comparison_within(
         # raised.
         return suite_within(suite, max(default_tokens(model) / methods, least), scalable)
     # The speed is measured on batches as large as the largest that will be read.
-    rows, context = min(spec.window_batch, max(1, len(suite.windows))), trained_length(model)
+    rows = min(spec.window_batch, max(1, len(suite.windows)))
     most = tokens_within(model, seconds, spec.longest, finished, rows=rows, chunk=spec.chunk)
-    # The key tokens of LongPPL are chosen once, for all methods.
-    return suite_within(suite, most, cost=lambda one: tokens_of_spec(one, context) + methods * tokens_computed(one))
+    return suite_within(suite, most, cost=lambda one: methods * tokens_computed(one))
 
 
 def tokens_within(

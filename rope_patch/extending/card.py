@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard
 
 from rope_patch import __version__
 from rope_patch.engines.tables_by_program import PROGRAMS
-from rope_patch.evaluation.compare import Comparison, Row, row_name
-from rope_patch.evaluation.effective_length import UNPATCHED
+from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
 from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
@@ -59,7 +58,7 @@ Measured and not chosen: {others}.
 Text: {text}. Prompts: {prompts} for each task and length. {exact_match}. {first_choice} Changes
 are against the model before, on the same windows and prompts, with 95 % intervals. {population}
 
-{warnings}{effective}
+{warnings}
 ## How it was made
 
 ```bash
@@ -97,12 +96,6 @@ def card(outcome: Extended) -> str:
         done += f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
     measured = {row.label: row for one in outcome.comparisons for row in one.rows}
     others = [_name(row) for label, row in measured.items() if label not in (UNPATCHED, chosen.label)]
-    effective = comparison.effective_lengths()
-    lengths = ""
-    if effective is not None:
-        lengths = f"\n{effective.explanation}\n\n" + "".join(
-            f"- {_name(measured[label])}: {effective.of(label)}\n" for label in (UNPATCHED, chosen.label)
-        )
     ours = CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         base=base,
@@ -123,7 +116,6 @@ def card(outcome: Extended) -> str:
         first_choice=FIRST_CHOICE,
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
-        effective=lengths,
         version=__version__,
     )
     return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_patch.evaluation.compare import Comparison, Row, row_name
-from rope_patch.evaluation.effective_length import UNPATCHED
+from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
 from rope_patch.patching.verify import shortened

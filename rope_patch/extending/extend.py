@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_patch.evaluation.compare import Comparison, Row, compare, row_name
-from rope_patch.evaluation.effective_length import UNPATCHED
+from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, compare, row_name
 from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, tokens_within
@@ -352,9 +351,6 @@ class Run:
                 resume=self.work / RESULT_CACHE,
             )
             comparisons.append(comparison)
-            effective = comparison.effective_lengths()
-            if number == 1 and effective is not None:
-                progress.say(f"effective length of the unpatched model: {effective.of(UNPATCHED)}")
             evaluator = MethodEvaluator(comparison, self.options.tolerance)
             if len(remaining) <= 2 and evaluator.settled(remaining, conditions=conditions):
                 if number < len(rounds):

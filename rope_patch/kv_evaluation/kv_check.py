@@ -41,12 +41,10 @@ def check_spec(spec: EvalSpec) -> None:
     """Raise ValueError unless a spec can be used for a check of caches.
 
     Raises:
-        ValueError: the spec asks for no window of text, or for LongPPL.
+        ValueError: the spec asks for no window of text.
     """
     if spec.windows == 0:
         raise ValueError("a check of caches needs windows of text: give windows >= 1, got 0")
-    if spec.longppl:
-        raise ValueError("LongPPL is measured by compare: give longppl=False")
 
 
 def parse_formats(names: Sequence[str]) -> dict[str, Scheme]:

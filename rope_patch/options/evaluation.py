@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, flag, number, tokens, whole, word
+from rope_patch.options.fields import OptionSet, number, tokens, whole, word
 
 CHAT_TEMPLATES = ("auto", "on", "off")
 """Choices for whether prompts go through the tokenizer's chat template; ``"auto"`` means: if it has one."""
@@ -86,10 +86,6 @@ class EvalSpec(OptionSet):
         metavar="auto|on|off",
         choices=CHAT_TEMPLATES,
     )
-    longppl: bool = flag(
-        "Measure LongPPL too (arXiv:2410.23771): the perplexity over the tokens that the unpatched model predicts well "
-        "only with a long context. They are chosen once, which takes several times as long as reading the text."
-    )
     bucket: int | None = tokens(
         "The width of the position ranges that perplexity is averaged over. By default a sixteenth of the longest "
         "length.",
@@ -108,8 +104,6 @@ class EvalSpec(OptionSet):
                 raise ValueError(f"{name} must differ from each other, got {list(values)}")
         if not self.tasks and self.windows == 0:
             raise ValueError("nothing is left to measure without tasks and windows: give a task, or windows >= 1")
-        if self.longppl and self.windows == 0:
-            raise ValueError("LongPPL is measured on windows of text: give windows >= 1")
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
         object.__setattr__(self, "depths", tuple(sorted(self.depths)))
 

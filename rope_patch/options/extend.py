@@ -55,7 +55,7 @@ class ExtendSettings(OptionSet):
     budget: int | None = shared.budget()
     evaluation: EvalSpec = contained(
         EvalSpec,
-        without=("lengths", "samples", "windows", "longppl", "bucket"),
+        without=("lengths", "samples", "windows", "bucket"),
         # A placeholder: __post_init__ puts the length to reach in its place.
         lengths=(2,),
         depths=(0.1, 0.5, 0.9),

@@ -63,7 +63,7 @@ class KvCheckOptions(OptionSet, command="kv-check"):
         metavar="FORMATS",
         several=True,
     )
-    evaluation: EvalSpec = contained(EvalSpec, without=("longppl", "bucket", "batch_tokens"))
+    evaluation: EvalSpec = contained(EvalSpec, without=("bucket", "batch_tokens"))
     methods: tuple[str, ...] = shared.methods(("default",))
     output: Path = shared.output("rope-patch-kv-check")
     limits: Limits = contained(Limits, without=("confidence",))

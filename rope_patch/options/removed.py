@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 REMOVED = {
+    "longppl": "no result rested on it; perplexity by position and retrieval stay",
+    "longppl_evaluator": "it chose the tokens of LongPPL, which was removed too",
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
     "method table takes factors that were found elsewhere",
 }

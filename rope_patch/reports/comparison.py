@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from rope_patch.evaluation.compare import Column, Comparison
-from rope_patch.evaluation.effective_length import UNPATCHED
+from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
 from rope_patch.evaluation.metrics import METRICS, value_text
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.shown_answers import few_answers
@@ -57,7 +56,6 @@ def _section(comparison: Comparison) -> Section:
         _scores(comparison, names, columns),
         *_curves(comparison, names),
         *(_map(comparison, names, task) for task in comparison.spec.tasks),
-        *_effective_lengths(comparison, names),
         *_wavelengths(comparison, names),
         *_differences(comparison, names, columns),
         *answers([(names[row.label], row.scores) for row in comparison.rows]),
@@ -182,16 +180,6 @@ def _differences(comparison: Comparison, names: Mapping[str, str], columns: Sequ
     return [_table("Differences from the best of each column", names, shown, caption, folded=True)]
 
 
-def _effective_lengths(comparison: Comparison, names: Mapping[str, str]) -> list[DataTable]:
-    effective = comparison.effective_lengths()
-    if effective is None:
-        return []
-    rows: list[Cells] = [[names[one.method], Cell(one.metric, style="left"), str(one)] for one in effective.lengths]
-    return [
-        DataTable("Effective length", ["Method", "Metric", "Effective length [tokens]"], rows, effective.explanation),
-    ]
-
-
 def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
     """Return the table of a few answers as they were given, or no table if there was no task.
 
@@ -226,8 +214,6 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         facts.append(("Text", f"{comparison.text_name}{source}; SHA-256 {comparison.text[:16]}…"))
         read = f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride} ({overlap})"
         facts.append(("Perplexity", f"{read}; {score.tokens} tokens scored"))
-    if scores.key_tokens is not None:
-        facts.append(("LongPPL", str(scores.key_tokens)))
     return [*facts, *retrieval_facts(scores)]
 
 

@@ -58,9 +58,7 @@ def metrics(result: EvalResult) -> dict[str, float]:
     for metric in sorted(METRICS.values(), key=lambda one: one.name != "retrieval"):
         for span in spans_of(metric, result.spec):
             place = str(span.stop) if span.start is None else f"{span.start}_{span.stop}"
-            value = metric.value(result, span)
-            if not math.isnan(value):  # positions without a key token have no LongPPL
-                numbers[f"{metric.name}_{place}"] = value
+            numbers[f"{metric.name}_{place}"] = metric.value(result, span)
     return numbers
 
 

@@ -43,7 +43,7 @@ def test_a_spec_survives_json():
 def test_every_field_of_a_spec_is_part_of_its_digest():
     changes = {"lengths": [128], "depths": [0.5], "samples": 2, "windows": 3, "tasks": ["niah"],
                "text": "a", "haystack": "builtin", "chat_template": "off", "bucket": 8, "chunk": 9, "batch_tokens": 10,
-               "seed": 1, "longppl": True}  # fmt: skip
+               "seed": 1}  # fmt: skip
     specs = [EvalSpec(**{"lengths": [256], name: value}) for name, value in changes.items()]
     specs.append(EvalSpec([256]))
     assert set(changes) == set(specs[0].to_dict())
@@ -59,7 +59,7 @@ def test_every_field_of_a_spec_is_part_of_its_digest():
         {"depths": [1.5]}, {"depths": [math.nan]}, {"depths": (0.5, 0.5)},
         {"bucket": 0}, {"batch_tokens": 0}, {"windows": -1}, {"windows": "2"}, {"samples": 0}, {"samples": 1.5},
         {"seed": None}, {"text": ["a"]}, {"chat_template": "yes"},
-        {"windows": 0, "longppl": True}, {"tasks": [], "windows": 0},
+        {"tasks": [], "windows": 0},
     ],
     ids=str,
 )  # fmt: skip

@@ -28,7 +28,6 @@ from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.extending.card import card
 from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.extend import Run, extend
-from rope_patch.extending.fit_candidate import fit_candidate
 from rope_patch.extending.other_programs import other_programs
 from rope_patch.extending.train_adapter import Training, train_adapter
 from rope_patch.options.evaluation import EvalSpec
@@ -63,8 +62,6 @@ def test_the_folder_is_one_of_plain_transformers(extended, llama):
     outcome, said = extended
     assert outcome.choice.method == "yarn:factor=2" and outcome.output is not None
     assert "plain transformers gives the same logits, bit for bit" in said
-    (effective,) = [sentence for sentence in said if sentence.startswith("effective length of the unpatched model: ")]
-    assert re.search(r": perplexity 256 \(512 .*\), retrieval ", effective), effective
     assert (outcome.output / "LICENSE.txt").read_text() == "the terms"
     record = rope_patch.verify(outcome.output).record
     restore_folder(outcome.output, outcome.output.parent / "restored")
@@ -395,16 +392,6 @@ def test_a_training_of_other_weights_does_not_go_on_with_an_earlier_one(tmp_path
     assert train_adapter(model, *asked) == first
     model.model.norm.weight.data *= 2
     assert train_adapter(model, *asked) != first
-
-
-def test_a_fit_with_another_tokenizer_is_not_taken_from_an_earlier_one(tmp_path, monkeypatch):
-    fits, changed = [], copy.deepcopy(TOKENIZER)
-    changed.add_tokens("thesis")
-    patch = SimpleNamespace(method="yarn:factor=2", restore=lambda: None, chosen="start")
-    monkeypatch.setattr("rope_patch.extending.fit_candidate.fit", lambda *_, **__: fits.append(1) or patch)
-    for tokenizer in (TOKENIZER, changed, TOKENIZER):
-        fit_candidate(bold(), tokenizer, 128, tmp_path / "finished.jsonl")
-    assert len(fits) == 2
 
 
 def test_a_text_for_few_windows_is_used_as_it_is(tmp_path):

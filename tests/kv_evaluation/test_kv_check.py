@@ -401,7 +401,6 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         ({"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
         ({"lengths": [20]}, "20"),
         ({"windows": 0}, "windows >= 1"),
-        ({"longppl": True}, "compare"),
         ({"confidence": 1.0}, "confidence"),
         ({"memory": 1e-5}, "the weights alone do not fit into a memory of 1e-05 GiB"),
         ({"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
