@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rope_patch"
 
 # A folder imports from itself and from what stands above it. The modules of the package's own folder come first.
 ROOT = "rope_patch"
-MODULES = {"errors", "frequencies", "packaged", "table_facts", "tables", "theory"}
+MODULES = {"errors", "frequencies", "packaged", "tables", "theory"}
 FOLDERS = (
     ROOT,
     "runtime",
@@ -48,7 +48,7 @@ FOLDERS = (
 )
 LEVEL = {folder: level for level, folder in enumerate(FOLDERS)}
 OUTSIDE = {"recipes", "eval_tasks", "benchmarks", "tests"}  # folders of the repository, not of the package
-PURE_MODULES = {"frequencies", "table_facts", "theory"}
+PURE_MODULES = {"frequencies", "theory"}
 PURE = {"torch", "jaxtyping"}  # all that those may import beyond the standard library's
 PURE_STDLIB = {"__future__", "collections", "dataclasses", "functools", "hashlib", "itertools", "math"}
 PURE_STDLIB |= {"struct", "typing"}

@@ -16,7 +16,6 @@ from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.options.listing import MethodsOptions, TasksOptions
 from rope_patch.options.plan import PlanOptions
 from rope_patch.options.recipes import DemoOptions, RecipesOptions
-from rope_patch.options.theory import TheoryOptions
 
 COMMANDS: dict[str, type[OptionSet]] = {
     kind.command: kind
@@ -30,7 +29,6 @@ COMMANDS: dict[str, type[OptionSet]] = {
         CompareOptions,
         PlanOptions,
         FinetuneOptions,
-        TheoryOptions,
         AnalyzeOptions,
         KvCheckOptions,
         ExportOptions,

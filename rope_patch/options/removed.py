@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REMOVED = {
+    "theory": "its formulas are the functions of rope_patch.theory and rope_patch.frequencies",
     "longppl": "no result rested on it; perplexity by position and retrieval stay",
     "longppl_evaluator": "it chose the tokens of LongPPL, which was removed too",
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "

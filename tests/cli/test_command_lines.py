@@ -275,11 +275,10 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS)
 def test_numbers_that_give_no_table(checkpoints, tmp_path, method):
     refused(tmp_path, "apply", checkpoints / "base", method, "-o", "out")
-    refused(tmp_path, "theory", "--method", method, "--head-dim", "16")
 
 
 def test_lengths_beyond_reason(tmp_path):
-    line = refused(tmp_path, "theory", "--length", "9" * 23 + "k")
+    line = refused(tmp_path, "plan", "Llama-3-8B", "--length", "9" * 23 + "k")
     assert "a length is at most" in line
 
 

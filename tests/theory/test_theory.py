@@ -16,9 +16,6 @@ from rope_patch.frequencies import (
     geometric,
     ntk_theta,
 )
-from rope_patch.methods import parse
-from rope_patch.table_facts import TableFacts
-from rope_patch.tables import RotaryTable
 
 PLAIN = geometric(1e4, 128)
 TABLES = {
@@ -164,38 +161,3 @@ def test_the_nearest_old_image_by_hand_and_by_matrices():
     old, new = torch.outer(torch.arange(2100).double(), PLAIN.double()), torch.outer(places.double(), table.double())
     cosines = (old.cos() @ new.cos().T + old.sin() @ new.sin().T) / 64
     torch.testing.assert_close(distances, (2 - 2 * cosines).clamp(min=0).sqrt().min(0).values, rtol=0, atol=1e-6)
-
-
-# --- a table in numbers -----------------------------------------------------------------------------------------------
-
-
-def study(method, *, head_dim=128, rope_theta=1e4, trained_length=512, length=2048):
-    table = RotaryTable(geometric(rope_theta, head_dim), 1.0, rope_theta, "default", trained_length)
-    after = parse(method)(table)
-    return TableFacts(method, "RoPE", rope_theta, table.inv_freq, after.inv_freq, 1.0, trained_length, length)
-
-
-def test_the_facts_of_a_table():
-    facts = {fact.name: (fact.before, fact.after) for fact in study("pi:factor=4").facts()}
-    # wavelengths of f = 1 and f = 10000^(-63/64): 2 pi and 2 pi * 8659.6; interpolation stretches both by 4
-    slowest = 2 * math.pi * 1e4 ** (63 / 64)
-    assert facts["Fastest wavelength"] == pytest.approx((2 * math.pi, 8 * math.pi))
-    assert facts["Slowest wavelength of a pair that turns"] == pytest.approx((slowest, 4 * slowest), rel=1e-6)
-    assert facts["Quarter turn of the slowest pair"] == pytest.approx((slowest / 4, slowest), rel=1e-6)
-    assert facts["Turns of that pair within the length"] == pytest.approx((2048 / slowest, 512 / slowest), rel=1e-6)
-    assert facts["Mean sine of consecutive images"] == pytest.approx((0.10938, 0.02902), abs=6e-6)
-    assert facts["Farthest new image from its nearest old one"] == pytest.approx((1.214, 0.185), abs=5e-4)
-    assert facts["Their positions are apart by"] == (1, 1)
-    assert facts["Unrotated pairs"] == (0, 0)
-
-
-def test_what_a_table_has_not_is_none():
-    facts = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts()}
-    assert (facts["Unrotated pairs"], facts["Fastest wavelength"], facts["Factor of a previous-token head"]) == (
-        64,
-        None,
-        None,
-    )
-    # a slowest half that turns by less than float64 can tell
-    slow = study("p_rope_reversed:p=0.5", head_dim=64, rope_theta=1e30, trained_length=64, length=64).facts()
-    assert {fact.name: fact.after for fact in slow}["Factor of a previous-token head"] is None
