@@ -27,8 +27,9 @@ from rope_patch.evaluation.metrics import (
     spans_of,
     value_text,
 )
-from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, class_and_name, unpatched_missing
+from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, Method, MethodLike
+from rope_patch.modeling.scoring import name_of
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import locate
@@ -297,7 +298,7 @@ def compare(
         text=suite.text_sha256,
         text_name=suite.text_name,
         python_version=suite.python_version,
-        model=class_and_name(model),
+        model=f"{type(model).__name__} {name_of(model)}".strip(),
         environment=environment(model) | ({"patch before": str(record.to_method())} if record is not None else {}),
     )
 

@@ -262,11 +262,6 @@ class EvalSuite:
         )
 
 
-def class_and_name(model: nn.Module) -> str:
-    """Return the name of a model in results: its class, and the name of its checkpoint."""
-    return f"{type(model).__name__} {name_of(model)}".strip()
-
-
 def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:
     """Return the suite of a spec; a suite is returned as it is.
 
