@@ -12,7 +12,6 @@ import yaml
 
 from rope_patch.options.fields import Option, OptionSet, build, leaves
 from rope_patch.options.removed import removed
-from rope_patch.runtime.progress import say
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
@@ -54,6 +53,8 @@ def stated(
             inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
         for key, one in inside.items():
             if key not in known and removed(key) and one in (None, False, "false", "null"):
+                from rope_patch.runtime.progress import say  # which imports torch
+
                 say(f"note: {where}{key} is left out.{removed(key)}")  # it was off
                 continue
             if key not in known:
