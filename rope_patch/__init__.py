@@ -14,7 +14,7 @@ __version__ = "0.2.0"
 
 _HOME = {
     "methods": "METHODS ABF PI Chain CoPE Default Llama3 LongRope Method MrRope NTK NoPE PRope PRopeReversed Partial "
-    "Resonance Table Truncated TwoTables Yarn parse",
+    "Resonance Table Truncated Yarn parse",
     "tables": "RotaryTable",
     "patching.rotary": "PatchedRotary",
     "patching.install": "Patch apply patched restore",
@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from rope_patch.methods import Resonance as Resonance
     from rope_patch.methods import Table as Table
     from rope_patch.methods import Truncated as Truncated
-    from rope_patch.methods import TwoTables as TwoTables
     from rope_patch.methods import Yarn as Yarn
     from rope_patch.methods import parse as parse
     from rope_patch.options.evaluation import EvalSpec as EvalSpec

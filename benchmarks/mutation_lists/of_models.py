@@ -48,12 +48,6 @@ METHODS = (
         "return math.sqrt(grown)",
     ),
     Mutation(
-        "long_table_that_is_never_used_is_accepted",
-        "rope_patch/methods/two_tables.py",
-        "target_length is not None and target_length <= self.switch_at:",
-        "target_length is not None and target_length < self.switch_at:",
-    ),
-    Mutation(
         "broken_package_leaves_its_methods_behind",
         "rope_patch/registry.py",
         "            registry.data = own | before.get(registry.noun, {})\n",
@@ -81,18 +75,6 @@ PATCHING = (
         "setattr(config, key, value)",
     ),
     Mutation(
-        "padding_on_the_left_counts_towards_the_length",
-        "rope_patch/patching/two_tables.py",
-        "return ends - torch.where(positions[:, -1] == before + size - 1, padding, 0)",
-        "return ends",
-    ),
-    Mutation(
-        "short_tables_of_a_record_are_not_compared",
-        "rope_patch/patching/install.py",
-        'for name in ("base_tables", "tables", "short_tables"):',
-        'for name in ("base_tables", "tables"):',
-    ),
-    Mutation(
         "verify_allows_a_hundred_times_the_error",
         "rope_patch/patching/measured.py",
         "(2e-6 + 2e-7 * angles)",
@@ -115,12 +97,6 @@ PATCHING = (
         "rope_patch/patching/table_at_length.py",
         'encoding["factor"] * max(length, table.max_position_embeddings) /',
         'encoding["factor"] * length /',
-    ),
-    Mutation(
-        "lengths_of_prompts_go_to_the_wrong_rows",
-        "rope_patch/patching/two_tables.py",
-        "return values.repeat_interleave(rows // len(values))",
-        "return values.repeat(rows // len(values))",
     ),
 )
 
@@ -231,11 +207,5 @@ KV_CACHE = (
         "rope_patch/diagnosis/in_memory.py",
         "    if measured.problem is None:\n        yield Check(\n",
         "    if measured.problem is None or subject.location.record is not None:\n        yield Check(\n",
-    ),
-    Mutation(
-        "the_short_table_is_not_looked_at",
-        "rope_patch/diagnosis/in_memory.py",
-        "measure(location.module, location.layout, record.short_tables, device, reach=reach)",
-        "measure(location.module, location.layout, {}, device, reach=reach)",
     ),
 )

@@ -12,12 +12,6 @@ EVALUATION = (
         "(z / float(stats.t.ppf((1 + confidence) / 2, total))) ** 2",
     ),
     Mutation(
-        "beginnings_under_the_short_table_are_not_in_the_total",
-        "rope_patch/evaluation/perplexity_result.py",
-        "total_nll=document.total_nll - sum(document.nll[: len(first.nll)]) + sum(first.nll),",
-        "total_nll=document.total_nll,",
-    ),
-    Mutation(
         "answer_with_an_early_mistake_counts_as_right",
         "rope_patch/evaluation/generate_answers.py",
         "!= expected).long()[missed].argmax(1).min())",

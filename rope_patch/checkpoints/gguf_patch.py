@@ -22,7 +22,6 @@ from rope_patch.checkpoints.gguf_table import (
     table_pieces,
 )
 from rope_patch.methods import MethodLike, as_method, longrope_parameters
-from rope_patch.methods.two_tables import check_one_table
 from rope_patch.patching.encode import PatchRequest, TableChange
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord, records_of
@@ -82,7 +81,6 @@ def patch_gguf(
     graph = _graph(opened, inspection.tables[0], source)
     bases = {table.layer_type: _base(table) for table in inspection.tables}
     kind, before = next(iter(bases.items()))
-    check_one_table(chosen, "a GGUF file")
     chosen = chosen.extended_to([before], target_length)
     reach = chosen.reach(before) or 0
     if target_length is None and reach > before.max_position_embeddings:

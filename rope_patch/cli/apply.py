@@ -18,7 +18,6 @@ def apply(words: Sequence[str]) -> None:
     from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.checkpoints.gguf_patch import patch_gguf
     from rope_patch.methods import as_method
-    from rope_patch.patching.record import about_two_tables
     from rope_patch.runtime.folders import is_gguf
 
     model, output = options.model, options.output
@@ -39,8 +38,6 @@ def apply(words: Sequence[str]) -> None:
         print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(context)])} runs it")
         if patch.record.target_length is None:
             print(f"the file states {context} tokens, and llama.cpp reads no more: --target-length states more")
-    elif about_two_tables(patch.record):
-        print(f"wrote {output}: rope_patch.load({str(output)!r}) loads both tables")
     else:
         loads = f"AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it, with or without rope_patch"
         print(f"wrote {output}: {loads}")

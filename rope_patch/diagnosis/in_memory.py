@@ -16,7 +16,6 @@ from rope_patch import frequencies
 from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters_in_model, peft_model
 from rope_patch.diagnosis.causes import RELOAD, cause, plain
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
-from rope_patch.methods.two_tables import TwoTables
 from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import (
     Location,
@@ -29,7 +28,6 @@ from rope_patch.patching.locate import (
 from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
     TableRecord,
-    about_two_tables,
     key_of,
     settings_of,
     silent_transformers,
@@ -181,7 +179,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
             fix=subject.fix("apply the patch to the original model again", WRITE_AGAIN),
         )
     else:
-        sentences = [f"{record.to_method()} gives the recorded tables", *about_two_tables(record)]
+        sentences = [f"{record.to_method()} gives the recorded tables"]
         yield Check("patch record", HOLDS, "; ".join(sentences))
 
 
@@ -272,25 +270,6 @@ def module_uses_table(subject: Subject) -> Iterator[Check]:
         return
     for kind, table in subject.meant.items():
         yield from _in_use(subject, kind, table)
-    if (record := location.record) is None or not isinstance(method := record.to_method(), TwoTables):
-        return
-    device, reach = device_of(location.model), method.switch_at
-    for measured in measure(location.module, location.layout, record.short_tables, device, reach=reach):
-        name = f"table in use, up to {reach} tokens"
-        if measured.problem is None:
-            yield Check(name, HOLDS, f"angles are those of {method.short}")
-            continue
-        yield Check(
-            name,
-            # Plain transformers knows the long table alone; the patch promises no more of it.
-            NOTE if location.patched is None else DIFFERS,
-            measured.problem,
-            f"the table of {method.short}",
-            "short texts are read under another table than the record states",
-            "load the patched folder with rope_patch.load",
-            measured.angle_error,
-            measured.position,
-        )
 
 
 def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:

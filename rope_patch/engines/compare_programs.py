@@ -23,7 +23,6 @@ from rope_patch.engines.tables_by_program import PROGRAMS, SLIDING, Reading, Sta
 from rope_patch.engines.verified_versions import check_version
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import text_part
-from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
@@ -112,7 +111,7 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison
     for name in programs:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated.tables, layers, partial(_fix, source, name, model, stated))
-    notes = (*about_two_tables(inspection.record), *_about_truncate(stated), *inspection.warnings)
+    notes = (*_about_truncate(stated), *inspection.warnings)
     return ProgramComparison(tuple(rows), notes)
 
 

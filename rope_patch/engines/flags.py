@@ -37,7 +37,6 @@ from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import text_part
-from rope_patch.patching.record import about_two_tables
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
 
@@ -194,7 +193,7 @@ def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
             f"of its rotary table is not known. rope-patch apply {source} METHOD -o FOLDER writes a patched folder"
         )
     written = WRITERS[program](checkpoint)
-    return replace(written, notes=(*written.notes, *about_two_tables(locate(checkpoint.model).record)))
+    return written
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

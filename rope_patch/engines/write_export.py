@@ -26,7 +26,6 @@ from rope_patch.options.shared import DTYPES
 from rope_patch.packaged import name_of
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
-from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf, scratch_folder
@@ -184,7 +183,7 @@ def _gguf(
     model: PreTrainedModel, weights: str | Path, output: Path, request: ExportRequest, name: str
 ) -> dict[str, Any]:
     """Write a GGUF file for llama.cpp."""
-    notes = about_two_tables(locate(model).record)
+    notes = list[str]()
     if not all(table.is_geometric for table in inspect_model(model).tables):
         notes.append(
             f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(output)!r}) reads all"
@@ -241,7 +240,7 @@ def _folder(
     model: PreTrainedModel, weights: str | Path, source: str | Path, output: Path, request: ExportRequest
 ) -> dict[str, Any]:
     """Write a folder for transformers, vLLM or SGLang."""
-    notes = about_two_tables(locate(model).record)
+    notes = list[str]()
     if request.lora:
         check_adapter(source, request.to)
         notes.append(f"serve with the adapter in {output.name}/adapter; it fits no other tables")

@@ -150,12 +150,7 @@ class Comparison:
         sentences = [sentence for scores in unpatched for sentence in scores.warnings(self.trained_length)]
         if not unpatched:
             sentences = unpatched_missing([row.scores for row in self.rows], self.trained_length)
-        return sentences + [
-            f"{row.label}: perplexity at positions up to {row.scores.short_window} is of windows of that length, "
-            "under the short table; at later ones it is of the whole windows, under the long table"
-            for row in self.rows
-            if row.scores.short_window
-        ]
+        return sentences
 
     def columns(self) -> list[Column]:
         """Return the columns of the table, metric by metric, with paired differences."""

@@ -120,13 +120,13 @@ def answer_prompts(
     for i in order:
         meet = meeting[i]
         if meet > read:
-            for _ in reader.read(ids[trunk, :, read:meet], past, chunk, progress, reach=size):
+            for _ in reader.read(ids[trunk, :, read:meet], past, chunk, progress):
                 pass
             read = meet
         branch = past if i == trunk else copy_cache(past)
         begin = read
         if body - read > SHORT_PASS_TOKENS:
-            for _ in reader.read(ids[i, :, read:body], branch, chunk, progress, reach=size):
+            for _ in reader.read(ids[i, :, read:body], branch, chunk, progress):
                 pass
             begin = body
         try:
@@ -163,8 +163,7 @@ def _finish(
     progress: Progress,
 ) -> list[Answer]:
     """Return the answers to prompts with ids (batch, tokens), of which the first ``read`` are in the cache."""
-    size = ids.shape[1]
-    prompt_tokens = size - answer
+    prompt_tokens = ids.shape[1] - answer
     expected = ids[:, prompt_tokens:]
     # Where greedy decoding differs from the right answer, it continues from this copy, without the right answer in the
     # cache. It may overwrite memory that past shares, because past is not read again by then.
@@ -172,12 +171,12 @@ def _finish(
     if stepwise:
         # A cache that rounds gives other states if several tokens are added at once, so they are added as generation
         # adds them.
-        states = [_last_hidden_state(reader, ids[:, read:prompt_tokens], past, size, progress)]
-        states += [_last_hidden_state(reader, expected[:, i, None], past, size, progress) for i in range(answer - 1)]
+        states = [_last_hidden_state(reader, ids[:, read:prompt_tokens], past, progress)]
+        states += [_last_hidden_state(reader, expected[:, i, None], past, progress) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
         # The last token of the answer predicts nothing that is scored, so it is left out.
-        hidden = _hidden_states(reader, ids[:, read:-1], past, size, progress)[:, -answer:]
+        hidden = _hidden_states(reader, ids[:, read:-1], past, progress)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
@@ -192,7 +191,7 @@ def _finish(
         outputs[:, first] = predicted[:, first]
         start = torch.cat([ids[:, read : prompt_tokens + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
-            _, token = reader.score(_last_hidden_state(reader, start, spare, size)[:, 0], expected[:, i])
+            _, token = reader.score(_last_hidden_state(reader, start, spare)[:, 0], expected[:, i])
             outputs[:, i], start = token, token[:, None]
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
@@ -202,12 +201,12 @@ def _finish(
     ]
 
 
-def _hidden_states(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress | None = None) -> Tensor:
-    return torch.cat([hidden for _, hidden in reader.read(ids, past, progress=progress, reach=reach)], dim=1)
+def _hidden_states(reader: Reader, ids: Tensor, past: Any, progress: Progress | None = None) -> Tensor:
+    return torch.cat([hidden for _, hidden in reader.read(ids, past, progress=progress)], dim=1)
 
 
-def _last_hidden_state(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress | None = None) -> Tensor:
-    return _hidden_states(reader, ids, past, reach, progress)[:, -1:]
+def _last_hidden_state(reader: Reader, ids: Tensor, past: Any, progress: Progress | None = None) -> Tensor:
+    return _hidden_states(reader, ids, past, progress)[:, -1:]
 
 
 def before_stop(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:

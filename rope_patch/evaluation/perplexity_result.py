@@ -125,32 +125,6 @@ class PerplexityResult:
         return _exp(sum(b.nll * b.tokens for b in buckets) / sum(b.tokens for b in buckets))
 
 
-def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> PerplexityResult:
-    """Return the losses of windows, with the first buckets measured on the windows' beginnings alone.
-
-    Under a patch with two tables a text as short as a beginning is read under the short table.
-
-    Args:
-        whole: losses of the whole windows.
-        beginnings: losses of the beginnings of the same windows, in the same order and the same buckets.
-    """
-    documents = [
-        replace(
-            document,
-            nll=(*first.nll, *document.nll[len(first.nll) :]),
-            total_nll=document.total_nll - sum(document.nll[: len(first.nll)]) + sum(first.nll),
-        )
-        for document, first in zip(whole.documents, beginnings.documents, strict=True)
-    ]
-    nll, stderr, tokens = mean_per_token([(document.total_tokens, document.total_nll) for document in documents])
-    buckets = (*beginnings.buckets, *whole.buckets[len(beginnings.buckets) :])
-    # The bytes of the scored tokens are the same, so bits per byte change as the mean loss does.
-    bits = None if whole.bits_per_byte is None else whole.bits_per_byte * nll / whole.nll
-    return replace(
-        whole, nll=nll, stderr=stderr, tokens=tokens, bits_per_byte=bits, buckets=buckets, documents=tuple(documents)
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Window:
     """Tokens ``start:stop`` of a document; those from position ``scored`` on are scored, and the others are context.

@@ -15,14 +15,12 @@ from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.perplexity_result import PerplexityResult, with_beginnings
+from rope_patch.evaluation.perplexity_result import PerplexityResult
 from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.spec import check_tasks, tokens_to_read
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.patching.two_tables import switch_of
-from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import open_cache
 
 ANSWERED_SHARE = 0.75
@@ -38,14 +36,11 @@ class EvalResult:
         spec: the spec of what was measured.
         perplexity: perplexity by position; None if no window of text was asked for.
         retrieval: retrieval by length and depth, for each task.
-        short_window: the length of the windows that give the perplexity at positions up to it, under a patch with two
-            tables: those windows are read under the short table [tokens]; 0 if there is one table.
     """
 
     spec: EvalSpec
     perplexity: PerplexityResult | None
     retrieval: Mapping[str, RetrievalResult]
-    short_window: int = 0
 
     def warnings(self, trained_length: int) -> list[str]:
         """Return a sentence for each task that the unpatched model mostly fails within its trained length.
@@ -68,8 +63,7 @@ class EvalResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, without the spec."""
-        more: dict[str, Any] = {"short_window": self.short_window} if self.short_window else {}
-        return more | {
+        return {
             "perplexity": None if self.perplexity is None else asdict(self.perplexity),
             "retrieval": {task: asdict(result) for task, result in self.retrieval.items()},
         }
@@ -227,39 +221,26 @@ class EvalSuite:
         spec = self.spec
         result_cache = open_cache(resume)
         score = None
-        short_window = 0
         if window_batch is None:
             window_batch = spec.window_batch
         if self.windows:
-            options = {"batch": window_batch, "cache": cache, "resume": result_cache}
-            score = self._text(model, spec.longest, **options)
-            beginning = spec.edge_at(switch_of(model) or 0)
-            if 0 < beginning < spec.longest:  # otherwise one table reads all positions
-                with progress.unreported():
-                    # Text as short as a beginning is read under the short table, which the whole windows never show.
-                    first = self._text(model, beginning, **options)
-                score = with_beginnings(score, first)
-                short_window = beginning
-
+            score = perplexity(
+                model,
+                self.windows,
+                window=spec.longest,
+                buckets=spec.edges,
+                chunk=None if spec.chunk is None else min(spec.chunk, spec.longest),
+                batch=window_batch,
+                cache=cache,
+                resume=result_cache,
+            )
         answers = {
             task: retrieval(
                 model, self.tokenizer, task, spec=spec, haystack=self.prompts, cache=cache, resume=result_cache
             )
             for task in spec.tasks
         }
-        return EvalResult(spec, score, answers, short_window)
-
-    def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult:
-        """Score the first ``length`` tokens of all windows; the length is an edge of the spec's buckets."""
-        spec = self.spec
-        return perplexity(
-            model,
-            [window.beginning(length) for window in self.windows],
-            window=length,
-            buckets=[edge for edge in spec.edges if edge <= length],
-            chunk=None if spec.chunk is None else min(spec.chunk, length),
-            **options,
-        )
+        return EvalResult(spec, score, answers)
 
 
 def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:

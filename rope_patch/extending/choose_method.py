@@ -326,11 +326,6 @@ class MethodEvaluator:
             advice.append(
                 f"a --tolerance of {enough:g} or more: {least.label} is the least costly of those measured to the end"
             )
-            if not least.trained:
-                advice.append(
-                    f"rope-patch apply MODEL {least.method}@{self.within} -o OUT: keeps the original table for texts "
-                    f"of up to {self.within} tokens, but needs rope_patch when the model is used"
-                )
         if any(not self.better_than_unpatched(self.rows[one.label]) for one in one_failure):
             advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")

@@ -21,7 +21,6 @@ from rope_patch.extending.card import card
 from rope_patch.extending.other_programs import other_programs
 from rope_patch.extending.result import Extended
 from rope_patch.methods import as_method
-from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.install import patched
@@ -111,7 +110,7 @@ def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
         FileExistsError: the folder holds files, and ``overwrite`` is not set.
     """
     for method in options.methods:
-        check_one_table(as_method(method), "a folder for plain transformers")
+        as_method(method)
     check_tasks(options.evaluation)
     if is_gguf(out):
         raise ValueError(

@@ -19,7 +19,6 @@ from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.modeling.scoring import Reader
-from rope_patch.patching.two_tables import switch_of
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import processes
 from rope_patch.runtime.progress import Progress
@@ -137,8 +136,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         # A dynamic table differs from length to length, so that only texts of one length share it.
         if self.reader.dynamic:
             return length
-        switch = switch_of(self.model)
-        return int(switch is not None and length > switch)
+        return 0
 
     def _new_cache(self, capacity: int) -> Any:
         return self.reader.new_cache(capacity) if self.scheme == Scheme() else self.maker()
@@ -156,8 +154,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         # A pass over whole rows needs no cache.
         past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
         with self._autocast():
-            reach = [len(row.ids) + 1 for row in batch]  # the last token of a request is not read, but scored
-            for start, hidden in reader.read(ids, past, self.chunk, done, reach=reach):
+            for start, hidden in reader.read(ids, past, self.chunk, done):
                 for i, (states, targets, _) in enumerate(scored):
                     # The states are sorted, so those of a chunk are neighbours.
                     low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()

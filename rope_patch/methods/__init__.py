@@ -15,7 +15,6 @@ from rope_patch.methods.interpolation import PI, Llama3, MrRope, Resonance, Yarn
 from rope_patch.methods.longrope import LongRope, longrope_parameters  # isort: skip
 from rope_patch.methods.clipping import CoPE, Truncated  # isort: skip
 from rope_patch.methods.table import Table  # isort: skip
-from rope_patch.methods.two_tables import TwoTables  # isort: skip
 from rope_patch.methods.strings import MethodLike, as_method, create, from_dict, parse  # isort: skip
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "Scaling",
     "Table",
     "Truncated",
-    "TwoTables",
     "Yarn",
     "as_method",
     "create",

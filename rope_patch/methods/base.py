@@ -227,8 +227,6 @@ class Chain(Method):
     def __post_init__(self) -> None:
         # A chain within a chain is the same as its steps; so equal chains compare equal and have one method string.
         flat = tuple(inner for step in self.steps for inner in (step.steps if isinstance(step, Chain) else (step,)))
-        if any(step.name == "two_tables" for step in flat):
-            raise ValueError("a chain holds methods of one table: chain the short and the long method, each on its own")
         object.__setattr__(self, "steps", flat)
         if len(self.steps) < 2:
             raise ValueError(f"a chain needs at least two methods, got {len(self.steps)}")

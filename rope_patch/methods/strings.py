@@ -1,8 +1,6 @@
 """Reads methods from any form: a method string, a name with parameters, an object, a dict or a list.
 
-A method string is ``NAME[:key=value…]``; several are chained with ``+``, applied from left to right. With
-``LONG@LENGTH[@SHORT]`` sequences of up to LENGTH tokens are read under the table of SHORT, by default that of the
-checkpoint.
+A method string is ``NAME[:key=value…]``; several are chained with ``+``, applied from left to right.
 """
 
 from __future__ import annotations
@@ -13,15 +11,14 @@ from dataclasses import fields
 from typing import Any
 
 from rope_patch.methods.base import METHODS, Chain, Method
-from rope_patch.methods.p_rope import Default
-from rope_patch.methods.two_tables import TwoTables
-from rope_patch.runtime.text import did_you_mean, parse_length
+from rope_patch.options.removed import removed
+from rope_patch.runtime.text import did_you_mean
 
 MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
 
 
 def parse(text: str) -> Method:
-    """Return the method of a method string, ``NAME[:key=value…][+NAME…]``, or of two, ``LONG@LENGTH[@SHORT]``.
+    """Return the method of a method string, ``NAME[:key=value…][+NAME…]``.
 
     Raises:
         ValueError: a name or parameter is unknown (the nearest known one is named), or a value is out of range.
@@ -29,19 +26,9 @@ def parse(text: str) -> Method:
     Example:
         >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
         'abf:rope_theta=500000+p_rope:p=0.5'
-        >>> parse("yarn:factor=4@8k").switch_at
-        8192
     """
-    long, *rest = (part.strip() for part in text.split("@"))
-    if not rest:
-        return _parse_chain(text)
-    if len(rest) > 2 or not long or not rest[-1]:
-        raise ValueError(f"expected LONG@LENGTH or LONG@LENGTH@SHORT, got {text!r}")
-    short = _parse_chain(rest[1]) if len(rest) == 2 else Default()
-    return TwoTables(_parse_chain(long), short, switch_at=parse_length(rest[0]))
-
-
-def _parse_chain(text: str) -> Method:
+    if "@" in text:
+        raise ValueError(f"{text!r} names two tables.{removed('two_tables')}")
     steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # the + of 1e+20 joins no methods
     return steps[0] if len(steps) == 1 else Chain(tuple(steps))
 
@@ -87,13 +74,7 @@ def from_dict(data: Mapping[str, Any]) -> Method:
     name = params.pop("method", None)
     if not isinstance(name, str):
         raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")
-    # Two tables and chains are not in the registry: their parameters are methods themselves.
-    if name == TwoTables.name:
-        parts: dict[str, Any] = {
-            key: as_method(value) if key in ("long", "short") else value for key, value in params.items()
-        }
-        return TwoTables(**parts)
-    if name != Chain.name:
+    if name != Chain.name:  # whose parameters are methods themselves
         return create(name, **params)
     steps = params.pop("steps", ())
     if params:
@@ -106,7 +87,7 @@ def as_method(method: MethodLike, **params: Any) -> Method:
     if isinstance(method, str):
         if not params:
             return parse(method)
-        if set(method) & set(":+@"):
+        if set(method) & set(":+"):
             raise ValueError(f"give parameters in the string or as keywords, not both: {method!r} and {sorted(params)}")
         return create(method, **params)
     if params:

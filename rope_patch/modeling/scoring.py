@@ -23,7 +23,6 @@ from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.rotary import PatchedRotary
-from rope_patch.patching.two_tables import Reach, cached_tokens, reaching
 from rope_patch.runtime.progress import Progress
 from rope_patch.runtime.result_cache import code_identity, hash_with_values
 from rope_patch.tables import changes_with_length
@@ -86,7 +85,6 @@ class Reader:
         packed = weight is None or hasattr(weight, "quant_state")
         # PEFT states the features of a tied head's copy the wrong way round; the weight of one in 4 bits has no shape.
         self.vocabulary: int = self.head.out_features if packed else weight.shape[0]
-        self.rotary = next((part for part in model.modules() if isinstance(part, PatchedRotary)), model)
         self.dynamic = _is_dynamic(model)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
         window = getattr(config, "sliding_window", None)
@@ -123,8 +121,6 @@ class Reader:
         past: Any = None,
         chunk: int | None = None,
         progress: Progress | None = None,
-        *,
-        reach: Reach | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Run the decoder over token ids, in chunks if there is a cache.
 
@@ -134,8 +130,6 @@ class Reader:
             chunk: number of tokens in a forward pass; all by default.
             progress: progress of the work to which this belongs; it moves after each layer, and when the next chunk is
                 asked for.
-            reach: length that all rows, or each row, will reach, which decides the table of a patch with two [tokens];
-                by default the tokens in the cache and those that are read here.
 
         Yields:
             The offset of the chunk, and its last hidden states (rows, chunk, hidden).
@@ -147,7 +141,6 @@ class Reader:
                 "rope_patch.apply(model, 'default', freeze_at=LENGTH), or read whole texts one at a time"
             )
         size = chunk or max(ids.shape[1], 1)
-        reach = cached_tokens(past) + max(ids.shape[1], 1) if reach is None else reach
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
             before = 0.0 if progress is None else progress.read
@@ -155,7 +148,6 @@ class Reader:
                 # Without a cache sdpa itself needs no mask.
                 if past is not None:
                     stack.enter_context(attending_with(self.model, ATTENTION_NAME, instead_of="sdpa"))
-                stack.enter_context(reaching(self.rotary, reach, trusted=True))
                 if progress is not None:
                     stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
                 cache = {self.cache_argument: past, "use_cache": past is not None}
@@ -249,7 +241,7 @@ def losses(
     past = cache() if cache is not None else reader.new_cache(width) if chunk is not None and chunk < width else None
     nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
     best = torch.full(rows.shape, -1)
-    for start, hidden in reader.read(rows, past, chunk, progress, reach=list(lengths)):
+    for start, hidden in reader.read(rows, past, chunk, progress):
         for i in range(len(rows)):
             # The state at position p scores the token at p + 1.
             low, high = max(start, first[i] - 1), min(start + hidden.shape[1], lengths[i] - 1)

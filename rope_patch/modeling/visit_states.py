@@ -16,7 +16,6 @@ from rope_patch.modeling.inputs import check_ids, token_rows
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, locate
-from rope_patch.patching.two_tables import reaching
 from rope_patch.runtime.progress import Progress
 
 SLICE_TOKENS = {"cpu": 512}
@@ -86,7 +85,7 @@ def visit_states(
             for start in range(0, len(row), size):
                 place, received = (number, start), 0
                 ids = row[None, start : start + size].to(device_of(embedding))
-                with progress.within_pass(attention.decoder, ids.numel()), reaching(location.module, len(row)):
+                with progress.within_pass(attention.decoder, ids.numel()):
                     cache = {cache_argument(attention.decoder): past, "use_cache": past is not None}
                     attention.decoder(input_ids=ids, **cache)
                 # A hook that does not run would leave its layer out of the statistics in silence.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 REMOVED = {
+    "two_tables": "nothing but this package could choose between two tables; apply the long one, or use "
+    "rope_patch.patched(model, METHOD) for long texts alone",
     "theory": "its formulas are the functions of rope_patch.theory and rope_patch.frequencies",
     "longppl": "no result rested on it; perplexity by position and retrieval stay",
     "longppl_evaluator": "it chose the tokens of LongPPL, which was removed too",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch import frequencies
-from rope_patch.methods import Method, TwoTables, longrope_parameters
+from rope_patch.methods import Method, longrope_parameters
 from rope_patch.patching.locate import Location
 from rope_patch.patching.probe import copy_without_weights, values_kept_by_modules
 from rope_patch.patching.record import (
     READ_GLOBAL,
     PatchRecord,
-    about_two_tables,
     build_rotary,
     config_with,
     encoding_of,
@@ -91,7 +90,6 @@ class TableChange:
                 lines.append(f"  {table}: left alone")
             else:
                 lines += [f"  before  {self.before[kind]}", f"  after   {table}"]
-        lines += [f"  {sentence}" for sentence in about_two_tables(self.record)]
         stated = self.record.base_config["max_position_embeddings"]
         if self.record.stated_length != stated:
             lines.append(f"  context {stated} tokens before, {self.record.stated_length} after")
@@ -107,12 +105,10 @@ class PatchPlan(TableChange):
     """A patch that is not in place yet.
 
     Attributes:
-        short: the tables of short sequences, by patched layer type; empty if one table serves all lengths.
         settings: the rotary settings that the config will hold.
     """
 
-    short: Tables
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any]
 
 
 def encode(location: Location, method: Method, options: PatchRequest, *, recorded: bool = False) -> PatchPlan:
@@ -138,7 +134,6 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
     if not recorded:
         method = method.extended_to([before[kind] for kind in chosen], options.target_length)
     after = {kind: method(table) if kind in chosen else table for kind, table in before.items()}
-    short = {kind: method.short_table(before[kind]) for kind in chosen} if isinstance(method, TwoTables) else {}
     config = location.base_config
     base_settings = settings_of(config)
     length = options.target_length or int(config.max_position_embeddings)
@@ -161,13 +156,12 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
         layer_types=chosen,
         tables=records_of(after),
         base_tables=records_of(before),
-        short_tables=records_of(short),
         base_config=base_settings,
         target_length=options.target_length,
         freeze_at=options.freeze_at,
         edited=tuple(key_of(kind) for kind, table in before.items() if table.rope_parameters is None),
     )
-    return PatchPlan(method, before, after, record, short, settings)
+    return PatchPlan(method, before, after, record, settings)
 
 
 def plan_from_record(location: Location, record: PatchRecord) -> PatchPlan:

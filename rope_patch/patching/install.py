@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from torch import nn
 from transformers.utils import logging as hf_logging
 
-from rope_patch.methods import Default, Method, MethodLike, TwoTables, as_method
+from rope_patch.methods import Default, Method, MethodLike, as_method
 from rope_patch.patching.encode import PatchPlan, PatchRequest, TableChange, encode, plan_from_record
 from rope_patch.patching.locate import Location, PatchError, device_of, locate
 from rope_patch.patching.record import PatchRecord, build_rotary, hashes, same_tables, set_rotary_settings, settings_of
 from rope_patch.patching.rotary import PatchedRotary, original_tables
-from rope_patch.patching.two_tables import Reach, TwoTableRotary, check_decoder, reaching
 from rope_patch.patching.verify import edits_since
 from rope_patch.tables import choose_layer_types
 
@@ -43,21 +41,6 @@ class Patch(TableChange):
         """
         own = {each.name: getattr(last, each.name) for each in fields(Patch)}
         return cls(**own | {"_location": first._location, "_configs": first._configs}, **more)
-
-    def reaching(self, tokens: Reach) -> AbstractContextManager[None]:
-        """State the length that sequences will reach, for the forward passes of a ``with`` block.
-
-        A patch of two tables chooses one for each sequence by it, and keeps to it: state it around all passes that read
-        one sequence through a cache. ``generate`` states it itself, and a pass without a cache shows it. The block
-        belongs to the thread: do not yield inside it.
-
-        Args:
-            tokens: the length for all rows of the batch, or one length for each row [tokens].
-
-        Raises:
-            ValueError: a length is not a whole number above 0.
-        """
-        return reaching(self._module, tokens)
 
     def restore(self) -> None:
         """Undo the patch, so that the model is as it was before ``apply``.
@@ -102,7 +85,6 @@ def apply(
     Args:
         model: a causal language model of transformers, bare or under PEFT, quantization or ``torch.compile``.
         method: a name with ``params``, a method string (``"yarn:factor=4"``), a method object, or a sequence of them.
-            ``"yarn:factor=4@8192"`` (:class:`~rope_patch.TwoTables`) leaves sequences of up to 8192 tokens as they are.
         layer_types: layer types whose tables are patched, on models with a table for each layer type;
             ``("full_attention",)`` by default.
         target_length: context that the config will state [tokens]; unchanged by default. If ``factor`` is left out, it
@@ -146,9 +128,7 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
 def install(location: Location, plan: PatchPlan) -> Patch:
     """Put a plan into a model, the only step that changes the model. On any error the model is as it was."""
     options: Any = {"keep_float32": location.keeps_float32, "layout": location.layout}
-    if isinstance(plan.method, TwoTables):
-        options |= {"short": plan.short, "switch_at": plan.method.switch_at}
-    module = (TwoTableRotary if plan.short else PatchedRotary)(plan.after, location.original, **options)
+    module = PatchedRotary(plan.after, location.original, **options)
     module.train(location.module.training)
     hook = getattr(location.module, "_hf_hook", None)
     # A model that accelerate has spread over devices moves the inputs of each module by a hook.
@@ -186,14 +166,11 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
         ValueError: no layer uses the table (ALiBi, layers without rotary embeddings), something else reads the config,
             or the model calls its rotary embedding with arguments that a patched one cannot take.
     """
-    name, method, before = location.name, plan.method, plan.before
+    name = location.name
     warnings = [*location.warnings, *warnings]
     unread = location.unread_settings({"rope_parameters": location.base_config.rope_parameters})
     if unread:
         warnings.append(f"nothing in {name} reads what its config states in {', '.join(unread)}: the patch ignores it")
-    if isinstance(method, TwoTables):
-        check_decoder(location.model, location.decoder)
-        warnings += method.warnings([before[kind] for kind in plan.record.layer_types])
     probe = location.probe
     if plan.settings["rope_parameters"] != location.base_config.rope_parameters and probe.outside:
         raise ValueError(
@@ -250,7 +227,7 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
     location = locate(model)
     location.check_base()
     plan = plan_from_record(location, record)
-    for name in ("base_tables", "tables", "short_tables"):
+    for name in ("base_tables", "tables"):
         recorded, rebuilt = getattr(record, name), getattr(plan.record, name)
         if not same_tables(recorded, rebuilt):
             raise PatchError(

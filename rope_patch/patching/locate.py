@@ -28,7 +28,6 @@ from rope_patch.patching.record import (
 )
 from rope_patch.patching.rotary import PatchedRotary, RotaryLayout, call, layout_of, original_tables, scaling_of
 from rope_patch.patching.table_at_length import table_at_length
-from rope_patch.patching.two_tables import TwoTableRotary, attach
 from rope_patch.tables import RotaryTable, Tables, other_keys
 
 _POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
@@ -241,12 +240,7 @@ class Location:
     def put(self, module: nn.Module) -> None:
         """Make ``module`` the model's rotary embedding."""
         parent, _, name = self.path.rpartition(".")
-        holder = self.model.get_submodule(parent)
-        # A patch of two tables has hooks on the model: they come and go with its module.
-        two = isinstance(module, TwoTableRotary) or isinstance(getattr(holder, name), TwoTableRotary)
-        setattr(holder, name, module)
-        if two:
-            attach(self.model, self.decoder, module)
+        setattr(self.model.get_submodule(parent), name, module)
 
 
 def leaves(nested: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from rope_patch import frequencies
 from rope_patch.patching.record import TableRecord, key_of
 from rope_patch.patching.rotary import RotaryLayout, call
-from rope_patch.patching.two_tables import reaching
 
 _UNDER_LONG_TABLE = 10**15
 """A length under the long table of any patch [tokens]."""
@@ -51,7 +50,6 @@ def measure(
     tables: Mapping[str, TableRecord],
     device: torch.device,
     *,
-    reach: int = _UNDER_LONG_TABLE,
     context: int | None = None,
 ) -> list[Measured]:
     """Call a rotary module and compare its cos and sin with tables.
@@ -61,23 +59,17 @@ def measure(
         layout: the layout in which the module returns cos and sin.
         tables: the expected tables, by layer type.
         device: the device on which the module is called.
-        reach: the length that is stated to a module of two tables; no position is beyond it [tokens].
         context: a length whose last position is compared, too [tokens].
     """
     last = [] if context is None else [context - 1]
-    positions = torch.tensor(
-        [[n for n in (*_POSITIONS, *last) if n < min(reach, context or _UNDER_LONG_TABLE)]], device=device
-    )
-    return [_measured(module, layout, key, table, positions, reach) for key, table in tables.items()]
+    positions = torch.tensor([[n for n in (*_POSITIONS, *last) if context is None or n < context]], device=device)
+    return [_measured(module, layout, key, table, positions) for key, table in tables.items()]
 
 
-def _measured(
-    module: nn.Module, layout: RotaryLayout, key: str, table: TableRecord, positions: Tensor, reach: int
-) -> Measured:
+def _measured(module: nn.Module, layout: RotaryLayout, key: str, table: TableRecord, positions: Tensor) -> Measured:
     device, kind = positions.device, None if key == key_of(None) else key
     try:
-        with reaching(module, reach):
-            cos, sin = layout.pairs(call(module, kind, positions))
+        cos, sin = layout.pairs(call(module, kind, positions))
     except Exception as error:
         return Measured(key, table, f"[{key}] cannot be called: {error}")
     if cos.dtype != torch.float32 or cos.device.type != device.type:

@@ -9,20 +9,22 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
+from transformers.utils import logging as hf_logging
 
 from rope_patch import __version__
 from rope_patch.errors import in_one_line
 from rope_patch.frequencies import fingerprint, table_of
-from rope_patch.methods import Method, TwoTables, from_dict
+from rope_patch.methods import Method, from_dict
 from rope_patch.tables import RotaryTable, Tables
 
+logger = hf_logging.get_logger("rope_patch")
 SCHEMA = 1
 
 
@@ -70,8 +72,6 @@ class PatchRecord:
             ``max_position_embeddings``).
         target_length: the context that the patch was asked to state [tokens]; None if it was not asked.
         freeze_at: the length at which a dynamic base table was frozen [tokens].
-        short_tables: the tables of sequences up to ``switch_at`` of the method, by layer type; empty if one table
-            serves all lengths.
         edited: layer types whose base tables were not those that the config described, so that only their numbers
             tell them.
         package_version: the version of rope_patch that wrote the record.
@@ -85,7 +85,6 @@ class PatchRecord:
     base_config: Mapping[str, Any]
     target_length: int | None = None
     freeze_at: int | None = None
-    short_tables: Mapping[str, TableRecord] = field(default_factory=dict)
     edited: tuple[str, ...] = ()
     package_version: str = __version__
     schema: int = SCHEMA
@@ -98,8 +97,7 @@ class PatchRecord:
     @property
     def changed(self) -> bool:
         """Whether any table differs from the one before the patch."""
-        tables = (*self.tables.items(), *self.short_tables.items())
-        return any(table.hash != self.base_tables[key].hash for key, table in tables)
+        return any(table.hash != self.base_tables[key].hash for key, table in self.tables.items())
 
     def to_method(self) -> Method:
         """Return the method object."""
@@ -109,9 +107,6 @@ class PatchRecord:
         """Return the record as a dict that JSON can hold."""
         # Through JSON, so that it equals the dict that is read from a file: tuples become lists.
         data: dict[str, Any] = json.loads(json.dumps(asdict(self) | {"changed": self.changed}))
-        # Versions before patches of two tables refuse a record with a key that they do not know.
-        if not self.short_tables:
-            del data["short_tables"]
         return data
 
     @classmethod
@@ -133,6 +128,14 @@ class PatchRecord:
             )
         data = dict(data)
         changed = data.pop("changed", None)
+        method = data.get("method")
+        if isinstance(method, Mapping) and method.get("method") == "two_tables":
+            data |= {"method": method.get("long")}  # whose tables are those of the config
+            data.pop("short_tables", None)
+            logger.warning_once(
+                "the patch record names two tables, between which versions up to 0.2.0 chose: the long one is used for "
+                "every text"
+            )
         if data.pop("precision", "float32") != "float32":  # older versions could compute angles in float64
             raise ValueError("the rope_patch record asks for another precision of angles than float32")
         unknown = set(data) - {f.name for f in fields(cls)}
@@ -142,27 +145,14 @@ class PatchRecord:
             raise ValueError(f"the rope_patch record lacks {min(lacking)!r}: restore the file from its source")
         record = cls(**{key: _read(key, value) for key, value in data.items()})
         keys, kinds = set(record.tables), {key_of(kind) for kind in record.layer_types}
-        short = kinds if record.method["method"] == TwoTables.name else set()
         fitting = keys == set(record.base_tables) and keys >= kinds | set(record.edited)
-        if not kinds or not fitting or set(record.short_tables) != short:
+        if not kinds or not fitting:
             raise ValueError(
                 "the rope_patch record was altered: its layer_types, tables, base_tables and edited do not fit"
             )
         if changed not in (None, record.changed):
             raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
         return record
-
-
-def about_two_tables(record: PatchRecord | None) -> list[str]:
-    """Return a sentence on how other programs read a patch of two tables; an empty list for any other patch."""
-    method = None if record is None else record.to_method()
-    if not isinstance(method, TwoTables):
-        return []
-    return [
-        f"sequences of up to {method.switch_at} tokens are read under a table of their own, {method.short}, by "
-        "rope_patch alone: plain transformers and engines use the long table for all lengths, because no format of "
-        "theirs has a table that is chosen once for each sequence"
-    ]
 
 
 def records_of(tables: Tables) -> dict[str, TableRecord]:
@@ -199,7 +189,7 @@ def _read(key: str, value: Any) -> Any:
                 from_dict(value)
             case "layer_types" | "edited":
                 return tuple(dict.fromkeys(value))  # an error if one of them is a list
-            case "tables" | "base_tables" | "short_tables":
+            case "tables" | "base_tables":
                 return {kind: _read_table(kind, table) for kind, table in value.items()}
             case "base_config":
                 dict(value["rope_parameters"])

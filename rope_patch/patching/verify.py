@@ -9,21 +9,17 @@ import torch
 from torch import nn
 
 from rope_patch import frequencies
-from rope_patch.methods import TwoTables
 from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import Location, PatchError, device_of, holds_adapters_twice, locate
 from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
     PatchRecord,
     TableRecord,
-    about_two_tables,
     build_rotary,
     config_with,
     records_of,
     settings_of,
 )
-from rope_patch.patching.rotary import PatchedRotary
-from rope_patch.patching.two_tables import TwoTableRotary
 from rope_patch.tables import RotaryTable
 
 
@@ -66,7 +62,7 @@ class Inspection:
                 f"    wavelengths {span}; {partial} of {table.pairs} pairs make no full turn within "
                 f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
             ]
-        lines += [f"  {sentence}" for sentence in (*about_two_tables(self.record), *self.checked)]
+        lines += [f"  {sentence}" for sentence in self.checked]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.warnings)])
 
 
@@ -183,15 +179,7 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
 def _in_use(location: Location, record: PatchRecord) -> list[str]:
     """Compare the tables that a model uses with those of a record, and return a line for each difference."""
     module, device = location.module, device_of(location.model)
-    problems = _problems(location, module, record.tables, device)
-    method = record.to_method()
-    if not isinstance(method, TwoTables) or not isinstance(module, PatchedRotary):
-        return problems  # a module of transformers has the long table alone
-    if not isinstance(module, TwoTableRotary) or module.switch_at != method.switch_at:
-        switches = f"at {module.switch_at} tokens" if isinstance(module, TwoTableRotary) else "nowhere"
-        return [*problems, f"the table changes {switches}, the record says at {method.switch_at} tokens"]
-    short = _problems(location, module, record.short_tables, device, reach=method.switch_at)
-    return problems + [f"short table: {problem}" for problem in short]
+    return _problems(location, module, record.tables, device)
 
 
 def _problems(

@@ -16,7 +16,6 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from rope_patch import checkpoints
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.methods import as_method
-from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.finetune import ModelOptions, RecipeOptions
 from rope_patch.options.plan import ALL_LINEAR
 from rope_patch.packaged import data_path
@@ -166,7 +165,6 @@ def _stated_context(model: PreTrainedModel, options: RecipeOptions) -> int | Non
 
 def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:
     """Refuse options that would be ignored because the checkpoint keeps its patch, and rows beyond its context."""
-    check_one_table(own.to_method(), "a model in training")
     patching = options.patch.patching
     if patching.layer_types or patching.freeze_at or options.patch.replace:
         raise ValueError(

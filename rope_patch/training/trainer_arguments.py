@@ -12,7 +12,6 @@ from transformers.utils.import_utils import is_liger_kernel_available
 
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.methods import as_method
-from rope_patch.methods.two_tables import check_one_table
 from rope_patch.options.finetune import RecipeOptions
 
 _CHECKPOINTING = next(
@@ -32,7 +31,7 @@ def check_training(options: RecipeOptions) -> None:
             evaluated before the end on a CPU or trained through Liger.
     """
     if options.patch.method is not None:
-        check_one_table(as_method(options.patch.method), "a model in training")
+        as_method(options.patch.method)
     TASKS.find(options.evaluation.task)
     if options.warmup_steps > options.train.steps:
         raise ValueError(

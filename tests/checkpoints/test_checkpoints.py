@@ -106,6 +106,26 @@ def test_a_record_that_does_not_fit(tmp_path, change, message):
         rope_patch.load(tmp_path / "saved")
 
 
+@pytest.mark.filterwarnings("ignore:the patch record names two tables")
+def test_a_record_of_two_tables_is_read_as_its_long_one(tmp_path):
+    """Versions up to 0.2.0 wrote them for `yarn:factor=4@64`."""
+    model = patched_model("yarn", factor=4, target_length=256)
+    rope_patch.save(model, tmp_path / "saved")
+
+    def two_tables(config):
+        record = config["rope_patch"]
+        record["short_tables"] = record["base_tables"]
+        record["method"] = {"method": "two_tables", "long": record["method"], "short": {"method": "default"}}
+        record["method"]["switch_at"] = 64
+
+    edit_json(tmp_path / "saved" / "config.json", two_tables)
+    loaded = rope_patch.load(tmp_path / "saved").eval()
+    assert torch.equal(logits(loaded), logits(model)) and rope_patch.doctor(loaded).ok
+    assert rope_patch.verify(tmp_path / "saved").method == "yarn:factor=4"
+    restore_folder(tmp_path / "saved", tmp_path / "restored")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "restored").eval()), logits(tiny_model()))
+
+
 @pytest.mark.parametrize(("change", "same"), [(torch.nextafter, True), (lambda table, ones: table * 1.001, False)])
 def test_another_machines_last_bit_is_no_alarm(change, same):
     table = rope_patch.apply(tiny_model(), "abf").record.tables["all"]

@@ -314,9 +314,3 @@ def test_an_adapter_that_was_trained_on_a_file_is_loaded_onto_it(base, tmp_path)
     rope_patch.save(trained, tmp_path / "adapter")
     again = rope_patch.load(tmp_path / "adapter").eval()
     assert torch.equal(logits(again, TOKENS), logits(trained, TOKENS))
-
-
-def test_two_tables_are_refused_for_a_file(base, tmp_path):
-    with pytest.raises(ValueError, match="one table"):
-        patch_gguf(base, "yarn:factor=4@64", tmp_path / "out.gguf")
-    assert not (tmp_path / "out.gguf").exists()

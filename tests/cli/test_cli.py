@@ -79,14 +79,6 @@ def test_apply_doctor_restore(checkpoint, tmp_path):
     assert chained["record"]["method"]["steps"][1]["factor"] == 8.0
 
 
-def test_apply_with_two_tables(checkpoint, tmp_path):
-    out = tmp_path / "two"
-    printed = run("apply", checkpoint, "yarn:factor=4@64@p_rope:p=0.5", "--target-length", "256", "-o", out)
-    assert "sequences of up to 64 tokens" in printed and "loads both tables" in printed
-    assert "sequences of up to 64 tokens are read under a table of their own" in run("doctor", out)
-    assert rope_patch.inspect(out).method == "yarn:factor=4@64@p_rope:p=0.5"
-
-
 def test_apply_on_mixed_models(tmp_path):
     tiny_model("gemma3").save_pretrained(tmp_path / "base")
     run("apply", tmp_path / "base", "pi:factor=4", "-o", tmp_path / "out", "--layer-type", "sliding_attention")

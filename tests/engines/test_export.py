@@ -9,7 +9,6 @@ import torch
 from support.commands import fail, fail_without_a_trace, invoke, run
 from support.gguf_files import write_toy
 from support.patches import edit_json, lora, saved_with
-from support.program_options import flags
 from support.prompting import TOKENIZER
 from support.subsets import byte_level_llama, covering
 from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
@@ -21,7 +20,6 @@ from rope_patch.checkpoints.folder_patch import verify_folder
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines import export, folders
-from rope_patch.engines.compare_programs import compare_programs
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.patching.verify import inspect_model
 
@@ -262,16 +260,6 @@ def test_gemma4_on_sglang_is_refused():
 )
 def test_errors_are_one_line_and_write_nothing(base, arguments, word):
     fail_without_a_trace(base, ("export", *arguments), word)
-
-
-def test_two_tables_are_exported_as_the_long_one_with_a_sentence(base, tmp_path):
-    options = {"target_length": 256}
-    ours = export(base, tmp_path / "out", to="hf", method="abf:factor=8@64", **options)
-    long = export(base, tmp_path / "long", to="hf", method="abf:factor=8", **options)
-    assert ours["tables"] == long["tables"]
-    notes = compare_programs(tmp_path / "out").notes, flags(base, "abf:factor=8@64", "vllm", **options).notes
-    for said in (ours["notes"], *notes):
-        assert any("up to 64" in note for note in said)
 
 
 def test_an_altered_record_is_not_exported(base, tmp_path):

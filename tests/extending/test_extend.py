@@ -289,7 +289,7 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"length": 256}, "the model is trained at 256 tokens, so 256 need no patch: give a longer length"),
-        ({"methods": ["yarn@256"]}, "has one table"),
+        ({"methods": ["yarn@256"]}, "was removed"),
         ({"methods": []}, "name a method beside 'default', which is always measured"),
         ({"methods": ["yarn", "yarn:factor=2"]}, "methods must differ from each other"),
         ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),

@@ -795,12 +795,6 @@ def test_a_target_out_of_reach_is_refused(text, target, word):
         parse(text).for_target(slot(), target)
 
 
-def test_a_target_that_the_short_table_serves_is_refused():
-    with pytest.raises(ValueError, match="target_length"):
-        parse("yarn@8k").for_target(slot(), 8192)
-    assert str(parse("yarn@8k").for_target(slot(), 8193)) == "yarn:factor=2.000244140625@8192"
-
-
 def test_the_advised_factor_is_taken():
     with pytest.raises(ValueError, match="give factor=") as caught:
         parse("yarn:factor=2").for_target(slot(context=6144), 131071)

@@ -193,25 +193,6 @@ def test_layers_without_rotary_embeddings_are_left_alone():
 
 
 @every_family
-def test_two_tables_are_chosen_by_row(family):
-    """Rows of 40 and of 80 tokens: the first as under the short table alone, the second as under the long one."""
-    model = model_of(family)
-    short, long = ids(40), ids(80)
-    with rope_patch.patched(model, "default"):
-        expected_short = logits(model, short)
-    with rope_patch.patched(model, "pi:factor=4"):
-        expected_long, early_long = logits(model, long), logits(model, short)
-    patch = rope_patch.apply(model, "pi:factor=4@64")
-    rope_patch.verify(model)
-    assert torch.equal(logits(model, short), expected_short) and torch.equal(logits(model, long), expected_long)
-    with patch.reaching([40, 80]):  # two rows of a batch, read to the same place
-        mixed = logits(model, short)
-    torch.testing.assert_close(mixed[0], expected_short[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(mixed[1], early_long[1], rtol=1e-5, atol=1e-5)
-    patch.restore()
-
-
-@every_family
 def test_the_table_survives(family):
     model = model_of(family)
     rope_patch.apply(model, "yarn:factor=4:replace_scaling=true")
