@@ -129,7 +129,7 @@ RELOADED += ("mrrope:factor=4", "llama3:factor=4", "resonance", "cope:share=0.5"
 IN_BFLOAT16 = ("p_rope:p=0.5", "yarn:factor=4", "cope:share=0.5")
 PREPARED = ("default", "abf:factor=50", "pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "cope:share=0.5")
 IN_GGUF = ("abf:factor=8", "yarn:factor=4", "p_rope:p=0.5", "pi:factor=4")
-TASKS = "passkey niah multivalue multiquery vt niah_multikey_2 niah_multikey_3 json_kv cwe fwe qa1 qa2 qa3"
+TASKS = "passkey niah multivalue multiquery vt niah_multikey_2 niah_multikey_3 json_kv qa1 qa2 qa3"
 FORMATS = "kivi-2 llama.cpp:q4_0 int4-token fp8 nf4"
 HARNESS_TASKS = "rope_passkey,rope_vt,rope_ppl"
 
@@ -342,7 +342,7 @@ def analyze(scratch: Path) -> Numbers:
 
 def _analyzed(report: Mapping[str, Any]) -> Numbers:
     of_head = "first_mass sink_mass induction_mass repeated_mass distance entropy"
-    of_p = "query_share key_share logit_share turned perplexity windows change"
+    of_p = "query_share key_share logit_share turned"
     return {
         "heads": {f"{one['layer']}.{one['head']}": [*_pick(one, of_head).values()] for one in report["heads"]},
         "types": {f"{one['layer']}.{one['head']}": " ".join(one["types"]) for one in report["heads"]},
@@ -354,7 +354,6 @@ def _analyzed(report: Mapping[str, Any]) -> Numbers:
             for states, rows in report["outliers"].items()
         },
         "p": {str(one["p"]): _pick(one, of_p) for one in report["p_sweep"]},
-        "advised": report["advice"]["p"],
     }
 
 

@@ -376,7 +376,7 @@ def heads(study: Study, cell: Cell) -> dict[str, Any]:
     whole = json.loads(result.to_json())
     return {
         "by layer type": by_type,
-        **{name: whole[name] for name in ("findings", "p_sweep", "p_sweep_positions", "advice")},
+        **{name: whole[name] for name in ("findings", "p_sweep")},
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,17 +12,17 @@ from transformers import PreTrainedConfig
 
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
-from rope_patch.analysis.p_sweep import SweepPoint, advise, sweep_p, sweep_text
+from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead, read_single_heads
 from rope_patch.checkpoints.adapters import file_hash
 from rope_patch.evaluation.compare import environment
-from rope_patch.evaluation.documents import Source, TokenDocument
+from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import read_rows
 from rope_patch.evaluation.time_budget import default_tokens
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import model_hash
-from rope_patch.options.analyze import P_TOLERANCE, P_VALUES
+from rope_patch.options.analyze import P_VALUES
 from rope_patch.packaged import name_of
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
@@ -50,29 +49,26 @@ def analyze(
     layers: Sequence[int] | None = None,
     heads: Sequence[tuple[int, int]] = (),
     p_values: Sequence[float] = P_VALUES,
-    tolerance: float = P_TOLERANCE,
     chunk: int | None = None,
     resume: str | Path | None = None,
 ) -> Analysis:
-    """Analyze how the heads of a checkpoint use its rotary table, and which p of p-RoPE suits it without training.
+    """Analyze how the heads of a checkpoint use its rotary table, and what the pairs carry that p-RoPE would stop.
 
-    It finds positional heads, sinks and outlier pairs, and measures the perplexity of p-RoPE at several p. The model is
-    left as it was. ``rope-patch analyze`` writes the same result as a report.
+    It finds positional heads, sinks and outlier pairs. The model is left as it was. ``rope-patch analyze`` writes the
+    same result as a report.
 
     Args:
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
         tokenizer: the tokenizer of the model.
         text: the text that the model reads: a text, file or folder as
             :func:`~rope_patch.evaluation.documents.documents` reads it, or several by name, of each of which the
-            statistics read as much. By default short texts of five domains that ship with the package; the p sweep then
-            reads the held-out part of the built-in text.
+            statistics read as much. By default short texts of five domains that ship with the package.
         tokens: the number of tokens that the statistics read at most, over all rows; by default 16384, or fewer for a
-            large model, for which the p sweep reads less, too [tokens].
+            large model [tokens].
         window: the length of a row of the text; by default the context length, at most 2048 [tokens].
         layers: the indices of the layers to analyze; all by default.
         heads: the heads to show in detail, each as its layer and query head; by default the clearest head of each type.
-        p_values: the values of p to measure, in (0, 1); an empty sequence leaves the p sweep out.
-        tolerance: the relative rise of perplexity within the context that an advised p may cost.
+        p_values: the values of p of p-RoPE to look at, in (0, 1).
         chunk: the number of tokens per forward pass of the statistics; a row at once by default [tokens].
         resume: the folder of finished parts: a second call with it continues where the first one stopped.
 
@@ -91,26 +87,18 @@ def analyze(
         >>> folder = rope_patch.data_path("assets") / "llama"
         >>> model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         >>> result = rope_patch.analyze(model, tokenizer, "One two three. " * 40, window=64, tokens=64, p_values=[])
-        >>> len(result.heads.layers), result.advice.p
-        (4, None)
+        >>> len(result.heads.layers)
+        4
     """
     inspection = inspect_model(model)
     config: Any = model.config
-    check_choices(config, layers=layers, heads=heads, p_values=p_values, tolerance=tolerance, chunk=chunk)
+    check_choices(config, layers=layers, heads=heads, p_values=p_values, chunk=chunk)
     domains = text if isinstance(text, Mapping) or text is None else {"text": text}
     context = max(table.max_position_embeddings for table in inspection.tables)
-    total = default_tokens(model)
     if tokens is None:
-        # A quarter: it is read twice, and half is left for the p sweep.
-        tokens = max(2, min(DEFAULT_TOKENS, total // 4))
+        # Half of what such a model may read, since the rows are read twice.
+        tokens = max(2, min(DEFAULT_TOKENS, default_tokens(model) // 2))
     rows = read_rows(tokenizer, domains, window=window, tokens=tokens, context=context)
-    windows: Sequence[TokenDocument] = ()
-    edges: tuple[int, ...] = ()
-    text_name = ""
-    if p_values:
-        sweep_tokens = max(0, total - 2 * rows.ids.numel()) // (1 + len(p_values))
-        windows, edges, text_name = sweep_text(tokenizer, domains, context, sweep_tokens)
-        progress.more((1 + len(p_values)) * len(windows) * edges[-1])
     # The rows are read twice: for the statistics of queries and keys, and for the attention masses.
     progress.more(2 * rows.ids.numel())
     folder = None if resume is None else Path(resume)
@@ -123,10 +111,6 @@ def analyze(
     # Few tokens, which were not announced.
     with progress.unreported():
         single_heads = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], heads or _clearest(measured))
-    points: tuple[SweepPoint, ...] = ()
-    if p_values:
-        finished = None if folder is None else folder / RESULT_CACHE
-        points = sweep_p(model, statistics, windows, edges, sorted(p_values, reverse=True), resume=finished)
     return Analysis(
         name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
         table=str(inspection),
@@ -136,12 +120,7 @@ def analyze(
         capture=statistics,
         heads=measured,
         single_heads=single_heads,
-        p_sweep=points,
-        p_sweep_positions=edges,
-        p_sweep_text=text_name,
-        advice=advise(
-            points, tolerance, length=edges[1] if edges else 0, vocabulary=config.get_text_config().vocab_size
-        ),
+        p_sweep=sweep_p(model, statistics, sorted(p_values, reverse=True)),
         token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
     )
@@ -153,7 +132,6 @@ def check_choices(
     layers: Sequence[int] | None,
     heads: Sequence[tuple[int, int]],
     p_values: Sequence[float],
-    tolerance: float,
     chunk: int | None,
 ) -> None:
     """Raise ValueError for an argument of :func:`analyze` that does not fit a model of this config."""
@@ -161,8 +139,6 @@ def check_choices(
     for p in p_values:
         if not 0 < p < 1:
             raise ValueError(f"p must be in (0, 1), got {p}")
-    if not 0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance must be >= 0, got {tolerance}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be >= 1 token, got {chunk}")
     for layer in (*(layers or ()), *(layer for layer, _ in heads)):

@@ -9,13 +9,13 @@ from typing import Any
 
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.outliers import OutlierPair, outlier_pairs
-from rope_patch.analysis.p_sweep import Advice, SweepPoint
+from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.result_cache import finite
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,7 @@ class Analysis:
         capture: the statistics of queries, keys and values.
         heads: the attention masses and sinks of its heads.
         single_heads: the heads that are shown in detail, on a short text.
-        p_sweep: the measurements of p-RoPE at several p, the unchanged table first; empty when the sweep was left out.
-        p_sweep_positions: the edges of the spans of positions whose perplexity the sweep measures [tokens].
-        p_sweep_text: the name of the text that the sweep measures.
-        advice: the p that suits the checkpoint, and why.
+        p_sweep: what the pairs carry that p-RoPE would stop, at several p.
         token_texts: the text of each token id that the result mentions.
         environment: the versions, the device and the data type of the run.
     """
@@ -48,9 +45,6 @@ class Analysis:
     heads: Heads
     single_heads: tuple[SingleHead, ...]
     p_sweep: tuple[SweepPoint, ...]
-    p_sweep_positions: tuple[int, ...]
-    p_sweep_text: str
-    advice: Advice
     token_texts: Mapping[int, str]
     environment: Mapping[str, str]
 
@@ -63,7 +57,7 @@ class Analysis:
         return outlier_pairs(self.capture, states)
 
     def to_json(self) -> str:
-        """Return everything but the arrays: types of heads, outliers, the p sweep and its advice."""
+        """Return everything but the arrays: types of heads, outliers and the p sweep."""
         out = {
             "schema": SCHEMA,
             "model": self.name,
@@ -84,9 +78,6 @@ class Analysis:
             ],
             "outliers": {states: [asdict(pair) for pair in self.outliers(states)] for states in ("key", "query")},
             "p_sweep": [asdict(point) for point in self.p_sweep],
-            "p_sweep_positions": list(self.p_sweep_positions),
-            "p_sweep_text": self.p_sweep_text,
-            "advice": asdict(self.advice),
             "environment": dict(self.environment),
         }
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
@@ -132,7 +123,6 @@ def findings(analysis: Analysis) -> list[str]:
             f"the layers read (layer {pairs[0].layer}, query head {pairs[0].head}, pair {pairs[0].pair}); {below} lie "
             f"below the frequency bound of Jonasson 2025, {kinds['offset feature']} of these beyond its angle bound."
         )
-    sentences.append(analysis.advice.reason)
     return sentences
 
 

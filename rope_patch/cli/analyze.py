@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ def analyze(words: Sequence[str]) -> None:
     if options.report:  # without matplotlib this raises before anything is measured
         importlib.import_module("rope_patch.reports.analysis")
     what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
-    what |= {"tolerance": options.tolerance, "chunk": options.chunk}
+    what["chunk"] = options.chunk
     patch, machine = options.patching.arguments(), options.machine
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
@@ -90,24 +89,18 @@ def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:
 
 
 def _print(analysis: Any, findings: list[str]) -> None:
-    """Print the main findings, and the perplexity and shares of logits at each p."""
+    """Print the main findings, and what the pairs carry that p-RoPE would stop at each p."""
     from rich.markup import escape
 
     for sentence in findings:
         show(f"- {escape(sentence)}")
     if not analysis.p_sweep:
         return
-    spans = [f"{low}-{high}" for low, high in itertools.pairwise(analysis.p_sweep_positions)]
-    heads = ("p", "pairs zeroed", "share of logits", "by distance", *(f"ppl {span}" for span in spans))
-    title = f"p-RoPE without training on {analysis.p_sweep_text}; shares of the layers whose table changes"
-    table = new_table(*heads, title=title, right=heads)
+    heads = ("p", "pairs stopped", "share of queries", "share of keys", "share of logits", "by distance")
+    table = new_table(*heads, title="What p-RoPE would stop; shares of the layers whose table changes", right=heads)
     for point in analysis.p_sweep:
         stopped = sum(len(pairs) for pairs in point.stopped.values())
-        table.add_row(
-            "unchanged" if point.change is None else f"{point.p:g}",
-            str(stopped),
-            f"{point.logit_share:.1%}",
-            f"{point.turned:.1%}",
-            *(f"{value:.2f}" for value in point.perplexity),
-        )
+        shares = (point.query_share, point.key_share, point.logit_share, point.turned)
+        table.add_row(f"{point.p:g}", str(stopped), *(f"{share:.1%}" for share in shares))
     show(table)
+    show('What a p costs: rope-patch compare MODEL --methods "default p_rope:p=0.9 p_rope:p=0.75"')

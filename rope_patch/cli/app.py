@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from rope_patch.cli.parsing import UsageError
 from rope_patch.options import COMMANDS
-from rope_patch.options.removed import removed
 from rope_patch.runtime.command import run_and_exit
 from rope_patch.runtime.progress import listen
+from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import did_you_mean
 
 ABOUT = (

@@ -185,8 +185,7 @@ def retrieval(
         tokenizer: the tokenizer of the model.
         task: name of the task in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and
             ``"vt"`` (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts the
-            part of its needle. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one
-            word.
+            part of its needle.
         spec: the spec of what is measured: the fields :data:`RETRIEVAL_FIELDS` of a :class:`~rope_patch.EvalSpec`, and
             its ``haystack``; its tasks are ignored.
         cache: a factory without arguments, which returns the cache to read through.

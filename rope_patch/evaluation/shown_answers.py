@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.evaluation.tasks import TASKS
 
 EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right answer (exact match)"
 FIRST_CHOICE = (
@@ -27,7 +26,7 @@ class ShownAnswer:
     Attributes:
         task: name of the retrieval task.
         length: length of the prompt [tokens].
-        depth: depth of the needle, from 0 to 1; if the task has no depths, the place of the part in the answer.
+        depth: depth of the needle, from 0 to 1.
         expected: string that was asked for.
         output: text of greedy decoding.
         correct: whether the answer counts as an exact match.
@@ -39,11 +38,6 @@ class ShownAnswer:
     expected: str
     output: str
     correct: bool
-
-    @property
-    def place(self) -> str:
-        """The depth in percent; "" if the task has no depths."""
-        return f"{100 * self.depth:.3g} %" if TASKS[self.task].placed else ""
 
     @property
     def quoted(self) -> str:
@@ -61,10 +55,9 @@ class ShownAnswer:
         >>> print(ShownAnswer("passkey", 512, 0.25, "48213", " 48218", False))
         passkey, 512 tokens, depth 25 %: asked for 48213, answered " 48218" (wrong)
         """
-        place = f", depth {self.place}" if self.place else ""
         return (
-            f"{self.task}, {self.length} tokens{place}: asked for {self.expected}, answered {self.quoted} "
-            f"({self.verdict})"
+            f"{self.task}, {self.length} tokens, depth {100 * self.depth:.3g} %: asked for {self.expected}, answered "
+            f"{self.quoted} ({self.verdict})"
         )
 
 

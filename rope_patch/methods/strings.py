@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from rope_patch.methods.base import METHODS, Chain, Method
-from rope_patch.options.removed import removed
+from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import did_you_mean
 
 MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]

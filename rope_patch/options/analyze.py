@@ -11,9 +11,7 @@ from rope_patch.options.fields import OptionSet, contained, number, option, path
 from rope_patch.options.shared import Machine, Patching
 
 P_VALUES = (0.9, 0.75, 0.5, 0.25)
-"""Values of p with which p-RoPE is tried by default."""
-P_TOLERANCE = 0.01
-"""Default of the relative increase in perplexity up to which a p is recommended."""
+"""Values of p of p-RoPE that are looked at by default."""
 _MOST_LAYERS = 10_000  # more than any model has: 0-999999999 would fill the memory
 
 
@@ -51,7 +49,7 @@ def _whole(text: str) -> bool:
 
 @dataclass(frozen=True)
 class AnalyzeOptions(OptionSet, command="analyze"):
-    """Analyze how the attention heads of a model use its rotary table, and which p of p-RoPE would suit it.
+    """Analyze how the attention heads of a model use its rotary table, and what p-RoPE would take from them.
 
     It finds positional heads, features with outliers, and attention sinks. It writes ``analysis.json``,
     ``capture.npz``, ``heads.npz`` and ``analysis.html``. If it is interrupted, run it again to continue: finished work
@@ -84,7 +82,7 @@ class AnalyzeOptions(OptionSet, command="analyze"):
         several=True,
     )
     p_values: tuple[float, ...] = number(
-        'The values of p to try p-RoPE with, separated by spaces. "" tries none.',
+        'The values of p of p-RoPE for which to show what the pairs carry that would stop rotating. "" shows none.',
         P_VALUES,
         metavar="VALUES",
         name="p",
@@ -92,9 +90,6 @@ class AnalyzeOptions(OptionSet, command="analyze"):
         empty=True,
         above=0,
         below=1,
-    )
-    tolerance: float = number(
-        "The relative increase in perplexity up to which a p is recommended.", P_TOLERANCE, metavar="SHARE", least=0
     )
     tokens_read: int | None = tokens(
         "How much text the statistics read; at least one row of each text is. By default 16k, or less for a large "

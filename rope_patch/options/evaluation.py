@@ -59,8 +59,8 @@ class EvalSpec(OptionSet):
     )
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
-        "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, cwe and fwe (common and "
-        'frequent words), or qa1, qa2 and qa3 (facts of a story). "" asks none, and leaves perplexity.',
+        "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, or qa1, qa2 "
+        'and qa3 (facts of a story). "" asks none, and leaves perplexity.',
         ("passkey",),
         metavar="TASKS",
         several=True,

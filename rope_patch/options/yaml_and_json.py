@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rope_patch.options.fields import Option, OptionSet, build, leaves
-from rope_patch.options.removed import removed
+from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)

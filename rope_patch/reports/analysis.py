@@ -61,8 +61,11 @@ def _outliers(analysis: Analysis) -> Section:
 
 
 def _p_sweep(analysis: Analysis) -> Section:
-    swept = [tables.p_sweep(analysis)] if analysis.p_sweep else []
-    return Section("Which p of p-RoPE", [analysis.advice.reason], swept)
+    answer = (
+        "p-RoPE keeps the fastest share p of the pairs and stops the others. What these carry does not say what "
+        "stopping them costs: rope-patch compare measures that."
+    )
+    return Section("What p-RoPE would stop", [answer], [tables.p_sweep(analysis)] if analysis.p_sweep else [])
 
 
 def facts(analysis: Analysis) -> list[tuple[str, str]]:

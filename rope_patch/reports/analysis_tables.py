@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -10,9 +9,8 @@ from rope_patch.analysis.attention_sums import SINK_WEIGHT
 from rope_patch.analysis.heads import SINK_DISTANCE, TYPE_SHARE, LayerHeads
 from rope_patch.analysis.outliers import OUTLIER_RATIO
 from rope_patch.analysis.result import Analysis
-from rope_patch.evaluation.metrics import METRICS, change_sentence
-from rope_patch.evaluation.number_format import four_digits, number_text, perplexity_text
-from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Note
+from rope_patch.evaluation.number_format import four_digits, number_text
+from rope_patch.reports.page import Cell, Cells, DataTable, Note
 
 PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
 MOST_HEADS, MOST_OUTLIERS, MOST_SINKS = 400, 24, 16
@@ -138,7 +136,7 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
 
 
 def p_sweep(analysis: Analysis) -> DataTable:
-    """Return for each p the pairs it zeroes, what they carry, and what that costs."""
+    """Return for each p the pairs that p-RoPE would stop, and what they carry."""
     whole = {layer.layer_type or "all": layer.query.pairs for layer in analysis.capture.layers}
     rows: list[Cells] = []
     for point in analysis.p_sweep:
@@ -147,23 +145,13 @@ def p_sweep(analysis: Analysis) -> DataTable:
             for kind, pairs in point.stopped.items()
         )
         shares = [_percent(x) for x in (point.query_share, point.key_share, point.logit_share, point.turned)]
-        cells: Cells = [f"{point.p:g}", Cell(stopped or "none", style="left"), *shares]
-        for i, value in enumerate(point.perplexity):
-            change = "unchanged" if point.change is None else change_sentence(METRICS["perplexity"], point.change[i])
-            cells += [perplexity_text(value), Cell(change, style="left")]
-        rows.append(cells)
-    columns = ["p", "Pairs zeroed", "Share of queries", "Share of keys", "Share of logits", "By distance"]
-    columns += [name for span in spans_of(analysis) for name in (f"Perplexity, {span}", "Change (95 %)")]
+        rows.append([f"{point.p:g}", Cell(stopped or "none", style="left"), *shares])
+    columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits", "By distance")
     caption = (
-        "Shares of the norms of queries and keys, and of their products (logits), that lie in the zeroed pairs; by "
-        f"distance: the most that zeroing can change. Text: {analysis.p_sweep_text}. {INTERVALS}"
+        "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs; by "
+        "distance: the most that stopping them can change."
     )
     return DataTable("The p sweep", columns, rows, caption)
-
-
-def spans_of(analysis: Analysis) -> list[str]:
-    """Return the positions that perplexity was measured at, as text."""
-    return [f"positions {low}–{high}" for low, high in itertools.pairwise(analysis.p_sweep_positions)]
 
 
 # --- tokens, numbers -------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from rope_patch.evaluation.metrics import METRICS, value_text
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.shown_answers import few_answers
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.evaluation.tasks import TASKS
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import (
     INTERVALS,
@@ -190,7 +189,7 @@ def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
     rows: list[Cells] = []
     for name, one in few_answers(scores):
         texts = [Cell(text, style="text") for text in (one.expected, one.quoted, one.verdict)]
-        rows.append([name, Cell(one.task, style="left"), str(one.length), one.place or "–", *texts])
+        rows.append([name, Cell(one.task, style="left"), str(one.length), f"{100 * one.depth:.3g} %", *texts])
     caption = "The first wrong answer, where there is one, and the first right one to the shortest and longest prompts."
     return [DataTable("A few answers", columns, rows, caption, folded=True)] if rows else []
 
@@ -269,17 +268,17 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
     """Return the figure of exact match over lengths × depths of one task."""
     lengths = comparison.spec.lengths
     depths = list(dict.fromkeys(cell.depth for cell in comparison.rows[0].scores.retrieval[task].cells))
-    rows, ends = "depth of the needle", "0 % is the start of the prompt, 100 % just before the question"
-    if not TASKS[task].placed:
-        rows, ends = "word of the answer", "0 % is the first word, 100 % the last; they stand everywhere in the prompt"
     grids = {}
     for row in comparison.rows:
         shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
         grids[names[row.label]] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
-    figure = plots.retrieval_heatmap(
-        grids, lengths=lengths, depths=depths, title=f"Retrieval by length and depth, {task}", rows=rows
+    title = f"Retrieval by length and depth, {task}"
+    figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, title=title)
+    caption = (
+        "Share of answers that are exactly right, by prompt length and depth of the needle: 0 % is the start of the "
+        "prompt, 100 % just before the question."
     )
-    return figure_image(figure, f"Share of answers that are exactly right, by prompt length and {rows}: {ends}.")
+    return figure_image(figure, caption)
 
 
 def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import threading
@@ -18,11 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.analysis import analyze as engine
-from rope_patch.analysis.p_sweep import SweepPoint, advise, half_chord, sweep_p, sweep_text
+from rope_patch.analysis.p_sweep import half_chord, sweep_p
 from rope_patch.analysis.result import findings
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
-from rope_patch.evaluation.metrics import PairedDifference
-from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.state_statistics import Capture
@@ -82,19 +79,12 @@ def test_texts_that_cannot_be_read(sources, options, message):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_point_of_the_p_sweep_is_the_patch_and_its_perplexity(family):
+def test_a_point_of_the_p_sweep_is_what_the_patch_stops(family):
     model = small(family)
-    rows = read_rows(TOKENIZER, TEXTS, window=64, tokens=256)
-    got = capture(model, rows.ids)
-    windows, edges, name = sweep_text(TOKENIZER, TEXTS, 64)
-    assert edges == (0, 64, 256) and name == "one, two"
-    base, point = sweep_p(model, got, windows, edges, [0.5])
+    got = capture(model, read_rows(TOKENIZER, TEXTS, window=64, tokens=256).ids)
+    (point,) = sweep_p(model, got, [0.5])
     with rope_patch.patched(model, "p_rope:p=0.5") as patch:
         rests = {kind: unrotated(slot.inv_freq) for kind, slot in patch.after.items()}
-        scored = perplexity(model, windows, window=256, buckets=edges)
-    assert point.perplexity == pytest.approx([scored.between(0, 64), scored.between(64, 256)])
-    assert base.perplexity[0] == pytest.approx(perplexity(model, windows, window=256, buckets=edges).between(0, 64))
-    assert point.change[0][1] <= point.change[0][0] <= point.change[0][2]
     stopped = {kind or "all": tuple(mask.nonzero().flatten().tolist()) for kind, mask in rests.items() if mask.any()}
     assert point.stopped == stopped
     shares = []
@@ -111,12 +101,10 @@ def test_the_p_sweep_goes_on_from_the_patch_in_place():
     rows = read_rows(TOKENIZER, TEXTS, window=64, tokens=128)
     rope_patch.apply(model, "truncated")
     table = rope_patch.inspect(model).tables[0].inv_freq
-    windows, edges, _ = sweep_text(TOKENIZER, TEXTS, 64)
-    base, point = sweep_p(model, capture(model, rows.ids), windows, edges, [0.9])
+    (point,) = sweep_p(model, capture(model, rows.ids), [0.9])
     assert torch.equal(rope_patch.inspect(model).tables[0].inv_freq, table)
     resting = set(unrotated(table).nonzero().flatten().tolist())
     assert not resting & set(point.stopped.get("all", ()))
-    assert base.perplexity[0] == pytest.approx(perplexity(model, windows, window=256, buckets=edges).between(0, 64))
 
 
 def test_the_half_chord_by_hand():
@@ -127,32 +115,6 @@ def test_the_half_chord_by_hand():
     # Over many turns the mean of |sin| is 2/pi; far below a turn it is f L / 4.
     assert float(turned[0]) == pytest.approx(2 / math.pi, abs=0.05)
     assert float(turned[-1]) == pytest.approx(float(layer.inv_freq[-1]) * layer.context / 4, rel=1e-3)
-
-
-def tried(p, perplexity, low, high):
-    """A point of the sweep whose perplexity within the context rises by low to high [nats]."""
-    change = None if p == 1 else (PairedDifference((low + high) / 2, low, high), PairedDifference(0.3, 0.2, 0.4))
-    return SweepPoint(p, {"all": (7,)}, 0.1, 0.2, 0.3, 0.1, (perplexity, 20.0), 8, change)
-
-
-def test_advice_takes_the_smallest_p_that_is_significantly_below_the_tolerance():
-    points = [tried(1.0, 10.0, 0, 0), tried(0.9, 10.0, -0.001, 0.001), tried(0.75, 10.02, -0.001, 0.009)]
-    points += [tried(0.5, 10.05, -0.01, 0.02), tried(0.25, 12.0, 0.1, 0.3)]
-    best = advise(points, 0.01, length=99)
-    assert best.p == 0.75 and "up to 99 tokens" in best.reason
-    assert "+0.40 % (−0.10 % to +0.90 %)" in best.reason and "+35.0 % (+22.1 % to +49.2 %)" in best.reason
-    assert "+0.50 % (−1.00 % to +2.02 %)" in best.reason and "+22.1 % (+10.5 % to +35.0 %)" in best.reason
-    assert advise(points[:4], 0.03, length=99).p == 0.5
-    for few, tolerance, options, word in (
-        ([points[0], points[4]], 0.01, {}, "YaRN"),
-        ([points[0], points[3], points[4]], 0.01, {}, "decided"),
-        ([], 0.01, {}, ""),
-        (points[:1], 0.01, {}, ""),
-        ([points[0], dataclasses.replace(points[1], stopped={})], 0.01, {}, "rotates"),
-        (points, 0.01, {"vocabulary": 9}, "9"),
-    ):
-        none = advise(few, tolerance, length=99, **options)
-        assert none.p is None and word in none.reason
 
 
 # --- the whole
@@ -179,9 +141,9 @@ def test_every_part_is_there(family):
         result = analyzed(model, p_values=[0.5])
     out = json.loads(result.to_json())
     assert len(out["heads"]) == sum(layer.query.heads for layer in result.capture.layers)
-    assert out["findings"] == findings(result) and findings(result)[-1] == result.advice.reason
-    assert [point["p"] for point in out["p_sweep"]] == [1.0, 0.5]
-    assert {stage for stage, _ in progress} == {"capture", "heads", "unchanged table", "p = 0.5"}
+    assert out["findings"] == findings(result)
+    assert [point["p"] for point in out["p_sweep"]] == [0.5]
+    assert {stage for stage, _ in progress} == {"capture", "heads"}
     assert sum(tokens for _, tokens in progress) == sum(announced)
     assert result.context == 64
     assert all(result.token_text(int(token)) for view in result.single_heads for token in view.token_ids)
@@ -230,7 +192,6 @@ def test_of_two_at_once_into_one_folder_the_second_says_that_the_first_writes(tm
     ("options", "message"),
     [
         ({"p_values": [1.5]}, "p"),
-        ({"tolerance": math.nan}, "tolerance"),
         ({"heads": [(9, 0)]}, "layers"),
         ({"heads": [(0, 9)]}, "heads"),
         ({"heads": [(1, 0)], "layers": [0]}, "layers"),
@@ -259,9 +220,8 @@ def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     # The previous token through pair 0, an angle of about 1 rad (Jonasson, sec. 4), where keys point one way.
     longest = [pair for pair in result.outliers("key") if pair.pair == 0 and (pair.layer, pair.head) in previous]
     assert longest and all(abs(pair.phi - 1) < 0.3 and pair.deviation < 0.3 for pair in longest)
-    base, cheap, dear = result.p_sweep
-    assert cheap.perplexity[0] < 1.01 * base.perplexity[0] and dear.perplexity[0] > 1.1 * base.perplexity[0]
-    assert result.advice.p == 0.75
+    cheap, dear = result.p_sweep
+    assert 0 < cheap.logit_share < dear.logit_share < 1 and cheap.turned < dear.turned
 
 
 # --- the command
@@ -308,7 +268,7 @@ def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
     (tmp_path / "a.txt").write_text("abc def")
     given = ["--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out"]
     out = run("analyze", folder, *given)
-    assert json.loads(out, parse_constant=pytest.fail)["advice"]["p"] is None
+    assert json.loads(out, parse_constant=pytest.fail)["p_sweep"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from support.evaluated import answered, result_of
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.shown_answers import (
-    ShownAnswer,
     few_answers,
     first_choice,
     first_choice_note,
@@ -56,11 +55,6 @@ def test_in_two_lines_stand_the_shortest_prompts_of_any_method():
     both = [("yarn", scores((6, 6, 5))), ("pi", scores((0, 0, 0)))]
     assert shown(shortest_of_each(both)) == [("pi", 64, 0.0, "wrong"), ("yarn", 64, 0.0, "right")]
     assert [one[1].correct for one in one_of_each(few_answers(both[1:]))] == [False], "none is right"
-
-
-def test_words_of_a_haystack_have_no_depth():
-    answer = ShownAnswer("fwe", 64, 0.5, "7", "7", True)
-    assert answer.place == "" and "%" not in str(answer)
 
 
 def test_first_choice_is_noted_where_it_differs_from_exact_match():

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 
-import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.special import zeta
 from support.prompting import MAKER, TOKENIZER
 
 from rope_patch.evaluation import prompts
 from rope_patch.evaluation.haystack import NOISE
 from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.tasks.fwe import counts
 
 DEPTHS = (0.0, 0.3, 1.0)
 NOISY = PromptMaker(TOKENIZER, "noise")
@@ -52,38 +48,6 @@ def test_the_pairs_are_json_and_about_as_many_as_helmets():
     (key,) = re.findall(UUID, prompt.question)
     assert whole[key] == prompt.parts[0]
     assert 105 <= len(whole) <= 120  # 105 with Llama 2's tokenizer, which writes digits alone, as this one does
-
-
-@pytest.mark.parametrize(("length", "often", "seldom"), [(1500, 6, 1), (6000, 30, 3)])
-def test_ten_words_are_common_as_often_as_in_ruler(length, often, seldom):
-    (prompt,) = MAKER.prompts("cwe", length, DEPTHS)
-    numbers, words = zip(*re.findall(r" (\d+)\. ([a-z]+-[a-z]+)", prompt.text), strict=True)
-    assert [int(number) for number in numbers] == list(range(1, len(numbers) + 1))
-    count = Counter(words)
-    assert {word for word in count if count[word] == often} == set(prompt.parts) and len(prompt.parts) == 10
-    others = sorted(count[word] for word in count if word not in prompt.parts)
-    assert set(others[1:]) == {seldom} and others[0] <= seldom, "one may have been left incomplete"
-    assert list(prompt.parts) == [word for word in dict.fromkeys(words) if word in prompt.parts]
-    assert prompt.depths == pytest.approx([i / 9 for i in range(10)])
-
-
-def test_coded_words_are_as_frequent_as_in_ruler():
-    # lm-eval's fwe_utils: num_words * k**-alpha / zeta(alpha) of the k-th word, the first of which is dots.
-    for size in (900, 5000):
-        ranks = numpy.arange(1, 41)
-        assert counts(size, 40) == (size * ranks**-2.0 / zeta(2.0)).astype(int).tolist()
-    (prompt,) = MAKER.prompts("fwe", 2048, DEPTHS)
-    body = prompt.text.partition("than the others.")[2].partition(" The coded text ends")[0]
-    ranked = Counter(body.split()).most_common()
-    assert [word for word, _ in ranked[:4]] == ["...", *prompt.parts]
-    assert len({count for _, count in ranked[:5]}) == 5, "none as frequent as another"
-    assert all(re.fullmatch(r"[a-z]{6}", word) for word, _ in ranked[1:])
-
-
-@given(size=st.integers(0, 400))
-def test_the_three_words_asked_for_are_never_tied(size):
-    table = counts(size, 10)
-    assert table[1] > table[2] > table[3] > table[4]
 
 
 # --- stories
@@ -167,8 +131,3 @@ def test_where_no_words_fit_the_room_a_piece_of_the_tasks_own_text_makes_way(mon
         assert [len(prompt.ids) for prompt in found] == [length, length]
         pieces = [len(re.findall(KINDS["json_kv"][0], prompt.text)) for prompt in found]
         assert min(pieces) >= (length - 200) // 80, "one piece less, not all of them"
-
-
-def test_depths_change_nothing_where_words_stand_everywhere():
-    for task in ("cwe", "fwe"):
-        assert MAKER.prompts(task, 1200, [0.5]) == MAKER.prompts(task, 1200, [0.0, 0.2, 1.0])

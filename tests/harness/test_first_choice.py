@@ -146,11 +146,7 @@ def test_documents_of_another_tokenizer_are_an_error(llama):
 def test_the_answer_of_every_kind_of_task_can_be_cut():
     model = lm(bold().eval(), max_length=1024)
     options = {"length": 1024, "samples": 1, "depths": [0.5], "seed": 0, "haystack": "builtin", "pretrained": LLAMA}
-    docs = [
-        doc
-        for task in ("passkey", "multivalue", "json_kv", "qa2", "cwe")
-        for doc in retrieval_documents(task, **options)
-    ]
+    docs = [doc for task in ("passkey", "multivalue", "json_kv", "qa2") for doc in retrieval_documents(task, **options)]
     requests = [instance("loglikelihood", doc, (doc["prompt"], doc["target"]), 1) for doc in docs]
     with spy_ids(model.model) as ids:
         model.loglikelihood(requests, disable_tqdm=True)

@@ -29,8 +29,6 @@ def bold(family="llama", **changes):
 
 
 ROOM = {
-    "cwe": 750,
-    "fwe": 100,
     "json_kv": 400,
     "niah_multikey_3": 400,
     "qa2": 100,

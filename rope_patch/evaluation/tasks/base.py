@@ -186,9 +186,6 @@ class Task(ABC):
         name: name of the task.
         source: paper that the task is from, and how ours differs from it.
         joined: whether one question asks for all needles at once.
-        placed: whether its needles stand at depths. If not, what is asked for is spread over the text, the depths
-            change nothing, and results list the parts of the answer by their order, from 0 for the first to 1 for the
-            last.
         anywhere: whether a part counts wherever it stands in the output, in upper or lower case, as lm-eval's scorer of
             RULER counts it (``string_match_all``).
     """
@@ -196,7 +193,6 @@ class Task(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
     joined: ClassVar[bool] = False
-    placed: ClassVar[bool] = True
     anywhere: ClassVar[bool] = False
 
     def __init_subclass__(cls, name: str | None = None) -> None:
@@ -312,12 +308,3 @@ class UuidTask(CrowdedTask):
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
         """Yield other names and values."""
         return zip(endless_uuids(draw.rng), endless_uuids(draw.rng), strict=True)
-
-
-def in_order(count: int) -> tuple[float, ...]:
-    """Return what results list as the depths of parts that have none: their places in the answer, from 0 to 1.
-
-    >>> in_order(3)
-    (0.0, 0.5, 1.0)
-    """
-    return tuple(i / (count - 1) for i in range(count))

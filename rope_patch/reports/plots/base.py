@@ -62,7 +62,6 @@ def retrieval_heatmap(
     lengths: Sequence[int],
     depths: Sequence[float],
     title: str,
-    rows: str = "depth of the needle",
 ) -> Figure:
     """Draw the share of right answers over lengths × depths, a panel per method, the number in each cell.
 
@@ -71,7 +70,6 @@ def retrieval_heatmap(
         lengths: the prompt lengths, left to right [tokens].
         depths: the depths of the needle, top to bottom; 0 for the start of the prompt.
         title: the title of the figure.
-        rows: the name of what the depths measure.
     """
     figure, panels = new_panels(list(grids), title, width=0.6 + 0.52 * len(lengths), height=0.5 + 0.27 * len(depths))
     colors = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")
@@ -90,7 +88,7 @@ def retrieval_heatmap(
         # The first depth, the start of the prompt, is at the top.
         axes.set_ylim(len(depths), 0)
     figure.supxlabel("prompt length [tokens]", fontsize=10)
-    figure.supylabel(rows, fontsize=10)
+    figure.supylabel("depth of the needle", fontsize=10)
     figure.colorbar(mesh, ax=panels, label="exact match", aspect=30, fraction=0.04, pad=0.02).outline.set_visible(False)
     return figure
 

@@ -8,13 +8,16 @@ REMOVED = {
     "theory": "its formulas are the functions of rope_patch.theory and rope_patch.frequencies",
     "longppl": "no result rested on it; perplexity by position and retrieval stay",
     "longppl_evaluator": "it chose the tokens of LongPPL, which was removed too",
+    "tolerance": "analyze had it for the perplexity of p-RoPE, which rope-patch compare measures",
+    "cwe": "lm-eval's own task ruler_cwe runs offline, too",
+    "fwe": "lm-eval's own task ruler_fwe runs offline, too",
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
     "method table takes factors that were found elsewhere",
 }
-"""Commands, options and public names that were removed, by name."""
+"""Commands, options, tasks, methods and public names that were removed, by name."""
 
 
 def removed(name: str) -> str:
-    """Return a sentence on a command, an option or a public name that was removed; empty for any other name."""
+    """Return a sentence on something that was removed, by its name; empty for any other name."""
     name = name.removeprefix("--").removeprefix("no-").rpartition(".")[2].replace("-", "_")
     return f" It was removed: {REMOVED[name]}." if name in REMOVED else ""
