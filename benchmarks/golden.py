@@ -115,19 +115,17 @@ mrrope:factor=2  mrrope:factor=8:replace_scaling=true  mrrope:factor=27:beta_fas
 mrrope:factor=8:beta_slow=2  mrrope:factor=8:attention_factor=1.5  mrrope:factor=8:original_max_position_embeddings=2048
 llama3:factor=2  llama3:factor=8:replace_scaling=true  llama3:factor=8:low_freq_factor=2
 llama3:factor=8:high_freq_factor=8  llama3:factor=4:original_max_position_embeddings=512
-resonance
 truncated  truncated:context=100  truncated:context=2000
 truncated:cutoff_low=0.005:cutoff_high=0.05:floor=0.02  truncated:cutoff_low=0.01:cutoff_high=0.1
-cope  cope:share=0.5  cope:share=0.75
-yarn:factor=8+resonance  abf:factor=50+cope:share=0.5  ntk:factor=4+p_rope:p=0.5  pi:factor=2+truncated
+ntk:factor=4+p_rope:p=0.5  pi:factor=2+truncated
 llama3:factor=4+p_rope:p=0.75  p_rope:p=0.5+yarn:factor=4
 """
-TO_TARGET = ("ntk", "pi", "yarn", "mrrope", "llama3", "yarn+resonance")  # their factor follows from the target
+TO_TARGET = ("ntk", "pi", "yarn", "mrrope", "llama3")  # their factor follows from the target
 
 RELOADED = ("default", "nope", "p_rope:p=0.5", "abf:factor=50", "ntk:factor=4", "pi:factor=4", "yarn:factor=4")
-RELOADED += ("mrrope:factor=4", "llama3:factor=4", "resonance", "cope:share=0.5", "yarn:factor=4+resonance")
-IN_BFLOAT16 = ("p_rope:p=0.5", "yarn:factor=4", "cope:share=0.5")
-PREPARED = ("default", "abf:factor=50", "pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "cope:share=0.5")
+RELOADED += ("mrrope:factor=4", "llama3:factor=4", "truncated", "yarn:factor=4+p_rope:p=0.5")
+IN_BFLOAT16 = ("p_rope:p=0.5", "yarn:factor=4", "mrrope:factor=4")
+PREPARED = ("default", "abf:factor=50", "pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "mrrope:factor=4")
 IN_GGUF = ("abf:factor=8", "yarn:factor=4", "p_rope:p=0.5", "pi:factor=4")
 TASKS = "passkey niah multivalue multiquery vt niah_multikey_2 niah_multikey_3 json_kv qa1 qa2 qa3"
 FORMATS = "kivi-2 llama.cpp:q4_0 int4-token fp8 nf4"
@@ -510,7 +508,7 @@ def export(scratch: Path) -> Numbers:
     import rope_patch
 
     results: Numbers = {}
-    for method in ("yarn:factor=4", "cope:share=0.5", "p_rope:p=0.5"):
+    for method in ("yarn:factor=4", "mrrope:factor=4", "p_rope:p=0.5"):
         model = AutoModelForCausalLM.from_pretrained(_assets("llama"), dtype="float32")
         rope_patch.apply(model, method, target_length=1024)
         for engine in ("hf", "vllm", "sglang"):

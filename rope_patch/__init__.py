@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 _HOME = {
-    "methods": "METHODS ABF PI Chain CoPE Default Llama3 LongRope Method MrRope NTK NoPE PRope PRopeReversed Partial "
-    "Resonance Table Truncated Yarn parse",
+    "methods": "METHODS ABF PI Chain Default Llama3 LongRope Method MrRope NTK NoPE PRope PRopeReversed Partial "
+    "Table Truncated Yarn parse",
     "tables": "RotaryTable",
     "patching.rotary": "PatchedRotary",
     "patching.install": "Patch apply patched restore",
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from rope_patch.methods import NTK as NTK
     from rope_patch.methods import PI as PI
     from rope_patch.methods import Chain as Chain
-    from rope_patch.methods import CoPE as CoPE
     from rope_patch.methods import Default as Default
     from rope_patch.methods import Llama3 as Llama3
     from rope_patch.methods import LongRope as LongRope
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
     from rope_patch.methods import Partial as Partial
     from rope_patch.methods import PRope as PRope
     from rope_patch.methods import PRopeReversed as PRopeReversed
-    from rope_patch.methods import Resonance as Resonance
     from rope_patch.methods import Table as Table
     from rope_patch.methods import Truncated as Truncated
     from rope_patch.methods import Yarn as Yarn

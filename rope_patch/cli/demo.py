@@ -15,12 +15,10 @@ from rope_patch.options.recipes import DemoOptions
 DEMO_METHODS = (
     "yarn",
     "mrrope",
-    "yarn:factor=4+resonance",
     "ntk",
     "abf:factor=50",
     "llama3",
     "p_rope:p=0.5",
-    "cope:share=0.5",
     "pi",
 )
 """Methods that may reach four times the context without training, and ``pi``, which needs training."""

@@ -11,9 +11,9 @@ from rope_patch.methods.parameters import field_help, number
 # Not sorted: methods are listed everywhere in the order in which their classes are defined.
 from rope_patch.methods.p_rope import Default, NoPE, Partial, PRope, PRopeReversed  # isort: skip
 from rope_patch.methods.base_frequency import ABF, NTK  # isort: skip
-from rope_patch.methods.interpolation import PI, Llama3, MrRope, Resonance, Yarn  # isort: skip
+from rope_patch.methods.interpolation import PI, Llama3, MrRope, Yarn  # isort: skip
 from rope_patch.methods.longrope import LongRope, longrope_parameters  # isort: skip
-from rope_patch.methods.clipping import CoPE, Truncated  # isort: skip
+from rope_patch.methods.clipping import Truncated  # isort: skip
 from rope_patch.methods.table import Table  # isort: skip
 from rope_patch.methods.strings import MethodLike, as_method, create, from_dict, parse  # isort: skip
 
@@ -23,7 +23,6 @@ __all__ = [
     "NTK",
     "PI",
     "Chain",
-    "CoPE",
     "Default",
     "Llama3",
     "LongRope",
@@ -34,7 +33,6 @@ __all__ = [
     "PRope",
     "PRopeReversed",
     "Partial",
-    "Resonance",
     "Scaling",
     "Table",
     "Truncated",

@@ -1,8 +1,7 @@
-"""Methods that cut off or fade out slow pairs."""
+"""The method that cuts off slow pairs."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -55,26 +54,3 @@ class Truncated(Method, name="truncated"):
             inv_freq > self.cutoff_low, torch.full_like(inv_freq, self.floor), torch.zeros_like(inv_freq)
         )
         return torch.where(inv_freq >= self.cutoff_high, inv_freq, between)
-
-
-@dataclass(frozen=True)
-class CoPE(Method, name="cope"):
-    """CoPE: fade the slowest pairs out by half a cosine, where p-RoPE cuts them off.
-
-    ``share`` of all pairs, rounded to whole pairs, is faded: the first of them keeps its frequency, the slowest becomes
-    unrotated. A share of fewer than two pairs leaves the table as it is. *Source*: arXiv:2602.05258, applied to the
-    table of the checkpoint as in the authors' code (hrlics/CoPE at ed52ba5). That code fades 20 pairs of heads of any
-    width; ours fades the share that this is of their 64 pairs, 10 of 32 and 40 of 128.
-    """
-
-    share: float = number(20 / 64, least=0, most=1)
-
-    def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return the table of the checkpoint with its slow end faded out."""
-        count = round(self.share * table.pairs)
-        if count <= 1:
-            return table.inv_freq
-        # On the CPU whatever torch's default device is: a model may be patched while that is meta.
-        whole = torch.ones(table.pairs - count, dtype=torch.float32, device="cpu")
-        faded = 0.5 * (1 + torch.cos(torch.linspace(0, math.pi, count, dtype=torch.float32, device="cpu")))
-        return table.inv_freq * torch.cat((whole, faded))

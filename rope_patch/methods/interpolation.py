@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import Method, Scaling
+from rope_patch.methods.base import Scaling
 from rope_patch.methods.parameters import number
 from rope_patch.tables import RotaryTable
 
@@ -179,25 +177,3 @@ class Llama3(Scaling, name="llama3"):
             "low_freq_factor": self.low_freq_factor,
             "high_freq_factor": self.high_freq_factor,
         }
-
-
-@dataclass(frozen=True)
-class Resonance(Method, name="resonance"):
-    """Resonance RoPE: every wavelength rounded to a whole number of tokens. It is made for the end of a chain.
-
-    Angles repeat exactly only as far as float32 allows; the authors' code wraps the positions instead
-    (sheryc/resonance_rope at 4a7f5a7). *Source*: arXiv:2403.00071, sec. 3.
-    """
-
-    def check_table(self, table: RotaryTable) -> None:
-        """Refuse a table with a wavelength that rounds to 0."""
-        fastest = float(frequencies.wavelength(table.inv_freq).min())
-        # torch.round rounds 0.5 to the even number, 0.
-        if fastest <= 0.5:
-            raise ValueError(
-                f"a wavelength of {fastest:.3g} tokens rounds to 0: frequencies must be below 4 pi rad/token"
-            )
-
-    def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return frequencies of whole wavelengths; those of unrotated pairs are infinite and stay so."""
-        return 2 * math.pi / torch.round(frequencies.wavelength(table.inv_freq))

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from transformers.utils import logging as hf_logging
 from rope_patch import __version__
 from rope_patch.errors import in_one_line
 from rope_patch.frequencies import fingerprint, table_of
-from rope_patch.methods import Method, from_dict
+from rope_patch.methods import METHODS, Chain, Method, Table, from_dict
+from rope_patch.runtime.removed import removed
 from rope_patch.tables import RotaryTable, Tables
 
 logger = hf_logging.get_logger("rope_patch")
@@ -130,12 +131,15 @@ class PatchRecord:
         changed = data.pop("changed", None)
         method = data.get("method")
         if isinstance(method, Mapping) and method.get("method") == "two_tables":
-            data |= {"method": method.get("long")}  # whose tables are those of the config
+            method = data["method"] = method.get("long")  # whose tables are those of the config
             data.pop("short_tables", None)
             logger.warning_once(
                 "the patch record names two tables, between which versions up to 0.2.0 chose: the long one is used for "
                 "every text"
             )
+        gone = _removed_method(method)
+        if gone:
+            data["method"] = {"method": Table.name}
         if data.pop("precision", "float32") != "float32":  # older versions could compute angles in float64
             raise ValueError("the rope_patch record asks for another precision of angles than float32")
         unknown = set(data) - {f.name for f in fields(cls)}
@@ -152,7 +156,26 @@ class PatchRecord:
             )
         if changed not in (None, record.changed):
             raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
+        if gone:
+            logger.warning_once(f"the patch record names {gone!r}: its recorded tables are used.{removed(gone)}")
+            return record._as_table()
         return record
+
+    def _as_table(self) -> PatchRecord:
+        """Return the record with the method that gives the recorded tables number by number."""
+        steps = []
+        for kind in self.layer_types:
+            table = self.tables[key_of(kind)]
+            steps.append(Table(table.inv_freq, table.attention_scaling, kind))
+        method = steps[0] if len(steps) == 1 else Chain(tuple(steps))
+        return replace(self, method=method.to_dict())
+
+
+def _removed_method(method: Any) -> str:
+    """Return the name of a method in a record, or of a step of its chain, that this version has no more; or ""."""
+    steps = [method, *(method.get("steps") or ())] if isinstance(method, Mapping) else []
+    names = [step.get("method") for step in steps if isinstance(step, Mapping)]
+    return next((name for name in names if isinstance(name, str) and removed(name) and name not in METHODS), "")
 
 
 def records_of(tables: Tables) -> dict[str, TableRecord]:

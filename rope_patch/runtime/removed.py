@@ -11,6 +11,8 @@ REMOVED = {
     "tolerance": "analyze had it for the perplexity of p-RoPE, which rope-patch compare measures",
     "cwe": "lm-eval's own task ruler_cwe runs offline, too",
     "fwe": "lm-eval's own task ruler_fwe runs offline, too",
+    "resonance": "the method table takes its frequencies",
+    "cope": "the method table takes its frequencies",
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
     "method table takes factors that were found elsewhere",
 }

@@ -126,6 +126,27 @@ def test_a_record_of_two_tables_is_read_as_its_long_one(tmp_path):
     assert torch.equal(logits(rope_patch.load(tmp_path / "restored").eval()), logits(tiny_model()))
 
 
+@pytest.mark.filterwarnings("ignore:the patch record names")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"method": "cope", "share": 0.5},
+        {"method": "chain", "steps": [{"method": "yarn", "factor": 4.0}, {"method": "resonance"}]},
+    ],
+)
+def test_a_record_of_a_removed_method_is_read_as_its_tables(tmp_path, named, family):
+    model = patched_model("yarn:factor=4+truncated", family=family)
+    rope_patch.save(model, tmp_path / "saved")
+    edit_json(tmp_path / "saved" / "config.json", lambda config: config["rope_patch"].update(method=named))
+    loaded = rope_patch.load(tmp_path / "saved").eval()
+    assert torch.equal(logits(loaded), logits(model)) and rope_patch.doctor(loaded).ok
+    assert rope_patch.doctor(tmp_path / "saved").ok
+    assert rope_patch.verify(tmp_path / "saved").method.startswith("table:values=1")
+    restore_folder(tmp_path / "saved", tmp_path / "restored")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "restored").eval()), logits(tiny_model(family)))
+
+
 @pytest.mark.parametrize(("change", "same"), [(torch.nextafter, True), (lambda table, ones: table * 1.001, False)])
 def test_another_machines_last_bit_is_no_alarm(change, same):
     table = rope_patch.apply(tiny_model(), "abf").record.tables["all"]

@@ -127,7 +127,7 @@ def test_forms_that_disagree_are_refused_everywhere(tmp_path, change):
             attempt(folder)
 
 
-@pytest.mark.parametrize("method", ["yarn:factor=4", "yarn:factor=4+resonance"])
+@pytest.mark.parametrize("method", ["yarn:factor=4", "yarn:factor=4+truncated"])
 def test_a_base_at_the_top_alone_is_that_of_the_tables(tmp_path, method):
     """As version 5 itself reads it."""
     folder, model = saved(tmp_path, "llama", method)

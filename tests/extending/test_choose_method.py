@@ -163,7 +163,7 @@ def test_before_a_training_the_best_at_the_target_is_chosen_whatever_it_costs():
     assert found.method == "yarn"
 
 
-IDLE = [row(name, end=3.99, right=(20, 12)) for name in ("cope", "p_rope", "abf")]
+IDLE = [row(name, end=3.99, right=(20, 12)) for name in ("partial", "p_rope", "abf")]
 LEVEL = row("default", end=4.0)
 
 
@@ -171,8 +171,8 @@ def test_methods_that_change_nothing_do_not_drive_out_those_that_reach_far():
     """The idle ones lose nothing within the context; the others lose 3 %, on the little text of a first round."""
     far = [row(name, within=2.03, end=end) for name, end in (("yarn", 2.2), ("ntk", 2.3))]
     scores = evaluator(*IDLE, *far, unpatched=row("default", end=4.0, right=(20, 12)))
-    assert "yarn" in scores.leaders(["cope", "p_rope", "abf", "yarn", "ntk"], 2)
-    assert scores.leaders(["cope", "yarn", "ntk"], 2, conditions=False) == ["yarn", "ntk"], "before a training"
+    assert "yarn" in scores.leaders(["partial", "p_rope", "abf", "yarn", "ntk"], 2)
+    assert scores.leaders(["partial", "yarn", "ntk"], 2, conditions=False) == ["yarn", "ntk"], "before a training"
 
 
 def test_what_is_chosen_is_itself_better_than_the_unpatched_model():

@@ -22,7 +22,6 @@ from rope_patch.methods import (
     NTK,
     PI,
     Chain,
-    CoPE,
     Default,
     Llama3,
     LongRope,
@@ -32,7 +31,6 @@ from rope_patch.methods import (
     Partial,
     PRope,
     PRopeReversed,
-    Resonance,
     Scaling,
     Table,
     Truncated,
@@ -60,10 +58,8 @@ FORMS = {
     "yarn": ("yarn:factor=8", "yarn:factor=8:beta_fast=16:attention_factor=1.5:truncate=false"),
     "mrrope": ("mrrope:factor=8", "mrrope:factor=27:beta_fast=300:attention_factor=1.5"),
     "llama3": ("llama3:factor=8", "llama3:factor=4:low_freq_factor=2:original_max_position_embeddings=512"),
-    "resonance": ("resonance",),
     "longrope": ("longrope:factors=1/2/4/8", "longrope:factors=1/1.5/2/3:attention_factor=1.5"),
     "truncated": ("truncated:context=100", "truncated:cutoff_low=0.005:cutoff_high=0.05:floor=0.02"),
-    "cope": ("cope:share=0.75", "cope:share=0.5"),
     "table": ("table:values=1/0.5/0.25/0", "table:values=0.3/0.2/0.1/1e-07:attention_scaling=1.25"),
 }
 SCALING = [name for name, cls in METHODS.items() if issubclass(cls, Scaling)]  # a factor, or a target to take it from
@@ -209,9 +205,7 @@ def test_keys_of_the_models_own_are_kept_in_an_encoding():
 
 
 @pytest.mark.parametrize("make_slot", [slot, llama3_slot, yarn_slot, linear_slot])
-@pytest.mark.parametrize(
-    "form", ["default", "p_rope:p=1", "p_rope_reversed:p=1", "table", "truncated:context=1000000", "cope:share=0"]
-)
+@pytest.mark.parametrize("form", ["default", "p_rope:p=1", "p_rope_reversed:p=1", "table", "truncated:context=1000000"])
 def test_identities_return_the_very_slot(form, make_slot):
     base_slot = make_slot(head_dim=32)
     assert parse(form)(base_slot) is base_slot
@@ -389,31 +383,6 @@ def test_mrrope_by_hand():
 def test_mrrope_whose_ends_meet_divides_what_lies_behind():
     # In 41 tokens pair i turns 6.525 / 10**i times: both ends, clamped, are 0 for turns of 32 and 7.
     check_table(MrRope(factor=4, beta_slow=7)(slot(context=41)), [1, 0.025, 0.0025, 0.00025], 1.138629)
-
-
-def test_resonance_by_hand():
-    # wavelengths 6.28, 62.8, 628.3, 6283.2 become 6, 63, 628, 6283
-    check_table(Resonance()(slot()), [2 * math.pi / n for n in (6, 63, 628, 6283)])
-    assert Resonance()(Resonance()(slot())).inv_freq.tolist() == Resonance()(slot()).inv_freq.tolist()
-
-
-def test_resonance_keeps_unrotated_pairs_and_the_scaling():
-    check_table(parse("p_rope:p=0.5+resonance")(slot()), [2 * math.pi / 6, 2 * math.pi / 63, 0, 0])
-    assert parse("yarn:factor=4+resonance")(slot()).attention_scaling == Yarn(factor=4)(slot()).attention_scaling
-
-
-def test_cope_by_hand():
-    # three of four pairs: (1 + cos 0) / 2 = 1, (1 + cos(pi / 2)) / 2 = 1/2, (1 + cos pi) / 2 = 0
-    check_table(CoPE(share=0.75)(slot()), [1, 0.1, 0.005, 0])
-    check_table(CoPE(share=1)(slot()), [1, 0.075, 0.0025, 0])
-    check_table(CoPE(share=0.5)(slot()), [1, 0.1, 0.01, 0])
-    check_table(CoPE(share=0.3)(slot()), [1, 0.1, 0.01, 0.001])  # of one pair nothing fades
-    check_table(CoPE(share=0.7)(slot()), [1, 0.1, 0.005, 0])  # 2.8 pairs are three
-    # 20 of 64 pairs, as the paper fades: the middle two are pairs 53 and 54, at pi * 9/19 and pi * 10/19
-    faded = (CoPE()(slot(head_dim=128)).inv_freq / slot(head_dim=128).inv_freq).tolist()
-    assert faded[:45] == [1.0] * 45
-    assert faded[53:55] == pytest.approx([0.5412897, 0.4587103], rel=1e-5)
-    assert faded[63] == 0
 
 
 def test_llama3_by_hand():
@@ -642,8 +611,6 @@ ERRORS = [
     (lambda: Truncated(context=0.5), "whole"),
     (lambda: Truncated(context=True), "True"),
     (lambda: Yarn(truncate=1), "true or false"),
-    (lambda: CoPE(share=1.5), "share"),
-    (lambda: Resonance()(Table(values=(13, 1, 1, 1))(slot())), "wavelength"),
     (lambda: Table(values=3.0), "numbers"),
     (lambda: Table(values=()), "values"),
     (lambda: LongRope(factors=()), "factors"),
