@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, compare, row_name
 from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, tokens_within
+from rope_patch.evaluation.time_budget import default_tokens, tokens_within
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
 from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
@@ -32,16 +32,10 @@ from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import locked_output, write_atomically
 from rope_patch.runtime.parallel import alone, from_first_process, processes
-from rope_patch.runtime.result_cache import ResultCache, key
 
 RESULT_CACHE = "finished.jsonl"
 MEASURING_SHARE = 0.4
 """Share of a budget that is for measuring the candidates, where a training follows."""
-SLACK = 2.0
-"""How many times the budget the first round may take by the speed that is measured first, which is rough: the first row
-then decides."""
-SMALLEST_REST = 0.2
-"""Share of the first row that has to be read for its time to be known."""
 TRAINING_SHARE = 0.5
 """Share of a budget that is for the training."""
 
@@ -120,9 +114,8 @@ class Run:
         tokens: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
-        self.slack = SLACK
         if tokens is not None or options.budget is None:
-            self.slack, self.tokens_in_budget = 1.0, tokens
+            self.tokens_in_budget = tokens
         self.work = output.with_name(f"{output.name}.work")
         record = locate(model).record
         if record is not None:
@@ -212,50 +205,6 @@ class Run:
         share = None if tokens is None else int(TRAINING_SHARE * tokens)
         return rounds, plan_training(self.model, options, self.trained_length, share)
 
-    def plan_again(self, rounds: tuple[Round, ...], training: Training | None) -> tuple[Any, Training | None]:
-        """Measure the unpatched model, with which the first round begins, and return the plan for the time it took.
-
-        The speed stays where that time differs by less than half from the estimate, and the plan where nearly all of it
-        was stored by an earlier run.
-
-        Raises:
-            ValueError: the budget has no time for the smallest first round.
-        """
-        first, path, budget = rounds[0], self.work / RESULT_CACHE, float(self.options.budget or 0)
-        tokens, suite = self.tokens_in_budget or 1, self.suite.smaller(first.windows, first.samples)
-        stored, whole, started = list[int](), self.tokens_of(first.windows, first.samples), time.monotonic()
-        progress.more(int(whole))  # which the first round has again
-        with progress.listen(on_known=stored.append):
-            compare(self.model, self.tokenizer, [UNPATCHED], suite, resume=path)
-        progress.known(sum(stored))
-
-        def seconds() -> float | None:
-            cache, name = ResultCache(path), key(what="seconds of the first row", tokens=tokens, spec=suite.spec)
-            if name not in cache:  # stored results take no time, and a small rest says little
-                new = 1 - sum(stored) / whole
-                cache[name] = (time.monotonic() - started) / new if new > SMALLEST_REST else None
-            value: float | None = cache[name]
-            return value
-
-        if (took := from_first_process(seconds)) is None:
-            return rounds, training
-        row = self.tokens_computed(first.windows, first.samples)
-        expected = FILLED_SHARE * budget * row / tokens
-        if not 2 / 3 < took / expected < 1.5:
-            self.tokens_in_budget = int(tokens * expected / took)
-        self.slack = 1.0
-        changed = self.plan()
-        if changed != (rounds, training):
-            minutes = rounds_cost(changed[0], self.tokens_computed) / row * took / 60
-            progress.say(
-                f"the unpatched model took {took:.1f} s, where {expected:.1f} s were estimated. The new plan, of about "
-                f"{minutes:.1f} minutes:"
-            )
-            for line in self.describe(*changed):
-                progress.say(line)
-        progress.more(self.tokens(changed[0]) - self.tokens(rounds))
-        return changed
-
     def _rounds(self, tokens: int | None) -> tuple[Round, ...]:
         """Return the rounds that the budget has time for, with needles at a single depth where all take too long.
 
@@ -273,7 +222,7 @@ class Run:
                 progress.say(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
                 self.suite = self._suite(depths)
             rounds = rounds_within(candidates, most, self.tokens_computed)
-            if rounds_cost(rounds[:1], self.tokens_computed) <= self.slack * most:
+            if rounds_cost(rounds[:1], self.tokens_computed) <= most:
                 return rounds
         least, larger = rounds_cost(rounds[:1], self.tokens_computed), "a larger budget"
         if options.budget and most >= 1:  # a tenth more than by the measured speed, which differs from run to run
@@ -333,8 +282,13 @@ class Run:
             rounds: the rounds to be measured, in order.
             conditions: whether a method must keep the conditions to stay among the candidates.
         """
-        remaining, comparisons = list(self.methods), list[Comparison]()
+        remaining, comparisons, started = list(self.methods), list[Comparison](), time.monotonic()
         for number, one in enumerate(rounds, 1):
+            # The first process decides for all, since they have to measure the same rounds.
+            late: bool = from_first_process(partial(self._has_no_time_for, rounds[:number], started))
+            if comparisons and late:
+                progress.say(f"the budget has no time for round {number}, so the choice rests on those before it")
+                break
             suite = self.suite.smaller(one.windows, one.samples)
             if comparisons:  # the results of the round before, which the bar leaves out again as they are found
                 again = self.tokens_of(rounds[number - 2].windows, rounds[number - 2].samples)
@@ -360,6 +314,14 @@ class Run:
                 remaining = evaluator.leaders(remaining, rounds[number].candidates, conditions=conditions)
         return comparisons
 
+    def _has_no_time_for(self, rounds: Sequence[Round], started: float) -> bool:
+        """Tell whether the last of these rounds, at the speed of those before it, would end behind the budget."""
+        if self.options.budget is None or len(rounds) == 1:
+            return False
+        before = rounds_cost(tuple(rounds[:-1]), self.tokens_computed)
+        needed = (time.monotonic() - started) * rounds_cost(tuple(rounds), self.tokens_computed) / before
+        return needed > self.options.budget * (MEASURING_SHARE if self.options.train else 1.0)
+
     def finish(
         self, *, overwrite: bool, add_report: Callable[[Extended, Path], None] = lambda outcome, folder: None
     ) -> Extended:
@@ -373,8 +335,6 @@ class Run:
         rounds, training = self.plan()
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", to_yaml(options))
-        if self.slack > 1:
-            rounds, training = self.plan_again(rounds, training)
         comparisons = self.measure(rounds, conditions=training is None)
         # The first row is the unpatched model. A method that will be trained may fail the conditions before.
         methods = [row.label for row in comparisons[-1].rows[1:]]

@@ -25,7 +25,7 @@ class RecipesOptions(OptionSet, command="recipes"):
 class DemoOptions(OptionSet, command="demo"):
     """Run ``rope-patch extend`` on a small checkpoint that ships with this package, in about two minutes.
 
-    It measures 9 methods at four times the context length that the checkpoint was trained at, chooses one, writes a
+    It measures 7 methods at four times the context length that the checkpoint was trained at, chooses one, writes a
     checkpoint and checks that plain transformers loads it. The folder holds ``report.html``.
     """
 
