@@ -147,28 +147,31 @@ def angles() -> Figure:
     return figure
 
 
+SHOWN = ("vllm:fp8", "llama.cpp:q8_0", "llama.cpp:q4_0", "kivi-4", "kivi-2")
+"""Formats of the cache that the figure by position shows; the results hold two more."""
+
+
 def caches() -> Figure:
-    """Draw what formats of the cache cost by position, a panel for each model and table."""
-    cells = [cell for cell in result("study_families")["cells"] if cell["kind"] == "positions"]
-    tables = ["default", "yarn:factor=2", "p_rope:p=0.75"]
-    cells.sort(key=lambda cell: (tables.index(cell["table"]), cell["model"] != "smollm2"))
-    figure = Figure(figsize=(WIDTH, 3.2 * math.ceil(len(cells) / 2)), layout="constrained")
+    """Draw what formats of the cache cost by position: SmolLM2 under YaRN, and Gemma as it is."""
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     add_title(figure, "What a quantized cache costs by position, against full precision")
-    grid = figure.subplots(math.ceil(len(cells) / 2), 2, sharey=True, squeeze=False)
-    styles = line_styles([row["format"] for row in cells[0]["rows"][1:]])
-    for axes, cell in zip(grid.flat, cells, strict=False):
-        for row in cell["rows"][1:]:  # the first is full precision
-            means = {span: statistics.fmean(windows) for span, windows in row["kl"].items()}
-            axes.plot(*steps(means), label=row["format"], **styles[row["format"]])
-        table = "" if cell["table"] == "default" else f", {cell['table']}"
-        axes.set_title(f"{NAMES[cell['model']]}{table}", fontsize=10, loc="left")
-        axes.set(xlabel="position [tokens]", ylabel="KL [nats/token], log scale", yscale="log", ylim=(None, 1))
-        if cell["length"] > CONTEXTS[cell["model"]]:
-            mark_position(axes, CONTEXTS[cell["model"]], "trained length")
+    styles = line_styles(SHOWN)
+    cells = [cell for cell in result("study_families")["cells"] if cell["kind"] == "positions"]
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, model, table in zip(panels, ("smollm2", "gemma3"), ("yarn:factor=2", "default"), strict=True):
+        (cell,) = [cell for cell in cells if cell["model"] == model and cell["table"] == table]
+        measured = {row["format"]: row["kl"] for row in cell["rows"]}
+        for name in SHOWN:
+            means = {span: statistics.fmean(windows) for span, windows in measured[name].items()}
+            axes.plot(*steps(means), label=name, **styles[name])
+        title = NAMES[model] if table == "default" else f"{NAMES[model]}, {table}"
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set(xlabel="position [tokens]", yscale="log", xticks=range(0, 16385, 4096))
+        if cell["length"] > CONTEXTS[model]:
+            mark_position(axes, CONTEXTS[model], "trained length")
         plain_axes(axes)
-    for axes in grid.flat[len(cells) :]:
-        axes.set_axis_off()
-    shared_legend(figure, {line.get_label(): line for line in grid.flat[0].get_lines() if line.get_label()[0] != "_"})
+    panels[0].set(ylabel="KL [nats/token], log scale", ylim=(None, 1))
+    shared_legend(figure, {line.get_label(): line for line in panels[1].get_lines()})
     return figure
 
 

@@ -99,9 +99,9 @@ def passkeys(tables: Iterable[str], factor: int, *, lora: bool = False) -> list[
     return [toy(table, factor, lora=lora)["passkey"][str(256 * factor)] for table in tables]
 
 
-def memory(side: str, key: str = "peak_mb") -> float:
+def memory(side: str) -> float:
     """Return the memory that a text of 32768 tokens takes [MB]."""
-    return float(row(result("perplexity_memory")["memory"], tokens=32768, side=side)[key])
+    return float(row(result("perplexity_memory")["memory"], tokens=32768, side=side)["peak_mb"])
 
 
 def cpu() -> list[float]:
@@ -138,7 +138,6 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     ("docs/measure.md", "8393 MB above a small model", lambda: [memory("lm_eval")]),
     ("docs/measure.md", "454 MB in one pass and 206 MB in chunks", lambda: [memory("one_pass"), memory("chunked")]),
-    ("docs/measure.md", "134 MB of that the KV cache", lambda: [memory("chunked", "cache_mb")]),
     ("docs/measure.md", "1.5 to 1.9 times less CPU", cpu),
     (
         "docs/many-processes.md",
