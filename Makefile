@@ -57,13 +57,13 @@ test-full: $(DEV) ## the tests, with those that take minutes
 test-engines: $(ENGINES) ## what is exported, run in llama.cpp itself; builds it first, in 4 to 10 minutes
 	$(BIN)/python -m pytest -m engines --durations=20
 
-check: $(DEV) ## style, format, types, and whether docs/commands.md is current
+check: $(DEV) ## style, format, types, and whether what docs/commands.py writes is current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python docs/commands.py --check
 
-commands: $(DEV) ## docs/commands.md from the options of the commands
+commands: $(DEV) ## docs/commands.md, the options of a recipe and the measured table of docs/methods.md
 	$(BIN)/python docs/commands.py
 
 docs: $(SITE) ## the pages under docs as a site, with search, the commands and the Python API, in build/site

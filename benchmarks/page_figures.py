@@ -1,6 +1,6 @@
-"""Draw the figures of the README, of docs/two-models.md and of docs/kv-caches.md from benchmarks/results.
+"""Draw the figures of the README, of docs/evidence.md and of docs/kv-caches.md from benchmarks/results.
 
-python benchmarks/page_figures.py        # writes before_after.png, two_models.png, angles.png and caches.png in docs
+python benchmarks/page_figures.py        # writes before_after, by_factor, two_models, angles and caches (.png) in docs
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from rope_patch import frequencies
 from rope_patch.reports.plots.base import (
@@ -78,6 +79,37 @@ def before_after() -> Figure:
         title="SmolLM2-135M reads twice its context after a patch",
     )
     figure.set_size_inches(8.5, 3.3)
+    return figure
+
+
+def by_factor() -> Figure:
+    """Draw perplexity and passkeys of the bundled Llama against the factor, untrained, in the colours of the others."""
+    tables = {"as it is": "default", "YaRN": "YaRN", "ABF ×50": "ABF", "p-RoPE .5": "p-RoPE", "NTK": "NTK"}
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    add_title(figure, "A Llama of 2 million parameters beyond its 256 tokens, no training")
+    read, found = figure.subplots(1, 2)
+    styles = line_styles(tables)
+    for label, table in tables.items():
+        like = {"checkpoint": "llama", "table": table, "lora": False}
+        rows = sorted(
+            (row for row in result("study_methods")["rows"] if like.items() <= row.items()),
+            key=lambda row: int(row["factor"]),
+        )
+        factors = [row["factor"] for row in rows]
+        last = [str(256 * factor) for factor in factors]
+        perplexity = [row["perplexity"][key] for row, key in zip(rows, last, strict=True)]
+        passkeys = [row["passkey"][key] for row, key in zip(rows, last, strict=True)]
+        read.plot(factors, perplexity, marker="o", markersize=4, label=label, **styles[label])
+        found.plot(factors, passkeys, marker="o", markersize=4, **styles[label])
+    read.set(ylabel="perplexity of the last half (log scale)", yscale="log")
+    found.set(ylabel="share of passkeys found")
+    few_log_ticks(read.yaxis)
+    for axes in (read, found):
+        axes.set(xlabel="context, times the trained one (log scale)", xscale="log")
+        axes.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
+        axes.xaxis.set_minor_locator(NullLocator())
+        plain_axes(axes)
+    read.legend(frameon=False, fontsize=9)
     return figure
 
 
@@ -177,7 +209,7 @@ def caches() -> Figure:
 
 def main() -> None:
     """Draw the figures and write the pictures."""
-    for draw in (before_after, two_models, angles, caches):
+    for draw in (before_after, by_factor, two_models, angles, caches):
         draw().savefig(ROOT / "docs" / f"{draw.__name__}.png", dpi=110, bbox_inches="tight")
 
 

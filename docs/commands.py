@@ -1,23 +1,28 @@
-"""The page of all commands and the YAML file of all options of a recipe, made from the options.
+"""What is generated of the pages: all commands and parameters, the options of a recipe, and the measured methods.
 
-python docs/commands.py            # writes docs/commands.md and recipes/configs/lora.yaml
+python docs/commands.py            # writes docs/commands.md, recipes/configs/lora.yaml and a table in docs/methods.md
 python docs/commands.py --check    # fails where one is not current, as `make check` asks
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from dataclasses import MISSING
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any
 
+from rope_patch.methods import METHODS, Method, field_help
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import Option, OptionSet, leaves
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import from_dict, to_yaml
 
 PAGE = Path(__file__).with_name("commands.md")
-RECIPE = PAGE.parents[1] / "recipes" / "configs" / "lora.yaml"
+METHODS_PAGE = PAGE.with_name("methods.md")
+ROOT = PAGE.parents[1]
+RECIPE = ROOT / "recipes" / "configs" / "lora.yaml"
 HEAD = """\
 # Command line
 
@@ -37,6 +42,59 @@ say first how many tokens they read, and `--budget 30m` reads what fits into a t
 page is made from the options by `docs/commands.py`.
 """
 
+
+HEAD_OF_PARAMETERS = """\
+## Parameters of the methods
+
+A parameter is written behind the name of its method, as in `yarn:factor=4:beta_fast=16`. One that is shown without a
+default may be left out.
+"""
+MEANINGS = {
+    "attention_factor": "the factor on cos and sin; left out, the method computes it",
+    "attention_scaling": "the factor on cos and sin; left out, the checkpoint's own",
+    "beta_fast": "pairs that make more full turns than this within the trained context keep their frequency",
+    "beta_slow": "pairs that make fewer full turns than this are divided by the whole factor",
+    "context": "pairs without a full turn within so many tokens stop; left out, the trained context",
+    "cutoff_low": "frequencies up to this one become 0; those between the two cutoffs become `floor` [rad/token]",
+    "cutoff_high": "frequencies from this one on stay [rad/token]",
+    "factor": "the new context divided by the trained one; left out, it follows from the target length",
+    "factors": "a divisor for each pair, fast to slow, joined by `/`; left out, all are 1",
+    "floor": "the frequency of the pairs between the two cutoffs [rad/token]",
+    "high_freq_factor": "pairs that make at least so many full turns keep their frequency",
+    "layer_type": "the layers whose table is replaced, for example `full_attention`; left out, all of them",
+    "low_freq_factor": "pairs that make at most so many full turns are divided by the whole factor",
+    "mscale": "with `mscale_all_dim`: DeepSeek's ratio on cos and sin",
+    "mscale_all_dim": "with `mscale`: DeepSeek's ratio on cos and sin",
+    "original_max_position_embeddings": "the context that the factor multiplies; left out, the trained one",
+    "p": "the share of the pairs that rotate, rounded down to whole pairs",
+    "replace_scaling": "whether to start from the plain table of the base where a checkpoint is scaled already",
+    "rope_theta": "the new base; 500000 where `factor` is left out, too",
+    "temperature": "attention logits are multiplied by `1 + temperature * ln(factor)`",
+    "truncate": "whether both ends of the ramp are rounded outwards to whole pairs",
+    "values": "a frequency for each pair, fast to slow, joined by `/` [rad/token]; left out, the checkpoint's own",
+    "abf factor": "in place of `rope_theta`: multiplies the checkpoint's base",
+    "longrope factor": "sets the default of `attention_factor` and nothing else",
+    "nope factor": "for `temperature`: the length of the texts divided by that of the training",
+    "pi factor": "the new context divided by the stated one; left out, it follows from the target length",
+}
+"""What a parameter does, by its name; where methods differ, by the names of both."""
+
+MEASURED_HEAD = "| method | llama 4× | llama 8× | gemma3 4× | llama 4×, after LoRA | gemma3 4×, after LoRA |"
+MEASURED = {
+    "yarn:factor={factor}": "YaRN",
+    "mrrope:factor={factor}": "",
+    "llama3:factor={factor}": "",
+    "abf:factor=50": "ABF",
+    "ntk:factor={factor}": "NTK",
+    "default": "default",
+    "p_rope:p=0.5": "p-RoPE",
+    "truncated": "truncated",
+    "partial:p=0.5": "",
+    "pi:factor={factor}": "PI",
+    "p_rope_reversed:p=0.5": "",
+    "nope": "",
+}
+"""The methods of the measured table, and their names in study_methods.json; empty where it has none."""
 
 HEAD_OF_RECIPE = """\
 # Every option with its default, and what it does. Copy what you change; the rest may be left out. Three options have no
@@ -59,7 +117,9 @@ def recipe() -> str:
 
 def page() -> str:
     """Return the page as Markdown."""
-    return "\n".join([HEAD, *(section(name, kind) for name, kind in COMMANDS.items())])
+    commands = [section(name, kind) for name, kind in COMMANDS.items()]
+    own = [method for method in METHODS.values() if method.__module__.startswith("rope_patch.")]
+    return "\n".join([HEAD, *commands, HEAD_OF_PARAMETERS, *map(parameters, own)])
 
 
 def section(name: str, kind: type[OptionSet]) -> str:
@@ -76,8 +136,61 @@ def item(leaf: Option) -> str:
     return f"- {', '.join(names)}{metavar}: {leaf.help}{hint}"
 
 
+def parameters(method: type[Method]) -> str:
+    """Return the part of one method: what it does, and its parameters."""
+    what = (method.__doc__ or "").strip().splitlines()[0].replace("``", "`")
+    lines = [f"### {method.name}", "", what, ""]
+    lines += [parameter(method.name, f) for f in fields(method)] or ["It has no parameters."]
+    return "\n".join([*lines, ""])
+
+
+def parameter(method: str, f: Field[Any]) -> str:
+    """Return a parameter as an item of a list, with its bounds."""
+    signs = {"above": ">", "least": "≥", "most": "≤"}
+    bounds = [f"{sign} {f.metadata[key]:g}" for key, sign in signs.items() if f.metadata.get(key) is not None]
+    within = f" ({', '.join(bounds)})" if bounds else ""
+    meaning = MEANINGS.get(f"{method} {f.name}") or MEANINGS.get(f.name)
+    return f"- `{field_help(f).removesuffix('=…')}`{within}" + (f": {meaning}." if meaning else "")
+
+
+def methods_page() -> str:
+    """Return docs/methods.md with the measured table as the results have it."""
+    before, head, after = METHODS_PAGE.read_text(encoding="utf-8").partition(MEASURED_HEAD)
+    if not head:
+        sys.exit(f"{METHODS_PAGE} holds no table that begins with {MEASURED_HEAD}")
+    rows = [head, "|---|---:|---:|---:|---:|---:|"]
+    for method, study in MEASURED.items():
+        cells = [untrained(method, *where) for where in (("llama", 4), ("llama", 8), ("gemma3", 4))]
+        cells += [trained(study, checkpoint) for checkpoint in ("llama", "gemma3")]
+        rows.append(f"| `{method.removesuffix(':factor={factor}')}` | {' | '.join(cells)} |")
+    return before + "\n".join(rows) + "\n\n" + after.partition("\n\n")[2]
+
+
+def untrained(method: str, checkpoint: str, factor: int) -> str:
+    """Return perplexity within and beyond the trained context, and the passkeys found, of a method without training."""
+    like = {"checkpoint": checkpoint, "factor": factor, "method": method.format(factor=factor)}
+    row = measured("every_method", like)
+    found, asked = row["passkeys"]
+    return f"{row['within']['perplexity']:.1f}, {row['beyond']['perplexity']:.1f}, {found}/{asked}"
+
+
+def trained(study: str, checkpoint: str) -> str:
+    """Return perplexity of the first and the last range, and the share of passkeys, at 4 times after LoRA."""
+    if not study:
+        return ""
+    row = measured("study_methods", {"checkpoint": checkpoint, "factor": 4, "lora": True, "table": study})
+    return f"{row['perplexity']['256']:.1f}, {row['perplexity']['1024']:.1f}, {row['passkey']['1024']:.2f}"
+
+
+def measured(name: str, like: dict[str, Any]) -> dict[str, Any]:
+    """Return the only row of a file of benchmarks/results whose keys have these values."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    (row,) = [row for row in rows if like.items() <= row.items()]
+    return dict(row)
+
+
 if __name__ == "__main__":
-    for path, text in ((PAGE, page()), (RECIPE, recipe())):
+    for path, text in ((PAGE, page()), (RECIPE, recipe()), (METHODS_PAGE, methods_page())):
         if sys.argv[1:] != ["--check"]:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
