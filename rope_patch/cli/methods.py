@@ -27,8 +27,7 @@ def methods(words: Sequence[str]) -> None:
         "method",
         "parameters",
         "what it does",
-        caption="Write NAME:key=value; join methods with +. METHOD@LENGTH is for longer texts, others keep theirs; "
-        "METHOD@LENGTH@SHORT gives them one of their own.",
+        caption="Write NAME:key=value; join methods with +.",
     )
     for name, parameters, what in rows:
         table.add_row(name, "\n".join(parameters), what.replace("``", ""))

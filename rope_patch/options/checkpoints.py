@@ -27,8 +27,8 @@ class ApplyOptions(OptionSet, command="apply"):
 
     model: str = shared.checkpoint()
     method: str = word(
-        "The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are joined with +; "
-        "METHOD@LENGTH leaves texts of up to that many tokens as they are. rope-patch methods lists all of them.",
+        "The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are joined with +. "
+        "rope-patch methods lists all of them.",
         metavar="METHOD",
         positional=True,
     )

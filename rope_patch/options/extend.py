@@ -12,7 +12,7 @@ from rope_patch.options.shared import Machine
 
 CANDIDATES = ("yarn", "yarn:mscale=1.5:mscale_all_dim=1", "ntk", "abf:factor=4", "mrrope", "llama3", "p_rope")
 """Methods that compete by default, beside the checkpoint as it is. The second is YaRN with a weaker attention factor
-(1.03 instead of 1.07 at twice the context), which costs less within the context: docs/two-models.md."""
+(1.03 instead of 1.07 at twice the context), which costs less within the context: docs/evidence.md."""
 
 
 @dataclass(frozen=True)
