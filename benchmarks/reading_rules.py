@@ -132,7 +132,7 @@ def _of_family(family: str, root: Path) -> Iterator[Path]:
             patch_folder(base, method, root / f"{family}-{number}", target_length=engine_tables.TARGET)
             yield root / f"{family}-{number}"
             if number % 3 == 1:
-                for to in ("vllm", "sglang") if family == "olmo3" else ("vllm",):
+                for to in ("vllm",):
                     out = root / f"{family}-{number}-{to}"
                     export(base, out, to=to, method=method, target_length=engine_tables.TARGET)
                     yield out

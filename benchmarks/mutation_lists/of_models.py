@@ -30,12 +30,6 @@ METHODS = (
         "inv_freq >= self.cutoff_low,",
     ),
     Mutation(
-        "cope_rounds_its_share_down",
-        "rope_patch/methods/clipping.py",
-        "count = round(self.share * table.pairs)",
-        "count = int(self.share * table.pairs)",
-    ),
-    Mutation(
         "nope_drops_the_scaling_of_the_checkpoint",
         "rope_patch/methods/p_rope.py",
         "return table.attention_scaling * grown",

@@ -196,9 +196,8 @@ def _about_truncate(stated: StatedConfig) -> list[str]:
     ]
 
 
-_EXPORTS = {"transformers-4": ("hf", "sglang"), "mlx": ("hf", "sglang")}
-"""The engines whose exports a program reads, for programs without an export of their own. An export for SGLang states
-one base for all layers of a family on which SGLang has one."""
+_EXPORTS = {"transformers-4": "hf", "mlx": "hf"}
+"""The engine whose export a program reads, for programs without an export of their own."""
 
 
 def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> str:
@@ -209,22 +208,19 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
     source = shlex.quote(str(source))
     if program == "llama.cpp":
         return _llama_cpp_fix(source, stated)
-    reasons = []
-    for to in _EXPORTS.get(program, (program,)):
-        try:
-            tables = read_tables(model)
-            check_version(to, str(model.config.model_type), tables)
-            config, *_ = exported_config(model, tables, to)
-            written = type(model.config).from_dict(copy.deepcopy(config))
-        except ValueError as error:
-            reasons.append(str(error))
-            continue
-        text = written.get_text_config(decoder=True).to_dict()
-        reading = reading_of(program, replace(stated, raw=text_part(config), complete=text))
-        if reading.tables and all(built.is_table(stated.tables[kind]) for kind, built in reading.tables.items()):
-            return f"rope-patch export {source} --to {to} -o FOLDER"
-        reasons.append(reading.refused or "it computes another table of what rope-patch export writes, too")
-    return f"none: {reasons[0]}"
+    to = _EXPORTS.get(program, program)
+    try:
+        tables = read_tables(model)
+        check_version(to, str(model.config.model_type), tables)
+        config, *_ = exported_config(model, tables, to)
+        written = type(model.config).from_dict(copy.deepcopy(config))
+    except ValueError as error:
+        return f"none: {error}"
+    text = written.get_text_config(decoder=True).to_dict()
+    reading = reading_of(program, replace(stated, raw=text_part(config), complete=text))
+    if reading.tables and all(built.is_table(stated.tables[kind]) for kind, built in reading.tables.items()):
+        return f"rope-patch export {source} --to {to} -o FOLDER"
+    return f"none: {reading.refused or 'it computes another table of what rope-patch export writes, too'}"
 
 
 def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:

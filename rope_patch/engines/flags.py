@@ -32,7 +32,7 @@ from rope_patch.engines.encodings import config_keys, with_context
 from rope_patch.engines.folders import read_tables
 from rope_patch.engines.program_contexts import other_contexts
 from rope_patch.engines.tables_by_program import PROGRAMS, StatedConfig, reading_of
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
+from rope_patch.engines.verified_versions import UNVERIFIED, check_version
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
@@ -221,16 +221,11 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
     stated, settings = checkpoint.stated, checkpoint.settings(everywhere=True)
-    own, before = "rope_parameters", stated.complete["rope_parameters"]
-    if checkpoint.multimodal:  # there, what it finds in text_config takes the place of the old
-        before = {}
-    else:
+    parameters = settings["rope_parameters"]
+    if not checkpoint.multimodal:  # of a multimodal checkpoint, they take the place of the old
         check_version("sglang", stated.model_type, checkpoint.tables)
-    if stated.model_type in ENGINES["sglang"].one_base:  # it reads the scaling and base of full attention here
-        own, parameters = "rope_scaling", settings.pop("rope_parameters")
-        settings[own] = parameters["full_attention"]
-        before = stated.raw.get(own) or {}
-    shown = checkpoint.shown_by("sglang", settings | {own: before | settings[own]})
+        parameters = stated.complete["rope_parameters"] | parameters
+    shown = checkpoint.shown_by("sglang", settings | {"rope_parameters": parameters})
     lines = (checkpoint.option("--json-model-override-args", settings), f"--context-length {checkpoint.context}")
     return Flags("sglang", lines, settings, checkpoint.tables, shown)
 

@@ -18,7 +18,7 @@ from rope_patch.engines.lora import copy_adapter
 from rope_patch.engines.program_contexts import other_contexts
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.patching.locate import PatchError, locate
-from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, one_base_keys, text_part
+from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.folders import is_gguf, write_atomically
 from rope_patch.tables import RotaryTable
@@ -126,9 +126,6 @@ def exported_config(
     text |= settings
     older = older_keys(location.config.model_type, parameters)
     notes = []
-    if location.config.model_type in ENGINES[to].one_base:
-        older = one_base_keys(parameters) or older
-        notes = ["early releases of transformers 5, in which OLMo 3 has one table, would scale its sliding layers, too"]
     text |= {key: value for key, value in older.items() if value != OLDER_FAIL or to == "hf"}
     in_version_4 = bool(older) and OLDER_FAIL not in older.values()
     notes += [] if in_version_4 else ["transformers 4 cannot express these tables"]

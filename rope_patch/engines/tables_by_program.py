@@ -162,9 +162,6 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
     known = PROGRAMS[program]
     if stated.outer_type not in (stated.model_type, *known.multimodal):
         return Reading(unverified=f"its code for {stated.outer_type} checkpoints was not compared")
-    refused = ENGINES[program].refused.get(stated.outer_type) if program in ENGINES else None
-    if refused:
-        return Reading(refused=refused)
     if stated.model_type not in known.families:
         return Reading(unverified=f"its code for {stated.model_type} was not compared")
     if any(_switches(stated.parameters(kind)) for kind in stated.tables):
@@ -222,8 +219,6 @@ _TOP_SHARE = ("llama", "mistral", "phi3", "phi", "stablelm")
 
 def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
     parameters, table, family = stated.parameters(kind), stated.tables[kind], stated.model_type
-    if family in ENGINES["sglang"].one_base:
-        return _sglang_one_base(stated, kind)
     if family == "gemma3_text" and kind != SLIDING:  # its model calls transformers' functions, on one dictionary
         return build(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
     dialect, head_dim = DIALECTS[program], stated.head_dim(kind)
@@ -244,34 +239,6 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
         reasons.append(f"it reads nothing but rope_theta on {where}, and computes plain RoPE")
     context, why = dialect.context(stated.whole_context)
     return _plain(parameters["rope_theta"], dims, context, *reasons, *why)
-
-
-def _sglang_one_base(stated: StatedConfig, kind: str | None) -> Built:
-    """Return what its own config class for OLMo 3 leaves of a config: one base, and one scaling for full attention."""
-    raw, reasons = stated.raw, []
-    scaling = raw.get("rope_scaling")
-    written = raw.get("rope_parameters") or {}
-    if not any(name in written for name in (FULL, SLIDING)) and kind_of(written) != "default":
-        raise RefusesError("it fails on one scaled table for all layers in rope_parameters")
-    if scaling is not None and not {"rope_type", "type"} & set(scaling):
-        raise RefusesError("it fails on a rope_scaling without rope_type")
-    if written and ("rope_theta" not in raw or scaling is None):
-        reasons.append(
-            "it reads rope_theta (10000 where there is none) and rope_scaling at the top of config.json, and not "
-            "rope_parameters"
-        )
-    scaling = scaling or _UNSCALED
-    theta = scaling.get("rope_theta", raw.get("rope_theta", 1e4))
-    context = StatedContext(
-        int(raw.get("max_position_embeddings", 2048)), (scaling,), others=stated.whole_context.others
-    )
-    if kind == SLIDING:
-        if written:
-            reasons.append("its sliding layers are plain, with the base of full attention")
-        scaling = _UNSCALED
-    parameters = {**scaling, "rope_theta": theta}
-    built = build(parameters, stated.head_dim(kind), context.length, DIALECTS["sglang"], stated=context)
-    return replace(built, reasons=(*reasons, *built.reasons))
 
 
 # --- transformers 4, which reads keys at the top of config.json ------------------------------------------------------

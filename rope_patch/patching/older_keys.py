@@ -63,7 +63,7 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
 def one_base_keys(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the keys of OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
 
-    Transformers 4 and SGLang read these.
+    Transformers 4 reads these.
 
     Args:
         parameters: the ``rope_parameters`` of the config.

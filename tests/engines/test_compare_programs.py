@@ -325,40 +325,6 @@ def test_a_share_on_which_attention_fails_is_said(tmp_path):
         assert compare_programs(tmp_path / name).rows[0].verdict == "reference"
 
 
-def test_sglang_reads_olmo_3_at_the_top_of_its_config(tmp_path):
-    """Its own config class leaves rope_parameters out; numbers of its code for such folders."""
-    yarn = without(YARN, "rope_theta")
-    published = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": yarn, "max_position_embeddings": 256}
-    assert {row.verdict for row in rows(written(tmp_path / "published", "olmo3", **published), "sglang").values()} == {
-        "agrees"
-    }
-    kinds = {
-        "full_attention": YARN | {"rope_theta": 5e5},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-    }
-    saved = rows(written(tmp_path / "saved", "olmo3", rope_parameters=kinds, max_position_embeddings=256), "sglang")
-    assert {kind: row.verdict for kind, row in saved.items()} == dict.fromkeys(kinds, "differs")
-    plain = torch.tensor([10000.0 ** (-i / 8) for i in range(8)])  # base 10000 where it looks for one
-    assert all(torch.allclose(row.built.inv_freq, plain, rtol=1e-6) for row in saved.values())
-    assert "not rope_parameters" in saved["full_attention"].reasons[0]
-    one = rows(written(tmp_path / "one", "olmo3", **(published | {"rope_scaling": {"factor": 2.0}})), "sglang")
-    assert {row.verdict for row in one.values()} == {"refuses"}
-
-
-def test_olmo_3_is_exported_to_sglang_with_one_base(tmp_path):
-    base = written(tmp_path / "base", "olmo3")
-    export(base, tmp_path / "out", to="sglang", method="yarn:factor=4", target_length=256)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["rope_theta"], config["rope_scaling"]["rope_type"]) == (500000.0, "yarn")  # the base of OLMo 3
-    both = ("full_attention", "sliding_attention")
-    export(base, tmp_path / "abf", to="sglang", method="abf:rope_theta=1000000", layer_types=both)
-    for folder, program in (("out", "sglang"), ("out", "transformers-4"), ("abf", "sglang")):
-        assert {row.verdict for row in rows(tmp_path / folder, program).values()} == {"agrees"}, program
-    for method, kinds in (("abf:rope_theta=1000000", both[:1]), ("pi:factor=4", both)):
-        with pytest.raises(ValueError, match="rope_theta"):
-            export(base, tmp_path / "no", to="sglang", method=method, layer_types=kinds)
-
-
 def test_the_text_config_of_a_multimodal_checkpoint_is_read(tmp_path):
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     text = tiny_model("gemma3").config.to_dict()

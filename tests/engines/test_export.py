@@ -20,7 +20,7 @@ from rope_patch.checkpoints.folder_patch import verify_folder
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines import export, folders
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED
 from rope_patch.patching.verify import inspect_model
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
@@ -238,11 +238,6 @@ def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):
     with pytest.raises(ValueError, match="sliding_attention"):
         export(first, tmp_path / "out", to="sglang", **options)
     assert any("transformers 4" in note for note in export(first, tmp_path / "out", to="vllm", **options)["notes"])
-
-
-def test_gemma4_on_sglang_is_refused():
-    with pytest.raises(ValueError, match="gemma4_text"):
-        check_version("sglang", "gemma4_text", [])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.gguf_files import write_toy
 from support.patches import edit_json, patched_model, saved_with
 from support.program_options import flags
 from support.tiny import SIZE, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma4Config, Olmo3Config, Qwen3_5Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma4Config, Qwen3_5Config
 
 import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
@@ -136,18 +136,6 @@ def test_options_that_reach_every_other_layer_are_refused(method, tmp_path):
         flags(tmp_path / "gemma2", method, "llama.cpp", target_length=256)
     tiny_model("gemma").save_pretrained(tmp_path / "gemma")
     assert flags(tmp_path / "gemma", method, "llama.cpp", target_length=256).lines
-
-
-def test_sglang_takes_the_scaling_of_olmo_3_at_the_top_of_its_config(tmp_path):
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
-    AutoModelForCausalLM.from_config(Olmo3Config(**SIZE, **layers)).save_pretrained(tmp_path)
-    written = flags(tmp_path, "yarn:factor=4", "sglang", target_length=256)
-    settings = written.settings
-    assert written.shown_by.startswith("SGLang 0.5.23")
-    assert (settings["rope_scaling"]["rope_type"], settings["rope_scaling"]["rope_theta"]) == ("yarn", 500000.0)
-    assert "rope_parameters" not in settings
-    with pytest.raises(ValueError, match="rope_theta"):
-        flags(tmp_path, "abf:rope_theta=1000000", "sglang", layer_types=["full_attention"])
 
 
 @pytest.mark.parametrize("program", OPTIONS)

@@ -445,7 +445,7 @@ def stated_attention_factor_is_ignored(folder: Path) -> Pair:
     "vllm-project/vllm#43419",
     cause="a program scales OLMo 3's full attention alone, and the config scales the sliding layers, too",
     figure="mean error of the logarithm of probabilities .0032 in place of .00005",
-    program="sglang",
+    program="transformers-4",
 )
 def scaling_of_sliding_layers_is_dropped(folder: Path) -> Pair:
     pair = []
