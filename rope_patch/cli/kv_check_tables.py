@@ -25,8 +25,6 @@ def print_check(checked: Any) -> None:
             print(checked.meant(method))
     for length in checked.lengths:
         _print_length(checked, length)
-    if checked.limits.memory is not None:
-        _print_memory(checked)
     for sentence in checked.summary():
         print(f"- {sentence}")
     print(
@@ -84,30 +82,6 @@ def _print_length(checked: Any, length: int) -> None:
         verdict = checked.verdict(row, length)
         word = "rounds nothing" if verdict.idle else verdict.kind
         table.add_row("", escape(row.format), *cells, f"[{colors[verdict.kind]}]{word}[/]")
-    show(table, 160)
-
-
-def _print_memory(checked: Any) -> None:
-    """Print the table of how long a text fits into the memory in each format."""
-    from rich.markup import escape
-
-    from rope_patch.kv_evaluation.results import MEMORY_NOTE
-
-    heads, title = ("bytes a token", "tokens that fit", "shown to work at"), "weights and cache in {:g} GiB"
-    table = new_table(
-        "method",
-        "format",
-        *heads,
-        title=title.format(checked.limits.memory),
-        right=heads,
-        caption=MEMORY_NOTE,
-        caption_justify="left",
-    )
-    for row in checked.rows:
-        name = "full precision" if row.divergence is None else row.format
-        shown = checked.shown(row)
-        cells = f"{row.token_bytes:,.0f}", row.fits_text, "–" if shown is None else f"{shown:,}"
-        table.add_row(escape(row.method if row.divergence is None else ""), escape(name), *cells)
     show(table, 160)
 
 

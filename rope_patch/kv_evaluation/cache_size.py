@@ -1,8 +1,7 @@
-"""The size of a quantized cache for one text, and the longest text whose cache fits into some memory."""
+"""The size of a quantized cache for one text."""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme, effective_bits
 from rope_patch.modeling.state_statistics import Capture
-from rope_patch.runtime.text import LARGEST_LENGTH
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +66,3 @@ def cache_bits(stored: Sequence[StoredStates], length: int) -> float:
 def token_bytes(stored: Sequence[StoredStates]) -> float:
     """Return the size that each token adds to a long cache [bytes]: to layers without a window."""
     return sum(states.features * states.bits for states in stored if states.plan.layer.window is None) / 8
-
-
-def longest_context(stored: Sequence[StoredStates], room: float) -> int:
-    """Return the length of the longest text whose cache is not larger than ``room`` [bytes].
-
-    Where every layer has a window the cache stops growing: the length is then the largest that is known.
-    """
-    # A block shrinks when it is quantized, so the size does not quite rise with every token: at most a block is missed.
-    lengths = range(1, LARGEST_LENGTH + 1)
-    return bisect.bisect_right(lengths, 8 * room, key=lambda length: sum(states.size(length) for states in stored))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import finite, key
-from rope_patch.runtime.text import GIB
 from rope_patch.tables import RotaryTable
 
 COMPARED_WINDOWS = 2
@@ -40,18 +38,6 @@ class Setting:
     suite: EvalSuite
     limits: Limits
     result_cache: MutableMapping[str, Any] | None
-
-    def __post_init__(self) -> None:
-        if self.room is not None and self.room <= 0:
-            raise ValueError(f"the weights alone do not fit into a memory of {self.limits.memory:g} GiB")
-
-    @functools.cached_property
-    def room(self) -> float | None:
-        """The memory that weights leave for the cache [bytes]; None if the limits name none."""
-        if self.limits.memory is None:
-            return None
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in self.model.parameters())
-        return self.limits.memory * GIB - weights
 
     @property
     def compared(self) -> Tensor:

@@ -17,7 +17,7 @@ from rope_patch.kv_cache.plans import LayerPlan
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import LayerErrors, attention_errors
 from rope_patch.kv_evaluation.attribution import Attribution, longest_keys, worst_layers, worst_pairs
-from rope_patch.kv_evaluation.cache_size import cache_bits, longest_context, stored_states, token_bytes
+from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token_bytes
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.attention_layers import split_pairs
@@ -67,7 +67,6 @@ def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme
         value_bits=math.fsum(bits["values"]) / len(bits["values"]),
         cache_bits={length: cache_bits(stored, length) for length in setting.lengths},
         token_bytes=token_bytes(stored),
-        fits=None if setting.room is None else longest_context(stored, setting.room),
         errors=_errors(setting, scheme) if quantizing else (),
     )
 

@@ -17,12 +17,7 @@ from rope_patch.patching.record import key_of
 from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.result_cache import finite
 
-SCHEMA = 5
-MEMORY_NOTE = (
-    "Weights and the cache of one text, full precision as 16 bits, without what is computed meanwhile. Shown to work: "
-    "the longest length at which the format is safe, and its table the best of those compared or shown to be as good."
-)
-"""What the lengths that fit into a memory mean."""
+SCHEMA = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,31 +121,9 @@ class KVCheck:
         """Return the verdict on the format of a row at a length."""
         return verdict_of(row, self.of(row.method)[0], length, self.limits)
 
-    def shown(self, row: CheckRow) -> int | None:
-        """Return the longest length at which a format is safe under a method that suits the length [tokens].
-
-        A method suits a length if in full precision it is the best one that was measured there, or shown to be as good
-        within the tolerance; beyond the trained length another one must have been measured. None if there is no such
-        length.
-        """
-        lengths = (length for length in self.lengths if self.verdict(row, length).kind == "safe")
-        return max((length for length in lengths if self._suits(row.method, length)), default=None)
-
-    def _suits(self, method: str, length: int) -> bool:
-        if length > self.trained_length and len(self.methods) == 1:
-            return False
-        full = {name: self.of(name)[0].scores for name in self.methods}
-        for metric, span in spans_at(self.spec, length):
-            values = {name: metric.value(scores, span) for name, scores in full.items()}
-            best = (min if metric.lower_is_better else max)(values, key=lambda name: values[name])
-            worse = metric.difference(full[method], full[best], span, self.limits.confidence)
-            if best != method and metric.verdict(worse, self.limits.tolerance) != "safe":
-                return False
-        return True
-
     def summary(self) -> list[str]:
-        """Return sentences on what to take and what is safe: everywhere first, then for each method and length."""
-        sentences = [*self._choice(), *self._everywhere()]
+        """Return sentences on what is safe: everywhere first, then for each method and length."""
+        sentences = self._everywhere()
         for method in self.methods:
             for length in self.lengths:
                 base, *rows = self.of(method)
@@ -172,21 +145,6 @@ class KVCheck:
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
                 sentences.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
         return sentences
-
-    def _choice(self) -> list[str]:
-        """Return a sentence on the method and format with which the longest texts work, if the limits name a memory."""
-        if self.limits.memory is None:
-            return []
-        where = f"In {self.limits.memory:g} GiB"
-        reaches = {row: min(shown, row.fits) for row in self.rows if row.fits and (shown := self.shown(row))}
-        if not reaches:
-            return [f"{where} no format was shown to work on a text that fits."]
-        row = max(reaches, key=lambda row: (reaches[row], row.fits))
-        name = "full precision" if row.divergence is None else row.format
-        return [
-            f"{where} take {name} under {row.method}: {row.fits_text} tokens fit. It was shown to work at "
-            f"{self.shown(row):,}; nothing is known of longer texts."
-        ]
 
     def _everywhere(self) -> list[str]:
         """Return a sentence on what is safe under every method and at every length, if there are several of either."""
@@ -229,8 +187,8 @@ class KVCheck:
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
-        names = ("method", "format", "format_text", "key_bits", "value_bits", "bits", "token_bytes", "fits")
-        document: dict[str, Any] = {name: getattr(row, name) for name in names} | {"shown": self.shown(row)}
+        names = ("method", "format", "format_text", "key_bits", "value_bits", "bits", "token_bytes")
+        document: dict[str, Any] = {name: getattr(row, name) for name in names}
         for name in ("divergence", "attribution"):
             part = getattr(row, name)
             document[name] = None if part is None else asdict(part)

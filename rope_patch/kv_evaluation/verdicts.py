@@ -13,7 +13,6 @@ from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.attribution import Attribution
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
-from rope_patch.runtime.text import LARGEST_LENGTH
 from rope_patch.tables import RotaryTable
 
 NOISE = 0.1
@@ -71,8 +70,6 @@ class CheckRow:
         cache_bits: bits per element of a whole cache, by its length. Sinks, the residual window and unfinished blocks
             are in full precision, and sliding layers hold only their window.
         token_bytes: the size that each token adds to a long cache [bytes].
-        fits: the length of the longest text whose cache fits beside the weights into the memory of the limits [tokens];
-            None if they name none.
         errors: the errors of logits in each layer; empty for full precision.
         attribution: the costs of the format's parts; None unless the format is unsafe at some length.
     """
@@ -87,7 +84,6 @@ class CheckRow:
     value_bits: float
     cache_bits: Mapping[int, float]
     token_bytes: float
-    fits: int | None
     errors: tuple[LayerErrors, ...]
     attribution: Attribution | None = None
 
@@ -95,11 +91,6 @@ class CheckRow:
     def divergence(self) -> Divergence | None:
         """The change of the next token's distribution at all positions; None for full precision itself."""
         return self.divergences[max(self.divergences)] if self.divergences else None
-
-    @property
-    def fits_text(self) -> str:
-        """The number of tokens that fit, as text; without a limit if the cache of a long text stops growing."""
-        return "any number of" if self.fits == LARGEST_LENGTH else f"{self.fits:,}"
 
     @property
     def bits(self) -> float:

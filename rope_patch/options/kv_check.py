@@ -14,7 +14,7 @@ from rope_patch.options.shared import Machine, Patching
 
 @dataclass(frozen=True)
 class Limits(OptionSet):
-    """What a safe format may cost, and the memory that it must fit into."""
+    """What a safe format may cost."""
 
     tolerance: float = number(
         "The relative change of perplexity up to which a format counts as safe. KL may be as large as the rise of the "
@@ -24,11 +24,6 @@ class Limits(OptionSet):
         least=0,
     )
     confidence: float = number("The confidence of the intervals.", 0.95, above=0, below=1)
-    memory: float | None = shared.memory(
-        "The memory for weights and cache together, such as 24GB: shows how long a text fits in each format, and at "
-        "which length the format was shown to work.",
-        None,
-    )
 
     @property
     def loss(self) -> float:

@@ -134,14 +134,10 @@ def chunk() -> Any:
     )
 
 
-def memory(help: str, default: float | None) -> Any:
-    """Return a field for a memory, written as 24 or 24GB."""
-    return option(help, default, metavar="GIB", kind=float, read=parse_memory, above=0)
-
-
 def gpu_memory() -> Any:
-    """Return the field for the memory of a GPU."""
-    return memory("The memory of one GPU in GiB, as nvidia-smi shows it.", 80.0)
+    """Return the field for the memory of a GPU, written as 24 or 24GB."""
+    help = "The memory of one GPU in GiB, as nvidia-smi shows it."
+    return option(help, 80.0, metavar="GIB", kind=float, read=parse_memory, above=0)
 
 
 def seed() -> Any:

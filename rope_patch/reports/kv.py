@@ -21,7 +21,7 @@ from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
-from rope_patch.kv_evaluation.results import MEMORY_NOTE, KVCheck
+from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
 from rope_patch.reports.comparison import answers, retrieval_facts
@@ -59,7 +59,6 @@ def _results(check: KVCheck) -> Section:
     parts: list[Part] = [
         *(Note(f"Note: {sentence}.") for sentence in check.warnings),
         *(_table(check, length) for length in check.lengths),
-        *([_memory(check)] if check.limits.memory is not None else []),
         *(_costs(check, metric, span) for metric, span in spans_at(check.spec, max(check.lengths))),
         *answers(check.named_scores()),
         _formats(check),
@@ -152,19 +151,6 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
         limit=limit,
     )
     return figure_image(figure, caption)
-
-
-def _memory(check: KVCheck) -> Figure:
-    """Return the figure of how long a text fits into the memory in each format, and at which length it was shown."""
-    names, panels = _formats_of(check), {}
-    for method, name in _methods(check).items():
-        panels[name] = {
-            names.get(row.format, "full precision"): (row.fits or 0, check.shown(row) or 0) for row in check.of(method)
-        }
-    title = f"How long a text fits into {check.limits.memory:g} GiB"
-    return figure_image(
-        plots.contexts(panels, title=title), f"{MEMORY_NOTE} Bars: what fits; dots, if any: what was shown."
-    )
 
 
 def _formats(check: KVCheck) -> DataTable:

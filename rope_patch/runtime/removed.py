@@ -13,6 +13,7 @@ REMOVED = {
     "fwe": "lm-eval's own task ruler_fwe runs offline, too",
     "resonance": "the method table takes its frequencies",
     "cope": "the method table takes its frequencies",
+    "memory": "of the memory that weights leave, each token takes token_bytes of kv-check.json",
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
     "method table takes factors that were found elsewhere",
 }

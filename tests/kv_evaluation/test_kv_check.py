@@ -109,14 +109,11 @@ def test_bits_by_hand(checked):
     assert slides.cache_bits[40] == pytest.approx((24 * 6 + 16 * 16 + 16 * 16) / (40 + 16))
 
 
-def test_the_longest_text_fits_beside_the_weights_to_the_byte(checked):
-    model, _ = checked
-    weights, config = sum(4 * p.numel() for p in model.parameters()), model.config
+def test_each_token_takes_its_bytes(checked):
+    config = checked[0].config
     token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # 2 bytes, keys and values
-    memory = (weights + 100 * token) / 2**30
-    none, rounded = check_cache(model, TOKENIZER, ["int4-token;sinks=10"], memory=memory, **ASKED).rows
-    assert (none.token_bytes, none.fits) == (token, 100)
-    assert (rounded.token_bytes, rounded.fits) == (token * 6 / 16, 10 + 90 * 16 // 6)
+    none, rounded, *_ = checked[1].rows
+    assert (none.token_bytes, rounded.token_bytes) == (token, token * rounded.bits / 16)
 
 
 def test_json_says_all_and_is_standard(checked):
@@ -143,7 +140,7 @@ def change(check, row, length, metric="perplexity"):
 
 def check_of(*rows, **changes):
     given = {"model": "tiny", "windows": 4, "text": "a text", "digest": "ab" * 32, "trained_length": 8, "captures": {}}
-    given["limits"] = Limits(changes.pop("tolerance", 0.02), memory=changes.pop("memory", None))
+    given["limits"] = Limits(changes.pop("tolerance", 0.02))
     spec = rows[0].scores.spec
     given["spec"] = replace(spec, lengths=changes.pop("lengths", spec.lengths))
     return KVCheck(**{**given, "rows": rows, "environment": {}, **changes})
@@ -202,23 +199,6 @@ def test_the_summary_says_what_to_do():
     assert sentence == f"m at 8 tokens: a is unsafe (perplexity +64.9 %, retrieval −1.00; {COST})."
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
     assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
-
-
-def test_the_choice_is_what_works_on_the_longest_text_under_the_table_that_suits_it():
-    slow, far = off(0.5, 0.51, 0.49, 0.5), {"method": "far"}
-    rows = [by_hand("none", slow, fits=9), by_hand("a", slow, fits=30)]  # safe, under a table that fails
-    rows += [
-        by_hand("none", BASE, fits=9, **far),
-        by_hand("b", BASE, fits=20, **far),
-        by_hand("c", slow, fits=40, **far),
-    ]
-    check = check_of(*rows, memory=24)
-    assert [check.shown(row) for row in rows] == [None, None, 8, 8, None]
-    assert check.summary()[0] == (
-        "In 24 GiB take b under far: 20 tokens fit. It was shown to work at 8; nothing is known of longer texts."
-    )
-    nothing = check_of(by_hand("none", BASE, fits=0), by_hand("a", slow, fits=9), memory=24).summary()[0]
-    assert nothing == "In 24 GiB no format was shown to work on a text that fits."
 
 
 def test_attribution_by_hand():
@@ -402,7 +382,6 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         ({"lengths": [20]}, "20"),
         ({"windows": 0}, "windows >= 1"),
         ({"confidence": 1.0}, "confidence"),
-        ({"memory": 1e-5}, "the weights alone do not fit into a memory of 1e-05 GiB"),
         ({"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 
 RUN = {"layer_types", "freeze_at", "resume", "methods"}
-LIMITS = {"tolerance", "confidence", "memory"}
+LIMITS = {"tolerance", "confidence"}
 
 
 def suite_of(tokenizer, *, text=None, haystack="builtin", **asked):

@@ -19,7 +19,7 @@ def error(layer, pair):
     return LayerErrors(layer, torch.ones(2).double(), torch.tensor(pair).double())
 
 
-def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attribution=COST, fits=None, kl=0.001):
+def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attribution=COST, kl=0.001):
     divergences = {} if name == "none" else {4: Divergence(kl, 0.9, 4), 8: Divergence(kl, 0.9, 8)}
     cache = dict.fromkeys((4, 8), 16.0 if name == "none" else bits)
     scored_row = scored(method, losses, hits)
@@ -31,7 +31,6 @@ def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attributio
         bits,
         cache,
         bits,
-        fits,
         tuple(errors),
         attribution,
     )

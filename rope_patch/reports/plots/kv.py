@@ -97,30 +97,6 @@ def costs(
     return figure
 
 
-def contexts(panels: Mapping[str, Mapping[str, tuple[int, int]]], *, title: str) -> Figure:
-    """Draw the context that fits with each format as a bar, and the length at which it was shown to work as a dot.
-
-    Args:
-        panels: both lengths of each format, by method; 0 where nothing fits, or was shown [tokens].
-        title: the title of the figure.
-    """
-    names = list(next(iter(panels.values())))
-    figure, grid = new_panels(list(panels), title, width=3.2, height=0.5 + 0.3 * len(names))
-    marker, color = VERDICTS["safe"]
-    for axes, formats in zip(grid, panels.values(), strict=True):
-        for place, (fits, shown) in enumerate(formats.values()):
-            axes.barh(place, fits, color="0.8", height=0.6)
-            if shown:
-                axes.plot(shown, place, marker=marker, color=color)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        plain_axes(axes)
-    grid[0].set_yticks(range(len(names)), [wrapped_name(name, 28) for name in names])
-    grid[0].set_ylim(len(names) - 0.5, -0.5)
-    figure.supxlabel("context [tokens], log scale", fontsize=10)
-    return figure
-
-
 class Waves(NamedTuple):
     """A panel of errors by wavelength.
 
