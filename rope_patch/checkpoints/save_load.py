@@ -20,7 +20,6 @@ from rope_patch.checkpoints.adapters import (
     CONFIG_FILE,
     HUB_OPTIONS,
     TABLES_ATTRIBUTE,
-    WEIGHTS_ATTRIBUTE,
     adapter_base,
     adapter_config,
     check_adapter_tables,
@@ -29,7 +28,6 @@ from rope_patch.checkpoints.adapters import (
     peft_model,
     read_record,
     refuse_bare_adapter_layers,
-    weight_sizes,
     write_patch_files,
 )
 from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
@@ -346,10 +344,9 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     else:
         with _onto(model, adapter, hub):
             holder.load_adapter(str(adapter), name, **peft_options)
-    # `save` checks by these that the adapter still belongs to the tables, and holds the weights that were loaded.
+    # `save` checks by it that the adapter still belongs to the tables.
     if record is not None:
         setattr(holder.peft_config[name], TABLES_ATTRIBUTE, record)
-        setattr(holder.peft_config[name], WEIGHTS_ATTRIBUTE, weight_sizes(holder, name))
     return loaded
 
 

@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 import torch
-from peft import PeftModel, set_peft_model_state_dict
-from peft.utils.hotswap import hotswap_adapter
-from safetensors.torch import load_file
+from peft import PeftModel
 from support.patches import edit_json, lora, patched_model
 from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
@@ -176,33 +174,7 @@ def test_an_adapter_in_the_folder_of_its_base_model(tmp_path):
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both").eval()), logits(tuned))
 
 
-# --- weights that are put into an adapter -----------------------------------------------------------------------------
-
-
-def over_a_name_that_is_known(model, folder):
-    model.load_adapter(folder, "default")
-
-
-def by_hot_swapping(model, folder):
-    hotswap_adapter(model, folder, "default")
-
-
-def as_a_state_dict(model, folder):
-    set_peft_model_state_dict(model, load_file(f"{folder}/adapter_model.safetensors"), "default")
-
-
-@pytest.mark.parametrize("put", [over_a_name_that_is_known, by_hot_swapping, as_a_state_dict])
-def test_other_weights_in_the_place_of_an_adapters_are_not_saved_as_its_own(two_adapters, tmp_path, put):
-    root, expected = two_adapters
-    model = rope_patch.load(root / "one").eval()
-    put(model, str(root / "abf"))
-    assert not torch.allclose(logits(model), expected["one"], atol=0.1)
-    with pytest.raises(PatchError, match="rope_patch"):
-        rope_patch.save(model, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-    put(model, str(root / "one"))
-    rope_patch.save(model.to(torch.bfloat16), tmp_path / "out")  # a cast is no other adapter
-    assert rope_patch.load(tmp_path / "out").peft_config["default"].r == 4
+# --- adapters loaded for training -------------------------------------------------------------------------------------
 
 
 def load_by_peft(folder, **options):
