@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 Split = Literal["train", "heldout", "haystack"]
-Kind = Literal["reference", "source"]
 
 # Folders of the standard library that some distributions leave out, or that hold tables rather than text.
 _LEFT_OUT = {
@@ -78,23 +77,6 @@ def builtin_text(split: Split) -> Corpus:
     documents = tuple(text for text in _documents() if _split_of(text) == split)
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     return Corpus(split, documents, digest, platform.python_version())
-
-
-@functools.lru_cache(maxsize=2)
-def builtin_kind(kind: Kind) -> Corpus:
-    """Return the documents of one kind in the training part of the built-in corpus.
-
-    Args:
-        kind: kind of text: ``"reference"`` for language topics and docstrings, which are English, or ``"source"`` for
-            the Python source of the standard library.
-
-    Raises:
-        FileNotFoundError: as for :func:`builtin_text`.
-    """
-    whole, reference = builtin_text("train"), set(_reference())
-    documents = tuple(text for text in whole.documents if (text in reference) == (kind == "reference"))
-    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-    return Corpus("train", documents, digest, whole.python_version)
 
 
 def _split_of(text: str) -> Split:

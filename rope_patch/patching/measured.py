@@ -13,8 +13,6 @@ from rope_patch import frequencies
 from rope_patch.patching.record import TableRecord, key_of
 from rope_patch.patching.rotary import RotaryLayout, call
 
-_UNDER_LONG_TABLE = 10**15
-"""A length under the long table of any patch [tokens]."""
 # Position 1 shows the frequencies themselves. The far positions multiply a small relative error until it can be seen.
 _POSITIONS = (0, 1, 2, 3, 17, 101, 1009, 4093)
 
