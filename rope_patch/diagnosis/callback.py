@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from rope_patch.checkpoints.callback import saved_folder
-from rope_patch.diagnosis.check import DIFFERS, NOTE, UNKNOWN, Diagnosis
+from rope_patch.diagnosis.check import DIFFERS, UNKNOWN, Diagnosis
 from rope_patch.diagnosis.doctor import doctor
 from rope_patch.errors import in_one_line
 from rope_patch.patching.locate import PatchError
@@ -81,8 +81,7 @@ class RopeDoctorCallback(TrainerCallback):
             warnings.warn(f"{what} cannot be checked: {in_one_line(error)}", stacklevel=2)
             return
         self._judge(what, other)
-        same = same_tables(records_of(own.tables), records_of(other.tables))
-        if other.tables and (not same or _not_in_use(other) - _not_in_use(own)):
+        if other.tables and not same_tables(records_of(own.tables), records_of(other.tables)):
             self._act(f"{what} has another rotary table than the model: {fix}")
 
     def _judge(self, what: str, diagnosis: Diagnosis) -> None:
@@ -97,13 +96,3 @@ class RopeDoctorCallback(TrainerCallback):
         if self.action == "raise":
             raise PatchError(message)
         warnings.warn(message, stacklevel=2)
-
-
-def _not_in_use(diagnosis: Diagnosis) -> set[str]:
-    """Return the names of the tables that a model does not use.
-
-    They are not in the verdict if it is the short table of a patch of two, which plain transformers does not have.
-    """
-    return {
-        each.name for each in diagnosis.checks if each.state in (DIFFERS, NOTE) and each.name.startswith("table in use")
-    }

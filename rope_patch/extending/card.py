@@ -122,7 +122,7 @@ def card(outcome: Extended) -> str:
 
 
 def _name(row: Row) -> str:
-    """Return the label of a row, in which a fitted table does not state every number."""
+    """Return the label of a row, in which a table does not state every number."""
     return row_name(shortened(row.method), row.trained)
 
 

@@ -67,7 +67,7 @@ class EvaluatedMethod:
 
     @property
     def name(self) -> str:
-        """The label for a sentence, in which a fitted table does not state every number."""
+        """The label for a sentence, in which a table does not state every number."""
         return row_name(shortened(self.method), self.trained)
 
     def to_dict(self) -> dict[str, Any]:

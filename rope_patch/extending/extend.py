@@ -134,7 +134,7 @@ class Run:
         self.methods = self._fitting(options.methods)
         if len(set(self.methods)) < len(self.methods):
             raise ValueError(f"methods must differ from each other, got {', '.join(self.methods)}")
-        self.suite = self._suite(options.evaluation.depths)
+        self.suite = self._suite()
 
     def _fitting(self, methods: Sequence[str]) -> list[str]:
         """Return the methods that fit the model, with their factors; default methods that do not fit are left out."""
@@ -158,15 +158,13 @@ class Run:
             raise ValueError("none of the methods fits the model: name others (methods, --methods)")
         return fitting
 
-    def _suite(self, depths: Sequence[float]) -> EvalSuite:
+    def _suite(self) -> EvalSuite:
         """Return the largest suite, of which each round takes a part."""
         length, lengths = self.options.length, [self.trained_length]
         # The trained length, doubled until the target: reports show where a method begins to fail.
         while 2 * lengths[-1] < length:
             lengths.append(2 * lengths[-1])
-        largest = replace(
-            self.options.evaluation, lengths=(*lengths, length), depths=tuple(depths), windows=64, samples=64
-        )
+        largest = replace(self.options.evaluation, lengths=(*lengths, length), windows=64, samples=64)
         try:
             suite = EvalSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
@@ -206,7 +204,7 @@ class Run:
         return rounds, plan_training(self.model, options, self.trained_length, share)
 
     def _rounds(self, tokens: int | None) -> tuple[Round, ...]:
-        """Return the rounds that the budget has time for, with needles at a single depth where all take too long.
+        """Return the rounds that the budget has time for.
 
         Raises:
             ValueError: the budget has no time for the smallest first round.
@@ -215,16 +213,10 @@ class Run:
         if tokens is None:
             return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
         most = tokens * (MEASURING_SHARE if options.train else 1.0)
-        every = self.suite.spec.depths
-        # If all depths take too long, the one in the middle of the list.
-        for depths in dict.fromkeys((every, every[len(every) // 2 :][:1])):
-            if depths != every:
-                progress.say(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
-                self.suite = self._suite(depths)
-            rounds = rounds_within(candidates, most, self.tokens_computed)
-            if rounds_cost(rounds[:1], self.tokens_computed) <= most:
-                return rounds
+        rounds = rounds_within(candidates, most, self.tokens_computed)
         least, larger = rounds_cost(rounds[:1], self.tokens_computed), "a larger budget"
+        if least <= most:
+            return rounds
         if options.budget and most >= 1:  # a tenth more than by the measured speed, which differs from run to run
             larger = f"--budget {math.ceil(1.1 * least / most * options.budget / 60)}m"
         raise ValueError(
