@@ -81,7 +81,7 @@ def _show(comparison: Any, options: CompareOptions) -> None:
 def print_table(comparison: Any) -> None:
     """Print scores, paired differences, a few answers, and warnings about them."""
     from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
-    from rope_patch.evaluation.shown_answers import answers_text, first_choice_note, shortest_of_each
+    from rope_patch.evaluation.shown_answers import answers_text, shortest_of_each
 
     columns = print_scores(comparison)
     for line in comparison.differences_text():
@@ -89,8 +89,6 @@ def print_table(comparison: Any) -> None:
     scores = [(row.label, row.scores) for row in comparison.rows]
     for line in answers_text(shortest_of_each(scores)):
         print(line)
-    if note := first_choice_note(scores):
-        print(note)
     for sentence in comparison.warnings:
         print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):

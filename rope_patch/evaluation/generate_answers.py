@@ -33,12 +33,10 @@ class Answer:
 
     Attributes:
         output: tokens of greedy decoding, as many as the right answer has; fewer if a token ended the text.
-        predicted: most probable token at each position of the right answer, given the right tokens before it.
         logprobs: log-probability of each token of the right answer [nats].
     """
 
     output: tuple[int, ...]
-    predicted: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
@@ -196,8 +194,8 @@ def _finish(
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
     return [
-        Answer(before_stop(output.tolist(), stops), tuple(p.tolist()), tuple(score.tolist()))
-        for output, p, score in zip(outputs, predicted, logprobs, strict=True)
+        Answer(before_stop(output.tolist(), stops), tuple(score.tolist()))
+        for output, score in zip(outputs, logprobs, strict=True)
     ]
 
 

@@ -41,15 +41,12 @@ class Sample:
         output: text of greedy decoding; of a joined question the whole answer.
         correct: whether the output begins with ``expected``. For a joined question, or a task that counts it anywhere,
             whether the output contains it.
-        first_choice: whether each token of the right answer is the most probable one after the right tokens before it,
-            as a forward pass over the right answer shows without generation.
         logprob: log-probability of the tokens of ``expected`` [nats].
     """
 
     expected: str
     output: str
     correct: bool
-    first_choice: bool
     logprob: float
 
 
@@ -137,11 +134,6 @@ class RetrievalResult:
         right = [[float(sample.correct) for sample in haystack] for haystack in haystacks]
         count = effective_prompts(self.task, right, confidence)
         return wilson(int(sum(map(sum, right))), len(self.samples(length)), confidence, count=count)
-
-    def first_choice(self, length: int) -> float:
-        """Return the share of samples at a length that are first choice."""
-        samples = self.samples(length)
-        return sum(sample.first_choice for sample in samples) / len(samples)
 
     def logprob(self, length: int) -> float:
         """Return the mean log-probability of the right answers at a length [nats]."""
@@ -240,6 +232,8 @@ def retrieval(
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
     with in_eval_mode(model):
         for item, column in batch_reader.read(model, batches()):
+            for sample in column:
+                sample.pop("first_choice", None)  # of results that versions up to 0.2.0 stored
             columns[item.length].append([Sample(**sample) for sample in column])
     depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
     return _result(spec, maker, depths_of, columns)
@@ -357,11 +351,9 @@ def _check(reader: Reader, prompt: Prompt) -> None:
 def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sample]:
     """Return a sample for each part of an answer."""
     written = tokenizer.decode(list(answer.output), skip_special_tokens=True)
-    right = prompt.ids[len(prompt.ids) - prompt.answer :]
     samples, start = [], 0
     for part, end in zip(prompt.parts, prompt.ends, strict=True):
         correct = task.correct(part, written)
-        first_choice = tuple(answer.predicted[start:end]) == tuple(right[start:end])
-        samples.append(Sample(part, written, correct, first_choice, math.fsum(answer.logprobs[start:end])))
+        samples.append(Sample(part, written, correct, math.fsum(answer.logprobs[start:end])))
         start = end
     return samples

@@ -1,22 +1,15 @@
-"""Shows more than exact match in reports: a few answers as the model gave them, and the share that is first choice."""
+"""A few answers as the model gave them, for reports."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rope_patch.evaluation.suite import EvalResult
 
 EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right answer (exact match)"
-FIRST_CHOICE = (
-    "An answer is first choice if each of its tokens is the most probable one after the right ones before it."
-)
-"""Sentences by which reports explain the two shares of retrieval. The first has no full stop, because a sentence may
-continue it."""
-
-_NAMED_SHARES = 3  # shares that a note names; it only counts the others
+"""The sentence by which reports explain retrieval, without a full stop, because a sentence may continue it."""
 
 
 @dataclass(frozen=True)
@@ -98,30 +91,3 @@ def answers_text(shown: Iterable[tuple[str, ShownAnswer]]) -> list[str]:
     """Return lines for a terminal that say when a prompt counts as answered and show some answers; none for none."""
     answers = [f"  {name}, {answer}" for name, answer in shown]
     return [f"{EXACT_MATCH}, as in:", *answers] if answers else []
-
-
-def first_choice(scores: EvalResult) -> dict[str, float]:
-    """Return the share of answers that are first choice for each length; with several tasks, their mean."""
-    results = scores.retrieval.values()
-    return {str(n): statistics.fmean(result.first_choice(n) for result in results) for n in scores.spec.lengths}
-
-
-def first_choice_note(scores: Sequence[tuple[str, EvalResult]]) -> str:
-    """Return a sentence on where the first-choice share differs from exact match; "" if it never does.
-
-    Args:
-        scores: results of one spec, each with the name that it is shown under.
-    """
-    differing = []
-    for name, result in scores:
-        for task, retrieval in result.retrieval.items():
-            for length in result.spec.lengths:
-                # Compared as they are printed: a smaller difference would not show in the report.
-                first, exact = f"{retrieval.first_choice(length):.2f}", f"{retrieval.accuracy(length):.2f}"
-                if first != exact:
-                    differing.append(f"{first} instead of {exact} for {name} in {task} prompts of {length} tokens")
-    if not differing:
-        return ""
-    if len(differing) > _NAMED_SHARES:
-        differing[_NAMED_SHARES:] = [f"{len(differing) - _NAMED_SHARES} more"]
-    return f"{FIRST_CHOICE} That share differs from exact match: {'; '.join(differing)}."

@@ -14,7 +14,7 @@ from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
-from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
+from rope_patch.evaluation.shown_answers import EXACT_MATCH
 from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
@@ -55,7 +55,7 @@ Measured and not chosen: {others}.
 
 {scores}
 
-Text: {text}. Prompts: {prompts} for each task and length. {exact_match}. {first_choice} Changes
+Text: {text}. Prompts: {prompts} for each task and length. {exact_match}. Changes
 are against the model before, on the same windows and prompts, with 95 % intervals. {population}
 
 {warnings}
@@ -113,7 +113,6 @@ def card(outcome: Extended) -> str:
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
         prompts=count_text(comparison.spec.samples, "haystack"),
         exact_match=EXACT_MATCH,
-        first_choice=FIRST_CHOICE,
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         version=__version__,
@@ -155,10 +154,6 @@ def scores(comparison: Comparison, chosen: str) -> str:
             text = change_sentence(metric, change) if math.isfinite(change.estimate) else "–"
             values = " | ".join(value_text(metric, value) for value in (before, after))
             lines.append(f"| {_what(metric, span)} | {values} | {text} |")
-            if metric.name == "retrieval" and span.task is not None:
-                shares = (rows[name].retrieval[span.task].first_choice(length) for name in (UNPATCHED, chosen))
-                cells = " | ".join(f"{share:.2f}" for share in shares)
-                lines.append(f"| {span.task} prompts of {length} tokens whose answer is first choice | {cells} | |")
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from rope_patch.harness.request_rows import RequestRow, answer_tokens, group_requests
+from rope_patch.harness.request_rows import RequestRow, group_requests
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
@@ -38,7 +38,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     chunk: int | None
     scheme: Scheme
     maker: Any
-    _answer_tokens: Mapping[tuple[Any, ...], int] = {}  # by request, for the right answers among them
 
     def _bar(self, kind: str, tokens: int, hidden: bool) -> contextlib.AbstractContextManager[None]:
         """Show how many of the tokens of some requests are read, in the first process."""
@@ -60,37 +59,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return gathered
 
     # --- log-likelihood
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score continuations as lm-eval does, but right answers of retrieval tasks in their own tokens."""
-        # lm-eval has a request encoded from its two texts alone, so the number of tokens is looked up by them.
-        self._answer_tokens = {request.args: count for request in requests if (count := answer_tokens(request))}
-        try:
-            answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        finally:
-            self._answer_tokens = {}
-        return answers
-
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a request; the right answer of a retrieval task keeps the tokens of the prompt that it follows.
-
-        lm-eval moves spaces at the end of a context to the continuation. Here a space that the tokenizer writes as a
-        token of its own stays with the prompt (:class:`~rope_patch.evaluation.prompts.Prompt`).
-
-        Raises:
-            ValueError: the tokens of prompt and answer together are others than those of each.
-        """
-        count = self._answer_tokens.get((context, continuation))
-        if count is None:
-            pair: tuple[list[int], list[int]] = super()._encode_pair(context, continuation)
-            return pair
-        ids, prompt = self._encode_prompt(context + continuation), self._encode_prompt(context)
-        if ids[:-count] != prompt:
-            raise ValueError(
-                f"the answer {continuation!r} has {count} tokens behind its prompt of {len(prompt)}, and the model's "
-                f"tokenizer gives {len(ids)} for both: make the documents with that tokenizer (--metadata tokenizer=)"
-            )
-        return ids[:-count], ids[-count:]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Any]:
         """Score whole texts, as lm-eval does; one bar shows the windows of all."""

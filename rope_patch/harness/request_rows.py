@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from lm_eval.api.instance import Instance
 from torch import Tensor
 
 
@@ -65,10 +64,3 @@ def group_requests(
         )
         for _, ids, numbers in rows
     ]
-
-
-def answer_tokens(request: Instance) -> int | None:
-    """Return the number of tokens of a right answer, for a request that scores one of a retrieval task; else None."""
-    doc = request.doc if isinstance(request.doc, Mapping) else {}
-    is_first_choice = "answer_tokens" in doc and request.args[1:] == (doc.get("target"),)
-    return int(doc["answer_tokens"]) if is_first_choice else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import difflib
 import functools
 import itertools
@@ -23,8 +22,9 @@ from rope_patch.evaluation.documents import documents, text_digest
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.harness.lm_eval_versions import task_request
+from rope_patch.runtime.removed import removed
 
-TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows", "first_choice")
+TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows")
 """What ``--metadata`` may set."""
 SPARE_TOKENS = 256
 """Tokens left at the end of a text, so that its last window is cut at a word, too [tokens]."""
@@ -43,19 +43,9 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
     goes by the task's name alone, and would give the prompts of other ``--metadata``; here it knows the documents.
     """
 
-    first_choice = False
-    """Whether the right answer is read, too: ``--metadata first_choice=true``."""
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         # `class` is the key by which lm-eval finds this class, and no field of a task's config.
         settings = {key: value for key, value in config.items() if key != "class"}
-        requested = (config.get("metadata") or {}).get("first_choice", False)
-        if not isinstance(requested, bool):
-            raise ValueError(f"first_choice must be true or false, got {requested!r}: give first_choice=true")
-        if requested and config["output_type"] == "generate_until":
-            self.first_choice = True
-            second = [{**metric, "metric": f"first_choice_{metric['metric']}"} for metric in config["metric_list"]]
-            settings["metric_list"] = [*config["metric_list"], *second]
         super().__init__(config=settings)
 
     def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
@@ -89,24 +79,15 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         return doc["prompt"] if "prompt" in doc else super().fewshot_context(doc, *args, **kwargs)
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
-        """Make the request of a document, and with ``first_choice`` a second one, which reads the right answer.
-
-        ``--gen_kwargs max_gen_toks=`` goes before the answer's length.
-        """
+        """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
         request = task_request(self, doc, ctx, **kwargs)
         if self.OUTPUT_TYPE == "generate_until":
             request.arguments[1].setdefault("max_gen_toks", doc["answer_tokens"])
-        if not self.first_choice:
-            return request
-        scored = {"request_type": "loglikelihood", "arguments": (ctx, doc["target"]), "idx": 1}
-        return [request, dataclasses.replace(request, **scored, resps=[], filtered_resps={})]
+        return request
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> Any:
-        """Return the scores of a document, with ``first_choice`` where its right answer was read."""
-        scores = super().process_results(doc, results)
-        if self.first_choice:
-            scores[f"first_choice_{doc['length']}"] = float(results[1][1])
-        metrics = self.aggregation()  # --predict_only takes all of ours away
+        """Return the scores of a document; none under ``--predict_only``, which takes our metrics away."""
+        scores, metrics = super().process_results(doc, results), self.aggregation()
         return {metric: score for metric, score in scores.items() if metric in metrics}
 
     def build_all_requests(self, *, tokenizer_name: str = "", samples: Any = None, **kwargs: Any) -> None:
@@ -123,7 +104,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
                 )
             if kwargs.get("apply_chat_template"):
                 self._make_documents(turns=turns_of(kwargs["chat_template"]))
-        settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples, self.first_choice]
+        settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples]
         # lm-eval's cache of requests goes by the names of task and tokenizer: the digest makes it go by the documents
         # too.
         digest = text_digest(json.dumps(settings, sort_keys=True))
@@ -281,7 +262,9 @@ def refuse_misspelled(rest: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is such a key.
     """
-    for key in rest:
+    for key, value in rest.items():
+        if value and removed(key):
+            raise ValueError(f"unknown --metadata {key}=.{removed(key)}")
         # Strict, since max_length, which looks like one of ours, is an argument of the model.
         close = difflib.get_close_matches(key, TASK_OPTIONS, n=1, cutoff=0.85)
         if close and key not in TASK_OPTIONS:

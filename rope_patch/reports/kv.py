@@ -17,7 +17,6 @@ from rope_patch.evaluation.metrics import (
     value_text,
 )
 from rope_patch.evaluation.number_format import number_text, percent, relative
-from rope_patch.evaluation.suite import EvalResult
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
@@ -73,7 +72,7 @@ def _table(check: KVCheck, length: int) -> DataTable:
     rows: list[Cells] = []
     for method in check.methods:
         for row in check.of(method):
-            values = [_value(metric, row.scores, span) for metric, span in metrics]
+            values = [value_text(metric, metric.value(row.scores, span)) for metric, span in metrics]
             if row.divergence is None:
                 changes = [cell for value in values for cell in (value, "–")]
                 rows.append([f"{method}: full precision", Cell("", style="left"), "16", "–", "–", *changes])
@@ -93,15 +92,6 @@ def _table(check: KVCheck, length: int) -> DataTable:
         f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains.{prompts} {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
-
-
-def _value(metric: Metric, scores: EvalResult, span: Span) -> Cell:
-    """Return a value; below one of retrieval stands the share of answers that are first choice."""
-    value = value_text(metric, metric.value(scores, span))
-    if metric.name != "retrieval" or span.task is None:
-        return Cell(value)
-    share = scores.retrieval[span.task].first_choice(span.stop)
-    return Cell(value, f"first choice {number_text(share)}")
 
 
 def _change(check: KVCheck, row: CheckRow, metric: Metric, span: Span) -> Cell:

@@ -14,6 +14,7 @@ REMOVED = {
     "resonance": "the method table takes its frequencies",
     "cope": "the method table takes its frequencies",
     "memory": "of the memory that weights leave, each token takes token_bytes of kv-check.json",
+    "first_choice": "exact match is nearly the same share, and the log-probability of right answers tells more",
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
     "method table takes factors that were found elsewhere",
 }

@@ -1,8 +1,6 @@
-"""What commands print beside exact match: a few answers, the share that is first choice, and what was not measured."""
+"""What commands print beside exact match: a few answers and what was not measured."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 from support.commands import DOMAINS, run
@@ -11,7 +9,7 @@ from support.report_pages import row
 from rope_patch import data_path
 from rope_patch.cli.compare import print_table
 from rope_patch.evaluation.compare import Comparison
-from rope_patch.evaluation.shown_answers import EXACT_MATCH, FIRST_CHOICE
+from rope_patch.evaluation.shown_answers import EXACT_MATCH
 
 
 def comparison(*rows):
@@ -23,7 +21,6 @@ def test_compare_shows_a_wrong_answer_and_a_right_one(capsys):
     printed = capsys.readouterr().out
     assert f"{EXACT_MATCH}, as in:\n  default, passkey, 8 tokens, depth 50 %: asked for 12, answered" in printed
     assert '"12" (wrong)\n  default, passkey, 4 tokens, depth 0 %: asked for 12, answered "12" (right)\n' in printed
-    assert FIRST_CHOICE not in printed, "it is exact match everywhere"
 
 
 def test_compare_shows_differences_from_the_unpatched_model(capsys):
@@ -53,15 +50,6 @@ def test_compare_of_patched_models_alone_shows_differences_from_the_first(capsys
 def test_one_method_has_no_differences(capsys):
     print_table(comparison(row("default", [1.0, 1.1])))
     assert "Against" not in capsys.readouterr().out
-
-
-def test_compare_says_where_first_choice_differs(capsys):
-    one = row("default", [1.0, 1.1])
-    result = one.scores.retrieval["passkey"]
-    cells = [replace(c, samples=(replace(c.samples[0], first_choice=False), *c.samples[1:])) for c in result.cells]
-    scores = replace(one.scores, retrieval={"passkey": replace(result, cells=tuple(cells))})
-    print_table(comparison(replace(one, scores=scores)))
-    assert "0.83 instead of 1.00 for default in passkey prompts of 4 tokens;" in capsys.readouterr().out
 
 
 def test_compare_says_that_the_unpatched_model_was_not_measured(capsys):

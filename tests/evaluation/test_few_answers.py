@@ -1,8 +1,6 @@
-"""What reports show beside exact match: a few answers, where first choice differs, and what was not measured."""
+"""What reports show beside exact match: a few answers, and what was not measured."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 from support.evaluated import answered, result_of
@@ -11,8 +9,6 @@ from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.shown_answers import (
     few_answers,
-    first_choice,
-    first_choice_note,
     one_of_each,
     shortest_of_each,
 )
@@ -20,20 +16,16 @@ from rope_patch.evaluation.shown_answers import (
 DEPTHS = (0.0, 0.5, 1.0)
 
 
-def scores(right, first=None):
+def scores(right):
     """Two haystacks at three depths of each length: so many answers are right, from the last one asked backwards.
 
-    The output names length, haystack and depth. ``first``: how many are first choice; by default the right ones.
+    The output names length, haystack and depth.
     """
     cells = []
     for length, count in zip((64, 128, 256), right, strict=True):
-        read = count if first is None else first
         for at, depth in enumerate(DEPTHS):
             places = [3 * haystack + at for haystack in range(2)]
-            samples = [
-                replace(answered("7", f"{length} {i} {depth}", i >= 6 - count, -1.0), first_choice=i >= 6 - read)
-                for i in places
-            ]
+            samples = [answered("7", f"{length} {i} {depth}", i >= 6 - count, -1.0) for i in places]
             cells.append(RetrievalCell(length, depth, tuple(samples)))
     return result_of(None, RetrievalResult("passkey", tuple(cells), 0, "noise", "", None, ()))
 
@@ -55,19 +47,6 @@ def test_in_two_lines_stand_the_shortest_prompts_of_any_method():
     both = [("yarn", scores((6, 6, 5))), ("pi", scores((0, 0, 0)))]
     assert shown(shortest_of_each(both)) == [("pi", 64, 0.0, "wrong"), ("yarn", 64, 0.0, "right")]
     assert [one[1].correct for one in one_of_each(few_answers(both[1:]))] == [False], "none is right"
-
-
-def test_first_choice_is_noted_where_it_differs_from_exact_match():
-    same, apart = scores((6, 6, 3)), scores((6, 5, 3), first=6)
-    assert first_choice_note([("yarn", same)]) == ""
-    note = first_choice_note([("yarn", same), ("pi", apart)])
-    assert "1.00 instead of 0.83 for pi" in note and "0.50" in note and "yarn" not in note
-    assert first_choice(apart) == {"64": 1.0, "128": 1.0, "256": 1.0} and first_choice(same)["256"] == 0.5
-
-
-def test_a_note_names_three_and_counts_the_others():
-    note = first_choice_note([(name, scores((3, 3, 3), first=6)) for name in ("yarn", "pi")])
-    assert note.count(" instead of ") == 3 and note.endswith("; 3 more.")
 
 
 # --- the unpatched model was not measured

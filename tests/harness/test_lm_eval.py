@@ -574,9 +574,17 @@ def test_the_request_cache_knows_its_documents(tmp_path, monkeypatch):
     first, built = requests_of(seed=0)
     assert (len(first), built) == (2, 3)
     assert requests_of(seed=0) == (first, 0), "from the cache"
-    for other in ({"seed": 1}, {"first_choice": True}):
-        found, built = requests_of(**other)
-        assert built == 3 and found != first
+    found, built = requests_of(seed=1)
+    assert built == 3 and found != first
+
+
+def test_nothing_is_scored_where_answers_are_only_predicted():
+    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    options = {"predict_only": True, "log_samples": True, "bootstrap_iters": 0}
+    manager = our_tasks(samples=1, depths=[0.5], max_seq_lengths=256)
+    result = lm_eval.simple_evaluate(lm(model=model), tasks=["rope_passkey"], task_manager=manager, **options)
+    assert not any(metric.startswith("256") for metric in result["results"]["rope_passkey"])
+    assert len(result["samples"]["rope_passkey"]) == 1
 
 
 @pytest.fixture(scope="module")

@@ -173,18 +173,18 @@ def test_the_tables_have_the_numbers(checked, figures):
     assert sources["kivi-2"] == PRESETS["kivi-2"].source and sources[FORMATS[1]] == "given as a text"
 
 
-def test_first_choice_stands_below_exact_match_and_answers_with_their_verdict(checked, figures):
-    """Of the format's two answers at 40 tokens one is right here, and another one is first choice."""
+def test_answers_stand_with_their_verdict(checked, figures):
+    """Of the format's two answers at 40 tokens one is right here."""
     row = checked.of("default")[1]
     result = row.scores.retrieval["passkey"]
-    (first, *others), read = result.cells, replace(result.cells[1].samples[0], first_choice=True)
+    first, *others = result.cells
     right = replace(first, samples=(replace(first.samples[0], correct=True, output="7"),))
-    changed = replace(result, cells=(right, replace(others[0], samples=(read,)), *others[1:]))
+    changed = replace(result, cells=(right, *others))
     scores = replace(row.scores, retrieval={"passkey": changed})
     page = shown(
         replace(checked, rows=tuple(replace(one, scores=scores) if one is row else one for one in checked.rows))
     )
-    assert page.row("int4-token")[7][1] == "0.50first choice 0.50"
+    assert page.row("int4-token")[7][1] == "0.50"
     few = [one for one in page.table("A few answers") if one[0] == "default: int4-token" and one[2] == "40"]
     assert [(one[3], one[-1]) for one in few] == [("100 %", "wrong"), ("0 %", "right")]
     assert few[1][5] == '"7"'

@@ -42,7 +42,7 @@ def check_cache(model, tokenizer, formats, **options):
 
 def answered(expected, output, correct, logprob):
     """One answer to a prompt; if it is correct, its tokens are also the most probable ones."""
-    return Sample(expected, output, correct, correct, logprob)
+    return Sample(expected, output, correct, logprob)
 
 
 def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
