@@ -107,9 +107,9 @@ class Plan:
         inference = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.inference.items())
         lines = [
             f"a training step of {self.shape.name} ({self.shape.parameters / 1e9:.2f} B parameters), {options.batch} x "
-            f"{options.length} tokens, on each GPU of {options.gpus} [GiB]:",
+            f"{options.length} tokens, on each GPU of {options.gpus} [GiB]; of layer and loss the larger counts:",
             *(f"  {name:12s} {size / GIB:8.2f}" for name, size in self.parts.items() if size),
-            f"  {'peak':12s} {self.total / GIB:8.2f}  {fits} into {gpu_memory:g} (of layer and loss the larger counts)",
+            f"  {'peak':12s} {self.total / GIB:8.2f}  {fits} into {gpu_memory:g}",
         ]
         steps = self.advice(gpu_memory)
         if steps:

@@ -19,8 +19,14 @@ from rope_patch.planning.shapes import Layer, Linear, Shape
 # Parts of a name that do not change the shapes: Meta-Llama-3.1-8B-Instruct has those of Llama-3.1-8B.
 _SAME_SHAPE = re.compile(r"^meta-|(-(instruct|base|text|it|pt))+$")
 
-_OUTPUTS = {"o_proj": "attention_out", "down_proj": "mlp_out"}
-"""The projections that do not read what the others beside them read, and the names of their places."""
+_OUTPUTS = {
+    "o_proj": "attention_out",
+    "dense": "attention_out",
+    "down_proj": "mlp_out",
+    "fc2": "mlp_out",
+    "c_proj": "mlp_out",
+}
+"""The projections that read what those beside them computed, and their places: Llama's names, Phi's, StarCoder's."""
 
 
 def shape_of(model: str | Path | PreTrainedModel) -> Shape:
@@ -88,7 +94,7 @@ def _layer(layer: nn.Module, kind: str, config: Any) -> Layer:
     # Experts of a mixture are stacked into tensors of three dimensions.
     if len(inputs) < 4 or any(p.ndim > 2 for p in layer.parameters()):
         raise ValueError(
-            "a plan covers dense decoders (per layer one attention with o_proj and one MLP with down_proj), not those "
+            "a plan covers dense decoders (in each layer one attention and one MLP, of Linear), not those "
             f"of {type(layer).__name__}"
         )
     query = inputs["attention_out"]
