@@ -19,7 +19,7 @@ import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, gib, peak_tflops
 from gpu_stages.flops import step_flops
 from measuring import forget_peak, peak_of, synchronize
-from rope_patch.planning import Plan, plan, shape_of
+from rope_patch.planning import Plan, plan
 from rope_patch.training.trainer import LongTrainer
 
 MODEL = "Llama-3.1-8B"
@@ -84,8 +84,8 @@ def quantize(model: Any) -> Any:
 def planned_step(setting: Setting, length: int, quantization: str) -> Plan:
     """Return the plan of a training step on one row."""
     with torch.device("meta"):
-        shape = shape_of(AutoModelForCausalLM.from_config(setting.config(MODEL)))
-    return plan(shape, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa")
+        model = AutoModelForCausalLM.from_config(setting.config(MODEL))
+    return plan(model, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa")
 
 
 def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str, liger: bool, clock: Clock) -> Any:
@@ -168,7 +168,7 @@ def memory(setting: Setting, planned: Plan, usage: dict[str, Any], model: Any, r
         before = usage["loaded_bytes"]
     else:  # on a CPU the process holds more than the model, so the model is counted
         before = sum(p.numel() * p.element_size() for p in model.parameters())
-    peak, predicted = before + usage["peak_bytes"], planned.total - planned["overhead"]
+    peak, predicted = before + usage["peak_bytes"], planned.total - planned.parts["overhead"]
     return {
         "peak_gib": gib(peak),
         "peak_from": usage["peak_from"],
@@ -176,7 +176,7 @@ def memory(setting: Setting, planned: Plan, usage: dict[str, Any], model: Any, r
         "measured_over_predicted": round(peak / predicted, 4),
         "reserved_gib": None if reserved is None else gib(reserved),
         "predicted_with_overhead_gib": gib(planned.total),
-        "parts_gib": {part.name: gib(part.bytes) for part in planned.parts if part.bytes},
+        "parts_gib": {name: gib(size) for name, size in planned.parts.items() if size},
     }
 
 

@@ -17,6 +17,6 @@ def plan(words: Sequence[str]) -> None:
     step = asdict(options.step) | ({"lora_rank": None} if options.full else {})
     planned = planning.plan(options.model, **step)
     if options.as_json:
-        print(planned.to_json(gpu_memory=options.gpu_memory))
+        print(planned.to_json(options.gpu_memory))
     else:
         print(planned.describe(options.gpu_memory))

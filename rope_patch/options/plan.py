@@ -57,9 +57,9 @@ class StepOptions(OptionSet):
         return BYTES_PER_ELEMENT[self.dtype]
 
     @property
-    def tokens_per_gpu(self) -> float:
+    def tokens_per_gpu(self) -> int:
         """The number of tokens whose activations one GPU holds."""
-        return self.batch * self.length / self.context_parallel
+        return self.batch * self.length // self.context_parallel
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """Predicts the memory that a training step takes on one GPU, part by part.
 
 Letters in formulas: N tokens on the GPU, h hidden, f ffn, q = heads x head_dim, k = KV heads x head_dim, V
-vocabulary, e bytes per entry of the dtype (2 or 4). Three parts are left out, each far below 1 %: rotary tables, biases
-of adapters and token ids. Adapters are float32 with their products under autocast, as PEFT and Trainer's ``bf16=True``
-have them, and without dropout.
+vocabulary, e bytes per entry of the dtype (2 or 4). Four things are left out, each far below 1 %: rotary tables, token
+ids, biases of adapters, and the float32 per token that a norm keeps beside its input. Adapters are float32 with their
+products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and without dropout.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
@@ -19,95 +17,64 @@ OVERHEAD_BYTES = 2 * 2**30
 derived."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One share of the memory. Parts with ``turns`` are never live together, so only the largest of them counts."""
-
-    name: str
-    bytes: int
-    what: str
-    turns: bool = False
-
-
-def training_memory(shape: Shape, options: StepOptions) -> tuple[Part, ...]:
-    """Return the parts of one GPU's peak memory in training.
+def training_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
+    """Return the parts of one GPU's peak memory in training [bytes].
 
     Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
     arXiv:1910.02054, section 5.3); the layers that FSDP gathers are added.
+
+    *Source* of the optimizer's states: AdamW as in mixed-precision training (ZeRO, section 3.1): two float32 moments,
+    and a float32 master of 16-bit weights. 8-bit Adam (Dettmers et al. 2022, arXiv:2110.02861, section 2): two one-byte
+    moments, a float32 scale each per 256 entries (our reading of bitsandbytes), no master. SGD has no momentum here.
     """
-    saved = shape.total(lambda layer: _saved_for_backward(layer, options))
-    work = max(_working_memory(layer, options) for layer in shape.kinds)
-    inputs = shape.total(lambda layer: layer.hidden * options.element * options.tokens_per_gpu)
+    activations = shape.total(lambda layer: _saved_for_backward(layer, options))
+    working = max(_working_memory(layer, options) for layer in shape.kinds)
     if options.checkpointing:
-        # Checkpointing computes a layer again in the backward pass, and then keeps for one layer what it saved for all.
-        work += max(_saved_for_backward(layer, options) for layer in shape.kinds)
+        # Checkpointing keeps the inputs of layers, computes a layer again in the backward pass, and then keeps for one
+        # layer what it saved for all.
+        activations = shape.total(lambda layer: layer.hidden) * options.element * options.tokens_per_gpu
+        working += max(_saved_for_backward(layer, options) for layer in shape.kinds)
     adapters = adapter_entries(shape, options)
-    full = shape.parameters if options.lora_rank is None else 0
-    storage = (
-        options.dtype
-        if options.quantization == "none"
-        else f"projections {options.quantization}, the rest {options.dtype}"
-    )
-    divided = (
-        Part("weights", weight_bytes(shape, options), f"{shape.parameters / 1e9:.2f} B parameters, {storage}"),
-        Part("adapter", 4 * adapters, f"{adapters / 1e6:.1f} M parameters"),
-        Part("gradients", 4 * adapters + options.element * full, "of what is trained"),
-        Part(
-            "optimizer",
-            _optimizer_state(adapters, 4, options) + _optimizer_state(full, options.element, options),
-            options.optimizer,
-        ),
-    )
-    return (
-        *(Part(part.name, part.bytes // options.gpus, part.what) for part in divided),
-        Part("gathered", _gathered_by_fsdp(shape, options), "two layers and the root, whole, under FSDP"),
-        Part("masks", _window_mask(shape, options), "of sliding windows"),
-        Part(
-            "activations",
-            int(inputs if options.checkpointing else saved),
-            "the input of every layer" if options.checkpointing else "all that the backward pass reads",
-        ),
-        Part(
-            "layer",
-            int(work),
-            "one layer computed again, its gradients" if options.checkpointing else "gradients in one layer",
-            turns=True,
-        ),
-        Part("loss", _loss_memory(shape, options), f"slices of {LOGITS_AT_ONCE} tokens", turns=True),
-        Part("overhead", OVERHEAD_BYTES, "context, workspaces, fragments: an allowance"),
-    )
+    trained = adapters or shape.parameters
+    entry = 4 if adapters else options.element
+    states = {"adamw": 8 if entry == 4 else 12, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[options.optimizer]
+    return {
+        "weights": weight_bytes(shape, options) // options.gpus,
+        "adapter": 4 * adapters // options.gpus,
+        "gradients": entry * trained // options.gpus,
+        "optimizer": int(states * trained) // options.gpus,
+        "gathered": _gathered_by_fsdp(shape, options),
+        "masks": max(_mask_entries(layer, options) for layer in shape.kinds),
+        "activations": activations,
+        "layer": working,
+        "loss": _loss_memory(shape, options),
+        "overhead": OVERHEAD_BYTES,
+    }
 
 
-def kv_cache_bytes(shape: Shape, options: StepOptions) -> int:
-    """Return the size of one sequence's keys and values in inference [bytes]; sliding layers hold their window only."""
-    return int(
-        shape.total(lambda layer: 2 * layer.key * options.element * min(options.length, layer.window or options.length))
-    )
+def inference_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
+    """Return the memory of inference on one sequence, without an adapter [bytes].
 
-
-def prefill_memory(shape: Shape, options: StepOptions) -> int:
-    """Return the memory beside weights and cache while one sequence is read in a single pass [bytes].
-
-    It holds the embeddings, and of the widest layer the input, the residual stream, and the input and three tensors of
-    the MLP. It also holds all keys and values of sliding layers: the window that transformers' cache keeps of them is a
-    view into the whole tensor.
+    Sliding layers cache their window only. Beside weights and cache, a single pass over the sequence holds the
+    embeddings, and of the widest layer the input, the residual stream, and the input and three tensors of the MLP. It
+    also holds all keys and values of sliding layers: the window that transformers' cache keeps of them is a view into
+    the whole tensor.
     """
-    work = max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
-    whole = shape.total(lambda layer: 2 * layer.key)
-    return int(options.length * options.element * (work + whole)) - kv_cache_bytes(shape, options)
-
-
-def with_adapters(layer: Layer, options: StepOptions) -> tuple[Linear, ...]:
-    """Return the projections of a layer that get an adapter."""
-    if options.lora_rank is None:
-        return ()
-    names = {ALL_LINEAR: layer.linears, "attention": [x for x in layer.linears if x.place.startswith("attention")]}
-    groups = [names.get(target, ()) for target in options.target_modules]
-    return tuple(
-        x
-        for x in layer.linears
-        if x.name.rpartition(".")[2] in options.target_modules or any(x in group for group in groups)
+    row = options.length * options.element
+    whole = 2 * row * shape.total(lambda layer: layer.key)
+    cache = (
+        2 * options.element * shape.total(lambda layer: layer.key * min(options.length, layer.window or options.length))
     )
+    work = row * max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
+    return {"weights": weight_bytes(shape, options), "KV cache": cache, "prefill in one pass": work + whole - cache}
+
+
+def trained_linears(layer: Layer, options: StepOptions) -> tuple[Linear, ...]:
+    """Return the projections of a layer that are trained or get an adapter."""
+    if options.lora_rank is None:
+        return layer.linears
+    targets = set(options.target_modules)
+    return tuple(x for x in layer.linears if targets & {ALL_LINEAR, x.name, x.place.removesuffix("_out")})
 
 
 def adapter_entries(shape: Shape, options: StepOptions) -> int:
@@ -116,68 +83,46 @@ def adapter_entries(shape: Shape, options: StepOptions) -> int:
     *Source*: LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): r (inputs + outputs) per projection.
     """
     rank = options.lora_rank or 0
-    return int(shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in with_adapters(layer, options))))
+    return rank * shape.total(lambda layer: sum(x.inputs + x.outputs for x in trained_linears(layer, options)))
 
 
-def _layer_weight_bytes(layer: Layer, options: StepOptions) -> float:
-    """Return the size of a layer's weights as they are stored [bytes].
+def weight_bytes(shape: Shape, options: StepOptions) -> int:
+    """Return the size of all weights as they are stored [bytes]; only projections of layers are quantized.
 
     *Source*: bitsandbytes. LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339): one byte each and a float32 per output
     row. NF4 (QLoRA, arXiv:2305.14314, section 3): half a byte each and per 64 of them a constant of one byte, itself
     scaled in float32 per 256: 0.127 bits per weight for both.
     """
-    rest = layer.parameters - layer.matmul_weights
-    match options.quantization:
-        case "8bit":
-            return layer.matmul_weights + 4 * sum(x.outputs for x in layer.linears) + rest * options.element
-        case "nf4":
-            return layer.matmul_weights * (1 / 2 + 1 / 64 + 4 / (64 * 256)) + rest * options.element
-    return layer.parameters * options.element
-
-
-def _bytes_outside_layers(shape: Shape, options: StepOptions) -> float:
-    """Return the size of the weights outside layers, which are never quantized [bytes]: embeddings, last norm, head."""
-    return (shape.parameters - shape.total(lambda layer: layer.parameters)) * options.element
-
-
-def weight_bytes(shape: Shape, options: StepOptions) -> int:
-    """Return the size of all weights as they are stored [bytes]."""
-    return int(shape.total(lambda layer: _layer_weight_bytes(layer, options)) + _bytes_outside_layers(shape, options))
-
-
-def _optimizer_state(entries: int, element: int, options: StepOptions) -> int:
-    """Return the size of what an optimizer keeps for so many trained entries [bytes].
-
-    *Source*: AdamW as in mixed-precision training (ZeRO, section 3.1): two float32 moments, and a float32 master of
-    16-bit weights. 8-bit Adam (Dettmers et al. 2022, arXiv:2110.02861, section 2): two one-byte moments, a float32
-    scale each per 256 entries (our reading of bitsandbytes), no master. SGD has no momentum here.
-    """
-    master = 4 if element < 4 else 0
-    return int(entries * {"adamw": 8 + master, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[options.optimizer])
+    projections = shape.total(lambda layer: layer.matmul_weights)
+    stored = {
+        "none": projections * options.element,
+        "8bit": projections + 4 * shape.total(lambda layer: sum(x.outputs for x in layer.linears)),
+        "nf4": int(projections * (1 / 2 + 1 / 64 + 4 / (64 * 256))),
+    }
+    return stored[options.quantization] + (shape.parameters - projections) * options.element
 
 
 def _gathered_by_fsdp(shape: Shape, options: StepOptions) -> int:
     """Return the size of what FSDP holds whole [bytes]: this layer, the next one, and the root (embeddings, head)."""
     if options.gpus == 1:
         return 0
-    layer = max(_layer_weight_bytes(layer, options) for layer in shape.kinds)
+    root = shape.outside_layers * options.element
     # A trained weight has a gradient of its own size, which is whole until it is divided among the GPUs.
-    gradient = 0 if options.lora_rank else max(layer.parameters for layer in shape.kinds) * options.element
-    return int(2 * layer + gradient + _bytes_outside_layers(shape, options))
+    copies = 2 if options.lora_rank else 3
+    return root + copies * (weight_bytes(shape, options) - root) // shape.total(lambda layer: 1)
 
 
-def _gets_mask(layer: Layer, options: StepOptions) -> bool:
-    """Return whether sdpa gets a mask: torch's kernels have a flag for causal attention, but not for a window."""
-    return options.attention == "sdpa" and layer.window is not None and layer.window < options.length
+def _mask_entries(layer: Layer, options: StepOptions) -> int:
+    """Return the size of sdpa's mask of a window, of booleans [bytes]; layers share it.
+
+    torch's kernels have a flag for causal attention, but not for a window.
+    """
+    if options.attention == "flash" or layer.window is None or layer.window >= options.length:
+        return 0
+    return options.tokens_per_gpu // options.batch * options.length
 
 
-def _window_mask(shape: Shape, options: StepOptions) -> int:
-    """Return the size of the mask of booleans that all layers with a window share [bytes]."""
-    needed = any(_gets_mask(layer, options) for layer in shape.kinds)
-    return int(options.tokens_per_gpu / options.batch * options.length) if needed else 0
-
-
-def _saved_for_backward(layer: Layer, options: StepOptions) -> float:
+def _saved_for_backward(layer: Layer, options: StepOptions) -> int:
     r"""Return the size of what one layer saves for its backward pass [bytes].
 
     *Source*: the counting of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1, equation 1:
@@ -188,43 +133,43 @@ def _saved_for_backward(layer: Layer, options: StepOptions) -> float:
     attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) keeps q, k, v, its output and one float32 per head and
     token in place of the scores.
     """
-    e = options.element
-    norms = sum(layer.norm_inputs) * (8 if options.lora_rank is None else 4) + 4 * len(layer.norm_inputs)
-    attention: float = 2 * (layer.query + layer.key) * e + 4 * layer.heads
-    if _gets_mask(layer, options):
-        # Keys and values are repeated for every head, and the mask once more as numbers to add.
-        attention = 4 * layer.query * e + 4 * layer.heads + options.length * e / options.batch
-    return options.tokens_per_gpu * (norms + attention + 3 * layer.ffn * e + _saved_inputs(layer, options))
+    trained = trained_linears(layer, options)
+    if _casts(options):
+        inputs = sum(x.inputs for x in trained)
+    else:
+        # Projections at the same place read the same input, which is saved once. That of the last projection of the
+        # attention is the attention's output, which is counted below.
+        inputs = sum({x.place: x.inputs for x in trained if x.place != "attention_out"}.values())
+    # With a mask, keys and values are repeated for every head, and the mask is kept once more as numbers to add.
+    mask = _mask_entries(layer, options)
+    keys = layer.query if mask else layer.key
+    ranks = (options.lora_rank or 0) * len(trained)
+    features = 2 * (layer.query + keys) + 3 * layer.ffn + inputs + ranks
+    norms = (8 if options.lora_rank is None else 4) * layer.norms
+    return options.tokens_per_gpu * (norms + 4 * layer.heads + features * options.element) + mask * options.element
 
 
-def _saved_inputs(layer: Layer, options: StepOptions) -> float:
-    """Return the size of the saved inputs of projections [bytes per token], without the attention's output."""
-    own = layer.linears if options.lora_rank is None else with_adapters(layer, options)
-    ranks = (options.lora_rank or 0) * len(own) * options.element
-    if options.lora_rank is not None and options.element < 4:
-        return ranks + sum(x.inputs for x in own) * options.element
-    # Projections at the same place read the same input, which is saved once. That of the last projection of the
-    # attention is the attention's output, which `_saved` counts.
-    widths = {x.place: x.inputs for x in own if x.place != "attention_out"}
-    return ranks + sum(widths.values()) * options.element
-
-
-def _working_memory(layer: Layer, options: StepOptions) -> float:
+def _working_memory(layer: Layer, options: StepOptions) -> int:
     """Return the size of what lives beside the saved tensors at the busiest moment of a layer [bytes].
 
-    *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest
-    of: the backward pass of the gated product (three gradients as wide as f, the saved input of the last projection
-    gone); the float32 copy that an adapter on that projection makes of its input. A frozen quantized projection is
-    unpacked to be multiplied.
+    *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. With adapters on
+    16-bit weights it is when that on the last projection of the MLP makes a float32 copy of its input, (2 + 4) f bytes
+    beside five tensors as wide as h. Without, it is the backward pass of the gated product: three gradients as wide as
+    f, less the saved input of the last projection, which is gone. A frozen quantized projection is unpacked to be
+    multiplied.
     """
-    e = options.element
-    down = next(x for x in layer.linears if x.place == "mlp_out")
-    adapted = down in with_adapters(layer, options)
-    released = layer.ffn * e if adapted or options.lora_rank is None else 0
-    gated = 3 * layer.ffn * e + 2 * layer.hidden * e - released
-    casting = (layer.ffn * (e + 4) if adapted and e < 4 else 0) + 5 * layer.hidden * e
-    unpacked = max(x.weight for x in layer.linears) * e if options.quantization != "none" else 0
-    return options.tokens_per_gpu * max(gated, casting) + unpacked
+    features = 3 * layer.ffn + 2 * layer.hidden
+    if layer.linears[-1] in trained_linears(layer, options):
+        features += 3 * layer.hidden if _casts(options) else -layer.ffn
+    unpacked = 0
+    if options.quantization != "none":
+        unpacked = max(x.inputs * x.outputs for x in layer.linears)
+    return (options.tokens_per_gpu * features + unpacked) * options.element
+
+
+def _casts(options: StepOptions) -> bool:
+    """Return whether each adapter makes its own copy of a 16-bit input."""
+    return options.lora_rank is not None and options.element < 4
 
 
 def _loss_memory(shape: Shape, options: StepOptions) -> int:
@@ -237,4 +182,4 @@ def _loss_memory(shape: Shape, options: StepOptions) -> int:
     """
     logits = min(LOGITS_AT_ONCE, options.tokens_per_gpu) * shape.vocab * (12 + 4 * shape.capped_logits)
     # 4 for the norm's float32 input; 5 tensors in the model's type: its input and output, two gradients, the sum.
-    return int(logits + options.tokens_per_gpu * shape.hidden * (4 + 5 * options.element))
+    return logits + options.tokens_per_gpu * shape.hidden * (4 + 5 * options.element)

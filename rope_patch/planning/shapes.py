@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 
 @dataclass(frozen=True)
 class Linear:
     """One projection of a layer. Those with the same ``place`` read the same input."""
 
-    name: str
+    name: str  # such as "q_proj"
     inputs: int
     outputs: int
     place: str  # "attention" (q, k, v), "attention_out", "mlp" (gate, up) or "mlp_out"
-
-    @property
-    def weight(self) -> int:
-        """Number of entries of the weight."""
-        return self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
@@ -33,14 +26,13 @@ class Layer:
     heads: int
     ffn: int
     window: int | None  # greatest number of keys that a query sees; None if it sees all before it
-    norm_inputs: tuple[int, ...]  # width of what each norm reads
-    linears: tuple[Linear, ...]
-    parameters: int
+    norms: int  # widths of what all norms read, together
+    linears: tuple[Linear, ...]  # the output projection of the MLP is the last
 
-    @cached_property
+    @property
     def matmul_weights(self) -> int:
         """Number of entries of all projections."""
-        return sum(linear.weight for linear in self.linears)
+        return sum(x.inputs * x.outputs for x in self.linears)
 
 
 @dataclass(frozen=True)
@@ -49,21 +41,13 @@ class Shape:
 
     name: str
     parameters: int  # tied weights count once
-    layers: tuple[Layer, ...]
+    outside_layers: int  # those of embeddings, last norm and head
+    kinds: dict[Layer, int]  # the different layers, each with the number of times that it occurs
     vocab: int
+    hidden: int  # width of the residual stream
     sdpa: bool
     capped_logits: bool
 
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream [features]."""
-        return self.layers[0].hidden
-
-    @cached_property
-    def kinds(self) -> dict[Layer, int]:
-        """The different layers, each with the number of times that it occurs."""
-        return dict(Counter(self.layers))
-
-    def total(self, of: Callable[[Layer], float]) -> float:
+    def total(self, of: Callable[[Layer], int]) -> int:
         """Return the sum of a function of a layer over all layers."""
         return sum(of(layer) * count for layer, count in self.kinds.items())

@@ -85,6 +85,6 @@ def test_the_plan_of_a_recipe_is_what_a_step_takes(path):
         with torch.no_grad(), model.disable_adapter(), FakeLiveBytes(model) as reading:
             _read = model.eval()(input_ids=ids, use_cache=True, logits_to_keep=1)
     adam = sum(12 * p.numel() for p in trained)  # gradients and two moments in float32
-    assert planned.total - planned["overhead"] == pytest.approx(stored + adam + live.peak, rel=0.02)
+    assert planned.total - planned.parts["overhead"] == pytest.approx(stored + adam + live.peak, rel=0.02)
     parts = planned.inference
     assert parts["KV cache"] + parts["prefill in one pass"] == pytest.approx(reading.peak, rel=0.03)

@@ -80,10 +80,10 @@ def test_llama_3_8b_at_128k():
     gated product: 82.7, 3 % below. "~85" does not say which; both are within 10 %.
     """
     everything = plan("Llama-3-8B", length=131072, lora_rank=16)
-    assert everything["weights"] / GIB == pytest.approx(14.96, abs=0.01)
-    assert everything["activations"] == 32 * GIB
-    assert everything["layer"] / GIB == pytest.approx(26.5 + 15.5, abs=0.1)
-    assert everything["optimizer"] == 8 * 41_943_040
+    assert everything.parts["weights"] / GIB == pytest.approx(14.96, abs=0.01)
+    assert everything.parts["activations"] == 32 * GIB
+    assert everything.parts["layer"] / GIB == pytest.approx(26.5 + 15.5, abs=0.1)
+    assert everything.parts["optimizer"] == 8 * 41_943_040
     assert everything.total / GIB == pytest.approx(91.6, abs=0.1)
     assert everything.total / GIB == pytest.approx(85, rel=0.1)
     attention = everything.but(target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -93,8 +93,8 @@ def test_llama_3_8b_at_128k():
 def test_masks_of_sliding_windows_under_sdpa():
     flash = plan("gemma-3-12b", length=131072)
     sdpa = flash.but(attention="sdpa")
-    assert sdpa["masks"] == 131072**2
-    assert sdpa["layer"] - flash["layer"] > 131072**2 * 2
+    assert sdpa.parts["masks"] == 131072**2
+    assert sdpa.parts["layer"] - flash.parts["layer"] > 131072**2 * 2
 
 
 def test_inference():
@@ -193,7 +193,7 @@ def test_saved_activations_are_those_autograd_saves(family, attention, dtype, ra
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
         _kept = decoder(model)(IDS, use_cache=False)
     counted = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-    assert planned["activations"] == pytest.approx(counted, rel=0.1)
+    assert planned.parts["activations"] == pytest.approx(counted, rel=0.1)
 
 
 @covering(run=RUNS, checkpointing=[True, False])
@@ -205,9 +205,11 @@ def test_peak_of_the_decoder(run, checkpointing):
     last_norm = (
         TOKENS * 64 * (4 + planned.options.element * (2 if rank is None else 1))
     )  # by hand: input, normed, output
-    predicted = planned["masks"] * checkpointing + planned["activations"] + last_norm
+    predicted = planned.parts["masks"] * checkpointing + planned.parts["activations"] + last_norm
     assert predicted == pytest.approx(counted, rel=0.1)
-    assert planned["masks"] + planned["activations"] + planned["layer"] == pytest.approx(live.peak, rel=0.1)
+    assert planned.parts["masks"] + planned.parts["activations"] + planned.parts["layer"] == pytest.approx(
+        live.peak, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("tokens", [512, 4096])  # one slice, four slices
@@ -221,7 +223,7 @@ def test_peak_with_sliced_logits(family, tokens):
     labels = torch.randint(3, 96, (1, tokens))
     reader = Reader(model.get_base_model())
     live, _ = measured(model, context, lambda: token_loss(reader, hidden, labels)[0])
-    assert planned.but(length=tokens)["loss"] == pytest.approx(live.peak, rel=0.1)
+    assert planned.but(length=tokens).parts["loss"] == pytest.approx(live.peak, rel=0.1)
 
 
 @pytest.mark.parametrize(("family", "targets"), [("gemma3", ("o_proj", "down_proj")), ("phi3", ("all-linear",))])
@@ -231,13 +233,13 @@ def test_adapter_is_as_large_as_peft_makes_it(family, targets):
     target_modules = targets[0] if targets == ("all-linear",) else list(targets)
     adapted = get_peft_model(model, LoraConfig(r=8, target_modules=target_modules))
     trained = [p for p in adapted.parameters() if p.requires_grad]
-    assert planned["adapter"] == planned["gradients"] == sum(4 * p.numel() for p in trained)
+    assert planned.parts["adapter"] == planned.parts["gradients"] == sum(4 * p.numel() for p in trained)
     optimizer = torch.optim.AdamW(trained)
     for p in trained:
         p.grad = torch.ones_like(p)
     optimizer.step()
     states = sum(t.numel() * 4 for state in optimizer.state.values() for t in state.values() if t.ndim)
-    assert planned["optimizer"] == states
+    assert planned.parts["optimizer"] == states
 
 
 def test_nf4_is_as_large_as_bitsandbytes_packs_it():
@@ -246,13 +248,15 @@ def test_nf4_is_as_large_as_bitsandbytes_packs_it():
     packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
     stored = packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
     per_weight = stored / weight.numel()
-    shape = shape_of("Llama-3.1-8B")
+    model = "Llama-3.1-8B"
+    shape = shape_of(model)
     linear = shape.total(lambda layer: layer.matmul_weights)
     expected = linear * per_weight + (shape.parameters - linear) * 2
-    assert plan(shape, length=1024, quantization="nf4")["weights"] == pytest.approx(expected, rel=1e-3)
+    assert plan(model, length=1024, quantization="nf4").parts["weights"] == pytest.approx(expected, rel=1e-3)
     rows = 32 * (4096 + 1024 + 1024 + 4096 + 14336 + 14336 + 4096)
     assert (
-        plan(shape, length=1024, quantization="8bit")["weights"] == linear + 4 * rows + (shape.parameters - linear) * 2
+        plan(model, length=1024, quantization="8bit").parts["weights"]
+        == linear + 4 * rows + (shape.parameters - linear) * 2
     )
 
 
@@ -262,24 +266,24 @@ def test_nf4_is_as_large_as_bitsandbytes_packs_it():
 def test_full_fine_tuning_takes_16_bytes_per_parameter():
     """ZeRO, section 3.1: 2 for the weight, 2 for its gradient, 12 for master and moments."""
     planned = plan("Qwen2.5-0.5B", length=1024, lora_rank=None)
-    assert planned["weights"] + planned["gradients"] + planned["optimizer"] == 16 * 494_032_768
-    assert planned["adapter"] == 0
-    assert planned.but(optimizer="adamw_8bit")["optimizer"] == int(494_032_768 * (2 + 8 / 256))
-    assert planned.but(optimizer="sgd")["optimizer"] == 0
+    assert planned.parts["weights"] + planned.parts["gradients"] + planned.parts["optimizer"] == 16 * 494_032_768
+    assert planned.parts["adapter"] == 0
+    assert planned.but(optimizer="adamw_8bit").parts["optimizer"] == int(494_032_768 * (2 + 8 / 256))
+    assert planned.but(optimizer="sgd").parts["optimizer"] == 0
 
 
 def test_gpus_divide_what_they_divide():
     one = plan("Llama-3.1-8B", length=32768)
     eight = one.but(gpus=8)
     for name in ("weights", "adapter", "gradients", "optimizer"):
-        assert eight[name] == one[name] // 8
+        assert eight.parts[name] == one.parts[name] // 8
     # a layer has 218.1 M parameters, twice in bfloat16; embeddings, head and last norm 1050.7 M once
-    assert eight["gathered"] == pytest.approx(2 * (2 * 218.11e6 + 1050.68e6), rel=1e-4)
-    assert eight["activations"] == one["activations"]
+    assert eight.parts["gathered"] == pytest.approx(2 * (2 * 218.11e6 + 1050.68e6), rel=1e-4)
+    assert eight.parts["activations"] == one.parts["activations"]
     shared = one.but(gpus=8, context_parallel=8)
-    assert shared["activations"] == one["activations"] // 8
-    assert shared["layer"] == one["layer"] // 8
-    assert one.but(batch=2)["activations"] == 2 * one["activations"]
+    assert shared.parts["activations"] == one.parts["activations"] // 8
+    assert shared.parts["layer"] == one.parts["layer"] // 8
+    assert one.but(batch=2).parts["activations"] == 2 * one.parts["activations"]
 
 
 def test_advice_is_replanned_in_order_until_it_fits():
@@ -291,10 +295,11 @@ def test_advice_is_replanned_in_order_until_it_fits():
     assert steps[1].total == planned.but(checkpointing=True, batch=1).total <= 100 * GIB
     assert planned.but(checkpointing=True, batch=1).advice(100) == []
     many = planned.but(checkpointing=True).advice(80)
-    assert [step.option for step in many] == ["--batch 1", "--gpus 2 --context-parallel 2"]  # nf4 became needless
+    assert [step.option for step in many] == ["--batch 1", "--gpus 2 --context-parallel 2"]  # nf4 would not suffice
     floats = plan("Llama-3-8B", length=32768, dtype="float32").advice(60)
     assert floats[0].option == "--dtype bfloat16"
-    assert plan("Llama-3-8B", length=2**30).advice(1)[-1].fits is False
+    endless = plan("Llama-3-8B", length=2**30, checkpointing=False)
+    assert [(step.option, step.fits) for step in endless.advice(1)] == [("--checkpointing", False)]
 
 
 def test_gpus_that_are_there_share_a_sequence_before_anything_is_rounded():
@@ -302,16 +307,19 @@ def test_gpus_that_are_there_share_a_sequence_before_anything_is_rounded():
     planned = plan("Llama-3.1-8B", length=131072, gpus=8)
     assert not planned.fits(80)
     (step,) = planned.advice(80)
-    assert (step.option, step.changes, step.fits) == ("--context-parallel 2", {"context_parallel": 2}, True)
+    assert (step.option, step.fits) == ("--context-parallel 2", True)
     assert step.total == planned.but(context_parallel=2).total and "the same gradients" in step.cost
     assert planned.but(gpus=7).advice(80)[0].option == "--quantization nf4"  # 7 form no groups of 2 or 4
     (larger,) = planned.but(context_parallel=8).advice(12)
-    assert larger.option == "--gpus 16 --context-parallel 16" and larger.changes["gpus"] == 16
+    assert larger.option == "--gpus 16 --context-parallel 16"
+    assert larger.total == planned.but(gpus=16, context_parallel=16).total
 
 
 def test_rows_of_a_model_with_sliding_windows_are_not_shared():
-    options = [step.option for step in plan("gemma-3-4b", length=131072).advice(1)]
-    assert options and not any("context-parallel" in option for option in options)
+    (step,) = plan("gemma-3-12b", length=8192).advice(14)
+    assert step.option == "--gpus 8"
+    (step,) = plan("gemma-3-12b", length=8192, gpus=8).advice(12)
+    assert step.option == "--quantization nf4"
 
 
 def test_longest_fits_and_the_next_does_not():
@@ -352,7 +360,7 @@ def test_models_that_no_plan_covers(tmp_path):
         shape_of(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MixtralConfig(**TINY, num_local_experts=2))
-    with pytest.raises(ValueError, match="MixtralForCausalLM"):
+    with pytest.raises(ValueError, match="MixtralDecoderLayer"):
         shape_of(model)
 
 
@@ -365,8 +373,8 @@ def test_command():
     printed = run("plan", "Llama-3-8B", "--length", "131072", "--no-checkpointing")
     assert "does not fit into 80\nTurn on, in this order:\n  --checkpointing: " in printed
     data = json.loads(run("plan", "gemma-2-2b", "--length", "8k", "--full", "--gpus", "8", "--json"))
-    own = [part["bytes"] for part in data["parts"] if not part["turns"]]
-    assert data["total_bytes"] == sum(own) + max(part["bytes"] for part in data["parts"] if part["turns"])
+    parts = data["parts_bytes"]
+    assert data["total_bytes"] == sum(parts.values()) - min(parts["layer"], parts["loss"])
     assert data["options"]["lora_rank"] is None and data["fits"] is True
     assert "one of Llama-3-8B" in fail("plan", "Llama-3.1-8", "--length", "4k")
     assert "gpu_memory" in fail("plan", "Llama-3-8B", "--length", "4k", "--gpu-memory", "0")
