@@ -17,8 +17,8 @@ from support.commands import invoke
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
 from support.prompting import TOKENIZER, bold
-from support.tiny import tiny_model
-from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
+from support.tiny import SIZE, tiny_model
+from transformers import AutoModelForCausalLM, MixtralConfig, PhiConfig, PhiForCausalLM, Trainer
 
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
@@ -28,7 +28,7 @@ from rope_patch.extending.card import card
 from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.extend import Run, extend
 from rope_patch.extending.other_programs import other_programs
-from rope_patch.extending.train_adapter import Training, train_adapter
+from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_dict
@@ -369,6 +369,15 @@ def test_a_training_of_other_weights_does_not_go_on_with_an_earlier_one(tmp_path
     assert train_adapter(model, *asked) == first
     model.model.norm.weight.data *= 2
     assert train_adapter(model, *asked) != first
+
+
+def test_on_a_gpu_a_family_that_no_plan_covers_is_trained_on_short_rows(tmp_path, monkeypatch):
+    options = ExtendSettings("tiny", 64 * 1024, methods=("yarn",), train=True, evaluation=EvalSpec((64 * 1024,)))
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZE, num_local_experts=2))
+    memory = SimpleNamespace(total_memory=2**36)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: memory)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert plan_training(model, options, 128, None).positions == "pose"
 
 
 def test_a_text_for_few_windows_is_used_as_it_is(tmp_path):
