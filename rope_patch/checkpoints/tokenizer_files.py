@@ -32,7 +32,8 @@ _SETTINGS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_TOKENIZER_FILES = (*_VOCABULARIES, *_SETTINGS)
+TOKENIZER_FILES = (*_VOCABULARIES, *_SETTINGS)
+"""The names of the files that may belong to a tokenizer."""
 
 
 def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> None:
@@ -47,7 +48,7 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
         beside: the folder that ``folder`` will become; a tokenizer that is in it already stays as it is.
     """
     source = str(getattr(model.config, "name_or_path", "") or "")
-    if not source or any((beside / name).is_file() for name in _TOKENIZER_FILES):
+    if not source or any((beside / name).is_file() for name in TOKENIZER_FILES):
         return
     if is_gguf(source):
         # The file may have been moved, or hold a vocabulary that transformers cannot read.
@@ -72,6 +73,6 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
             stacklevel=3,
         )
         return
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (path := find_file(source, name, **hub)) is not None:
             shutil.copyfile(path, folder / name)

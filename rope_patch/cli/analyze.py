@@ -9,7 +9,7 @@ from typing import Any
 
 from rope_patch.cli.loading import check_patch, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
-from rope_patch.cli.printing import command_line, new_table, resumable, show
+from rope_patch.cli.printing import RESULT_CACHE, command_line, new_table, resumable, show
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
 from rope_patch.runtime import progress
@@ -34,7 +34,10 @@ def analyze(words: Sequence[str]) -> None:
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
     with folder_to_write(options.output, names):
         loaded = load_model(options.model, machine, options.method, **patch)
-        with resumable(options.output), progress.bar(None, name_of(options.model), hidden=options.as_json):
+        with (
+            resumable(options.output / RESULT_CACHE),
+            progress.bar(None, name_of(options.model), hidden=options.as_json),
+        ):
             analysis = engine.analyze(
                 loaded,
                 tokenizer,

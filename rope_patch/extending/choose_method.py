@@ -26,6 +26,10 @@ FLAT_RATIO = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
 the end is at most this many times the unpatched model's at the end of that context."""
 
+FAR_NATS = 1.0
+"""Rise of the mean log-probability of right answers over the unpatched model that needs no interval [nats]: they are e
+times as probable. A single prompt has no interval, and must not be a reason to refuse a method."""
+
 RANKING = (
     "Methods under which right answers have a significantly lower log-probability at the target length are behind; the "
     "others are ranked by perplexity there; among those that this does not tell apart, the one that costs least within "
@@ -176,7 +180,7 @@ class MethodEvaluator:
             trained=row.trained,
             answered=sum(answers),
             prompts=len(answers),
-            logprob=statistics.fmean(result.logprob(self.target) for result in results),
+            logprob=self._logprob(row),
             perplexity=perplexity,
             change=change,
             failures=tuple(failures),
@@ -239,10 +243,17 @@ class MethodEvaluator:
     def better_than_unpatched(self, row: Row) -> bool:
         """Tell whether a method is ahead of the unpatched model at the target, significantly or by far.
 
-        A single window has no interval; a perplexity that differs by more than the :data:`FLAT_RATIO` needs none.
+        A single window or prompt has no interval; a perplexity that differs by more than the :data:`FLAT_RATIO`, or a
+        log-probability of right answers by the :data:`FAR_NATS`, needs none.
         """
-        by_far = FLAT_RATIO * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
+        reads_better = FLAT_RATIO * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
+        ours, theirs = (self._logprob(one) for one in (row, self.unpatched))
+        by_far = reads_better or ours >= theirs + FAR_NATS
         return self.ahead(row.label, UNPATCHED) or (by_far and self._sign(row.label, UNPATCHED, "logprob") == 0)
+
+    def _logprob(self, row: Row) -> float:
+        """Return the mean log-probability of right answers at the target, over all tasks [nats]."""
+        return statistics.fmean(result.logprob(self.target) for result in row.scores.retrieval.values())
 
     def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:
         """Return the methods that do not differ significantly from the best, and the metrics in which the others do.

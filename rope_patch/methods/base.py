@@ -89,6 +89,8 @@ class Method:
         self.check_table(table)
         # A copy, since a method of the user's own may work in place.
         inv_freq = self.inv_freq(replace(table, inv_freq=table.inv_freq.clone()))
+        if not isinstance(inv_freq, Tensor):
+            raise TypeError(f"the method {self.name!r} must return its frequencies as a tensor, got {inv_freq!r}")
         scaling = self.scaling(table)
         # Compared as `becomes` stores them: frequencies too small to rotate anything count as zero.
         if torch.equal(frequencies.zero_unrotated(inv_freq), table.inv_freq) and scaling == table.attention_scaling:

@@ -55,6 +55,8 @@ def create(name: str, /, **params: Any) -> Method:
     >>> create("p_rope", p="0.5")
     PRope(p=0.5)
     """
+    if name not in METHODS and removed(name):
+        raise ValueError(f"unknown method {name!r}.{removed(name)}")
     cls = METHODS.find(name)
     known = [f.name for f in fields(cls)]
     for key in params:

@@ -360,7 +360,7 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     # Without layer types, a window is that of all layers (Mistral, Phi-3).
     types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     window = getattr(config, "sliding_window", None)
-    if types == {"sliding_attention"} and window and window <= context:
+    if types == {"sliding_attention"} and isinstance(window, int) and 0 < window <= context:
         warnings.append(
             f"every layer attends to the last {window} tokens alone (sliding_window), and a context of {context} is "
             "stated: no layer sees a distance beyond the window, so a longer context changes next to nothing. Only a "

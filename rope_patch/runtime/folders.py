@@ -108,7 +108,10 @@ def naming(out: Path) -> Iterator[None]:
         yield
     except Exception as error:
         number, filename = getattr(error, "errno", None), str(getattr(error, "filename", None))
-        if not isinstance(error, OSError | ValueError | TypeError) and shutil.disk_usage(out.parent).free < NO_ROOM:
+        if not isinstance(error, OSError | ValueError | TypeError) and (
+            # safetensors deletes what it has written, so that there is room again.
+            os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(out.parent).free < NO_ROOM
+        ):
             number = errno.ENOSPC
         if number in (errno.ENOSPC, errno.EDQUOT) or (number is not None and HIDDEN_MARK in filename):
             raise OSError(number, os.strerror(number), str(out)) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 REMOVED = {
     "two_tables": "nothing but this package could choose between two tables; apply the long one, or use "
     "rope_patch.patched(model, METHOD) for long texts alone",
-    "theory": "its formulas are the functions of rope_patch.theory and rope_patch.frequencies",
+    "theory": "the command alone; its formulas are the functions of the modules rope_patch.theory and "
+    "rope_patch.frequencies, to be imported",
     "longppl": "no result rested on it; perplexity by position and retrieval stay",
     "longppl_evaluator": "it chose the tokens of LongPPL, which was removed too",
     "tolerance": "analyze had it for the perplexity of p-RoPE, which rope-patch compare measures",
@@ -18,10 +19,12 @@ REMOVED = {
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
     "method table takes factors that were found elsewhere",
 }
+REMOVED |= {"TwoTables": REMOVED["two_tables"], "FittedPatch": REMOVED["fit"]}
+REMOVED |= {"CoPE": REMOVED["cope"], "Resonance": REMOVED["resonance"]}
 """Commands, options, tasks, methods and public names that were removed, by name."""
 
 
 def removed(name: str) -> str:
     """Return a sentence on something that was removed, by its name; empty for any other name."""
-    name = name.removeprefix("--").removeprefix("no-").rpartition(".")[2].replace("-", "_")
+    name = name.partition("=")[0].removeprefix("--").removeprefix("no-").rpartition(".")[2].replace("-", "_")
     return f" It was removed: {REMOVED[name]}." if name in REMOVED else ""

@@ -11,12 +11,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils.generic import flatten_dict
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, file_hash
+from rope_patch.checkpoints.tokenizer_files import TOKENIZER_FILES
 from rope_patch.checkpoints.weight_files import model_files
 from rope_patch.errors import read_json
 from rope_patch.methods import as_method
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict
 from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
+from rope_patch.runtime.removed import removed
 from rope_patch.runtime.result_cache import code_identity, key
 from rope_patch.training.models import bundled_folder_or_name
 from rope_patch.training.pack_rows import rows_per_step, text_files
@@ -59,14 +61,17 @@ class RunFolder:
 
 
 def contents(options: RecipeOptions) -> dict[str, str]:
-    """Return digests of the base model's files, of the texts and of a method's code, by the name of the option.
+    """Return digests of the files of model and tokenizer, of texts and of a method's code, by the name of the option.
 
     Every byte is read, as in loading. What is on the hub has none, and the code of a built-in method is "".
     """
     method = as_method(options.patch.method or "default")
     code = {"patch.method": code_identity(*map(type, getattr(method, "steps", [method])))}
     base = Path(bundled_folder_or_name(options.model.name))
-    model = [base] if base.is_file() else [base / CONFIG_FILE, *model_files(base)]
+    weights = model_files(base) or sorted(base.glob("pytorch_model*.bin"))
+    model = [base] if base.is_file() else [base / CONFIG_FILE, *weights]
+    others = [*TOKENIZER_FILES, *(path.name for path in base.glob("*.py") if options.model.trust_remote_code)]
+    model += [path for name in others if (path := base / name).is_file()]
     files = {
         "model.name": model,
         "data.source": text_files(options.data.source),
@@ -140,7 +145,8 @@ def _changes(earlier: dict[str, Any], settings: dict[str, Any], digests: dict[st
     """
     stored = earlier.pop("contents", {})
     before, now = flatten_dict(earlier), flatten_dict(settings)
+    before = {name: value for name, value in before.items() if value or not removed(name)}  # those were off
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    changes = [f"{name}={before.get(name)} (now {now.get(name)})" for name in names]
+    changes = [f"{name}={before.get(name)} (now {now.get(name)}){removed(name)}" for name in names]
     changed = [name for name, digest in stored.items() if digests.get(name, digest) != digest]
     return "; ".join(changes + [f"other contents of {name} than now" for name in changed])

@@ -52,6 +52,20 @@ def test_without_the_option_the_method_is_unknown(folder, monkeypatch):
     assert "unknown method 'slower'" in fail("apply", "base", "slower:divisor=4", "-o", "other")
 
 
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("import sys; sys.exit(3)", "inv_freq: it ended the command, sys.exit(3)"),
+        ("exit()", "inv_freq: it ended the command, sys.exit(None)"),
+        ("return None", "the method 'slower' must return its frequencies as a tensor, got None"),
+    ],
+)
+def test_a_method_that_ends_the_process_or_returns_nothing_is_named(folder, does, said):
+    (folder / "my_methods.py").write_text(MODULE.replace("return table.inv_freq / self.divisor", does))
+    done = child(folder, "apply", "base", "slower", "-o", "out", "--import", "my_methods")
+    assert done.returncode == 2 and said in done.stderr and not (folder / "out").exists()
+
+
 def test_a_module_that_is_not_there_is_named(folder):
     done = child(folder, "methods", "--import", "no_methods")
     assert done.returncode == 2

@@ -10,6 +10,7 @@ from support.commands import invoke
 
 import rope_patch
 from rope_patch.cli.parsing import parse, parse_given
+from rope_patch.methods import as_method
 from rope_patch.options import CompareOptions
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendSettings
@@ -77,6 +78,7 @@ def test_flags_and_null():
         ((*COMPARE, "--chat-template", "yes"), "chat_template must be one of auto, on, off, got 'yes'"),
         ((*COMPARE, "other"), "unexpected argument 'other'"),
         ((*COMPARE, "--longppl-evaluator", "m"), "unknown option --longppl-evaluator. It was removed"),
+        ((*COMPARE, "--longppl=true"), "unknown option --longppl=true. It was removed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -147,5 +149,9 @@ def test_what_was_removed_is_named_and_files_that_do_not_use_it_are_read():
         with pytest.raises(ValueError, match="was removed"):
             from_dict(ExtendSettings, {"model": "m", "length": 512, name: True})
     assert "was removed" in invoke("fit", "m").stderr
-    with pytest.raises(AttributeError, match="was removed"):
-        rope_patch.fit  # noqa: B018
+    for name in ("fit", "FittedPatch", "TwoTables"):
+        with pytest.raises(AttributeError, match="was removed"):
+            getattr(rope_patch, name)
+    for method in ("two_tables", {"method": "two_tables", "long": "yarn:factor=4", "switch_at": 8}):
+        with pytest.raises(ValueError, match="was removed"):
+            as_method(method)

@@ -69,6 +69,15 @@ def test_retrieval_at_the_target_decides_first():
     assert not found.unconfirmed
 
 
+def test_one_prompt_refuses_nothing():
+    """It has no interval; the right answer is e times as probable as in the unpatched model, or more."""
+    unpatched = row("default", end=2.24, right=(1, 0), prompts=1, wrong=-12.0)
+    found = choose(row("yarn", end=2.16, right=(1, 1), prompts=1, spread=0.5), unpatched=unpatched)
+    assert found.method == "yarn" and "cannot show" in found.unconfirmed
+    idle = row("p_rope", end=2.24, right=(1, 0), prompts=1, wrong=-11.5)
+    assert choose(idle, unpatched=unpatched).method is None
+
+
 def test_between_methods_that_answer_alike_perplexity_decides():
     found = choose(row("yarn", end=2.2), row("mrrope", end=2.1), row("ntk", right=(20, 19), end=2.0))
     assert found.method == "ntk"

@@ -230,6 +230,13 @@ def test_a_context_that_no_layer_attends_to_is_said(window, said, tmp_path, monk
     assert len(warnings) == said
 
 
+def test_a_window_that_is_no_number_is_that_of_no_layer(monkeypatch):
+    warnings, model = heard(monkeypatch), tiny_model()
+    model.config.sliding_window = "auto"  # which Llama does not read
+    rope_patch.apply(model, "yarn:factor=4", target_length=256)
+    assert not warnings
+
+
 def test_a_method_that_leaves_the_table_as_it_was_is_said_and_recorded(monkeypatch):
     warnings, model = heard(monkeypatch), tiny_model()
     patch = rope_patch.apply(model, "truncated:context=1000000")  # within which every pair turns

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 
 from rope_patch.runtime.folders import (
     file_in_one_move,
@@ -103,6 +104,9 @@ def test_a_full_disk_is_named_also_where_a_library_does_not_say_it(tmp_path, mon
         assert raised.value.errno == errno.ENOSPC
     with pytest.raises(ValueError, match="mine"), folder_in_one_move(tmp_path / "out"):
         raise ValueError("mine")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**40))
+    with pytest.raises(OSError, match=r"device: .*out'"), folder_in_one_move(tmp_path / "out"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     monkeypatch.setattr(Path, "write_bytes", lambda path, content: os.write(os.open("/dev/full", os.O_WRONLY), content))
     with pytest.raises(OSError, match=r"device: .*results\.json'"):
         write_atomically(tmp_path / "results.json", "{}")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.commands import invoke
 from support.forks import forked
@@ -33,7 +34,7 @@ from rope_patch.runtime.folders import locked_output
 from rope_patch.training import finetune as module
 from rope_patch.training.evaluate_run import metrics, suite_of
 from rope_patch.training.finetune import finetune
-from rope_patch.training.runs import last_checkpoint
+from rope_patch.training.runs import contents, last_checkpoint
 from rope_patch.training.trainer_arguments import training_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -245,8 +246,28 @@ def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
         finetune(options(out, *words))
     (tmp_path / "results.json").rename(out / "results.json")
     settings = out / "work" / "run.json"  # a run of an earlier version says nothing of its files
-    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "contents"}))
+    earlier = {k: v for k, v in json.loads(settings.read_text()).items() if k != "contents"}
+    earlier["evaluation"]["longppl"] = False  # nor does an option that was off, and is gone
+    settings.write_text(json.dumps(earlier))
     assert finetune(options(out, *words)).finished_before
+    earlier["evaluation"]["longppl"] = True
+    settings.write_text(json.dumps(earlier))
+    with pytest.raises(ValueError, match=r"longppl=True \(now None\) It was removed"):
+        finetune(options(out, *words))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "tokenizer.json", "chat_template.jinja", "modeling_own.py"])
+def test_what_a_run_is_made_of_is_more_than_safetensors(tmp_path, name):
+    base = tmp_path / "base"
+    shutil.copytree(LLAMA, base)
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    (base / "modeling_own.py").write_text("A = 1")
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    asked = options(tmp_path / "run", f"model.name={base}", "model.trust_remote_code=true")
+    before = contents(asked)
+    (base / name).write_bytes((base / name).read_bytes() + b" ")
+    changed = contents(asked)
+    assert {key for key in before if before[key] != changed[key]} == {"model.name"}
 
 
 OWN_METHOD = """
@@ -427,6 +448,15 @@ def test_a_step_without_room_ends_with_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(module.LongTrainer, "training_step", full)
     with pytest.raises(torch.OutOfMemoryError, match="--dry-run"):
         finetune(options(tmp_path, "evaluation.before=false"))
+
+
+def test_a_full_disk_at_a_checkpoint_is_named(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module.LongTrainer, "_save_checkpoint", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*run'"):
+        finetune(options(tmp_path / "run", *QUICK))
 
 
 def test_arguments_follow_the_options(tmp_path):
