@@ -232,11 +232,14 @@ def retrieval(
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
     with in_eval_mode(model):
         for item, column in batch_reader.read(model, batches()):
-            for sample in column:
-                sample.pop("first_choice", None)  # of results that versions up to 0.2.0 stored
-            columns[item.length].append([Sample(**sample) for sample in column])
+            columns[item.length].append([_stored(sample) for sample in column])
     depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
     return _result(spec, maker, depths_of, columns)
+
+
+def _stored(sample: Mapping[str, Any]) -> Sample:
+    """Return a sample from the result cache; those of versions up to 0.2.0 also said whether it was first choice."""
+    return Sample(**{name: value for name, value in sample.items() if name != "first_choice"})
 
 
 def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> EvalSpec:
