@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.methods.parameters import check_bounds, convert, number, parameter_text
+from rope_patch.methods.scaled import ORIGINAL, context_before, is_known, plain_before, raised, stopped_as
 from rope_patch.registry import Registry
 from rope_patch.tables import RotaryTable
 
@@ -81,6 +82,9 @@ class Method:
         """Return the new table; if nothing changes, return the same object, which keeps its encoding."""
         if getattr(self, "replace_scaling", False):
             table = table.plain()
+        if not table.is_geometric and (changed := self.on_scaled(table)) is not None:
+            same = torch.equal(changed.inv_freq, table.inv_freq)
+            return table if same and changed.attention_scaling == table.attention_scaling else changed
         if self.recomputes and not table.is_geometric:
             raise ValueError(
                 f"{self.name} recomputes the table from rope_theta, but {table.path} is already scaled or not "
@@ -96,6 +100,10 @@ class Method:
         if torch.equal(frequencies.zero_unrotated(inv_freq), table.inv_freq) and scaling == table.attention_scaling:
             return table
         return table.becomes(inv_freq, rope_parameters=self.rope_parameters(table), attention_scaling=scaling)
+
+    def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
+        """Return the new table for one that is scaled already; None if the method treats it like any other."""
+        return None
 
     @property
     def named_layer_types(self) -> tuple[str, ...]:
@@ -170,13 +178,37 @@ def check_count(name: str, values: Sequence[float] | None, table: RotaryTable) -
 
 @dataclass(frozen=True)
 class Scaling(Method):
-    """Base class of the methods whose ``factor`` stretches the context; the default follows from a target length."""
+    """Base class of the methods whose ``factor`` stretches the context; the default follows from a target length.
+
+    The factor is the new context divided by the one that the checkpoint states. On a table that is scaled already a
+    method of the same type raises its factor, and a method that recomputes the table starts from the plain one, with
+    the whole factor over the context before any scaling. Records of versions up to 0.2.0 have ``replace_scaling``, with
+    which the factor counts from that context.
+    """
 
     factor: float | None = number(None, least=1)
+    own_types: ClassVar[tuple[str, ...]] = ()
+    """The types of transformers whose factor the method raises."""
 
     def context_of(self, table: RotaryTable) -> int:
-        """Return the context that the factor multiplies [tokens]: the one before any scaling of the checkpoint."""
-        return table.context
+        """Return the context that the factor multiplies [tokens]: the stated one."""
+        counts_from_before = getattr(self, "replace_scaling", False) or table.is_geometric
+        return table.context if counts_from_before else table.max_position_embeddings
+
+    def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
+        """Return the table of the checkpoint's own type with a larger factor, or one that is computed anew."""
+        if table.rope_type in self.own_types:
+            given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("factor", "replace_scaling")}
+            defaults = {f.name: f.default for f in fields(self)}
+            changes = {name: value for name, value in given.items() if value != defaults[name]}
+            own = raised(table, self.stretch, **changes)
+            if own is not None:
+                return own
+        if not self.recomputes or not is_known(table):
+            return None
+        original = getattr(self, ORIGINAL, None) or context_before(table)
+        whole = replace(self, factor=self.stretch * table.max_position_embeddings / original)
+        return stopped_as(table, whole(plain_before(table, original)))
 
     @property
     def needs_target(self) -> bool:

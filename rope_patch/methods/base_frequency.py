@@ -10,6 +10,7 @@ from torch import Tensor
 from rope_patch import frequencies
 from rope_patch.methods.base import Method, Scaling
 from rope_patch.methods.parameters import number
+from rope_patch.methods.scaled import restated
 from rope_patch.tables import RotaryTable
 
 
@@ -37,6 +38,10 @@ class ABF(Method, name="abf"):
     def base(self, table: RotaryTable) -> float:
         """Return the new base."""
         return table.rope_theta * (self.factor or 1.0) if self.rope_theta is None else self.rope_theta
+
+    def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
+        """Return the table of the checkpoint's own type under the new base."""
+        return restated(table, rope_theta=self.base(table))
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the geometric table of the new base."""

@@ -17,24 +17,16 @@ from rope_patch.tables import RotaryTable
 class PI(Scaling, name="pi"):
     """Position interpolation: every frequency divided by ``factor``.
 
-    The factor multiplies the context that the checkpoint states, whether its table is scaled or not. *Source*: Chen et
-    al., arXiv:2306.15595; the factor is 1/alpha in arXiv:2309.16039.
+    A table that is scaled already is divided as it is. *Source*: Chen et al., arXiv:2306.15595; the factor is 1/alpha
+    in arXiv:2309.16039.
     """
 
     replace_scaling: bool = False
+    own_types: ClassVar[tuple[str, ...]] = ("linear", "proportional")
 
     def context_of(self, table: RotaryTable) -> int:
         """Return the context of the table that is divided: the stated one, or that before a scaling that is dropped."""
         return table.context if self.replace_scaling else table.max_position_embeddings
-
-    def check_table(self, table: RotaryTable) -> None:
-        """Refuse a table that was interpolated before: the factors would multiply."""
-        if table.rope_type == "linear":
-            scaled = (table.rope_parameters or {}).get("factor")
-            raise ValueError(
-                f"{table.path} is already interpolated (rope_type 'linear', factor {scaled}): a second pi would "
-                "multiply the factors. Pass replace_scaling=True with the whole factor."
-            )
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies of the checkpoint divided by the factor."""
@@ -69,8 +61,10 @@ class _ByTurns(Scaling):
             raise ValueError(f"{self.name} needs rope_theta > 1, got {table.rope_theta}")
 
     def context_of(self, table: RotaryTable) -> int:
-        """Return ``original_max_position_embeddings``, by default the context before any scaling."""
-        return self.original_max_position_embeddings or table.context
+        """Return ``original_max_position_embeddings`` on a plain table; by default the stated context."""
+        given = self.original_max_position_embeddings
+        plain = table.is_geometric or self.replace_scaling
+        return given if given is not None and plain else super().context_of(table)
 
     def scaling(self, table: RotaryTable) -> float:
         """Return ``attention_factor``, or what YaRN computes from the factor."""
@@ -94,6 +88,7 @@ class Yarn(_ByTurns, name="yarn"):
     in a chain with p-RoPE the logits of the unrotated pairs grow by its square.
     """
 
+    own_types: ClassVar[tuple[str, ...]] = ("yarn",)
     truncate: bool = True
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -148,6 +143,7 @@ class Llama3(Scaling, name="llama3"):
     original_max_position_embeddings: int | None = number(None, above=0)
     replace_scaling: bool = False
     recomputes: ClassVar[bool] = True
+    own_types: ClassVar[tuple[str, ...]] = ("llama3",)
 
     def check(self) -> None:
         """Raise unless ``high_freq_factor`` is above ``low_freq_factor``."""
@@ -157,8 +153,10 @@ class Llama3(Scaling, name="llama3"):
             )
 
     def context_of(self, table: RotaryTable) -> int:
-        """Return ``original_max_position_embeddings``, by default the context before any scaling."""
-        return self.original_max_position_embeddings or table.context
+        """Return ``original_max_position_embeddings`` on a plain table; by default the stated context."""
+        given = self.original_max_position_embeddings
+        plain = table.is_geometric or self.replace_scaling
+        return given if given is not None and plain else super().context_of(table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the plain table of the checkpoint's base with Llama 3.1's smoothing."""
