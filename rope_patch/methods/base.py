@@ -80,7 +80,7 @@ class Method:
 
     def __call__(self, table: RotaryTable) -> RotaryTable:
         """Return the new table; if nothing changes, return the same object, which keeps its encoding."""
-        if getattr(self, "replace_scaling", False):
+        if self.replaces_scaling:
             table = table.plain()
         if not table.is_geometric and (changed := self.on_scaled(table)) is not None:
             same = torch.equal(changed.inv_freq, table.inv_freq)
@@ -104,6 +104,11 @@ class Method:
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
         """Return the new table for one that is scaled already; None if the method treats it like any other."""
         return None
+
+    @property
+    def replaces_scaling(self) -> bool:
+        """Whether the plain table of the base is taken first, as records of versions up to 0.2.0 say."""
+        return bool(getattr(self, "replace_scaling", False))
 
     @property
     def named_layer_types(self) -> tuple[str, ...]:
@@ -144,8 +149,9 @@ class Method:
     def extended_to(self, tables: Sequence[RotaryTable], target_length: int | None) -> Method:
         """Return the result of :meth:`on_tables`, and refuse a target that the checkpoint reaches without a patch."""
         # If the checkpoint's scaling is dropped, only the context before that scaling is reached without the method.
-        drops = getattr(self, "replace_scaling", False)
-        least = tables[0].context if drops else max(tables[0].context, tables[0].max_position_embeddings)
+        least = (
+            tables[0].context if self.replaces_scaling else max(tables[0].context, tables[0].max_position_embeddings)
+        )
         if target_length is not None and target_length < least:
             raise ValueError(
                 f"target_length {target_length} is shorter than the context of the checkpoint, {least} tokens"
@@ -192,7 +198,7 @@ class Scaling(Method):
 
     def context_of(self, table: RotaryTable) -> int:
         """Return the context that the factor multiplies [tokens]: the stated one."""
-        counts_from_before = getattr(self, "replace_scaling", False) or table.is_geometric
+        counts_from_before = self.replaces_scaling or table.is_geometric
         return table.context if counts_from_before else table.max_position_embeddings
 
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:

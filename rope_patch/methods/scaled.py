@@ -69,19 +69,19 @@ def context_before(table: RotaryTable) -> int:
     original = table.original_max_position_embeddings or stated.get(ORIGINAL)
     if original is not None:
         return int(original)
-    if table.rope_type in ("linear", "yarn"):
-        factor, context = float(stated.get("factor") or 1.0), table.max_position_embeddings
+    factor, context = float(stated.get("factor") or 1.0), table.max_position_embeddings
+    if table.rope_type in ("linear", "yarn", "proportional") and factor != 1.0:
         raise ValueError(
             f"{table.path} is scaled (rope_type {table.rope_type!r}, factor {factor:g}), and nothing says what its "
             f"context was before: {round(context / factor)} tokens if the stated {context} hold the factor, {context} "
             f"if they do not. Give {ORIGINAL}="
         )
-    return table.max_position_embeddings
+    return context
 
 
 def is_known(table: RotaryTable) -> bool:
     """Tell whether it is known what the table was before its scaling, or which pairs of a plain table do not rotate."""
-    if table.rope_type in ("linear", "llama3", "yarn"):
+    if table.rope_type in ("linear", "llama3", "yarn", "proportional"):
         return True
     if table.rope_type == "longrope":  # written for any table, too, with equal contexts
         return (table.original_max_position_embeddings or 0) < table.max_position_embeddings

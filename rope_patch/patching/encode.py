@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch import frequencies
-from rope_patch.methods import Method, longrope_parameters
+from rope_patch.methods import Method, Scaling, longrope_parameters
+from rope_patch.methods.scaled import ORIGINAL
 from rope_patch.patching.locate import Location
 from rope_patch.patching.probe import copy_without_weights, values_kept_by_modules
 from rope_patch.patching.record import (
@@ -89,13 +90,24 @@ class TableChange:
             if table is self.before[kind]:
                 lines.append(f"  {table}: left alone")
             else:
-                lines += [f"  before  {self.before[kind]}", f"  after   {table}"]
+                lines += [f"  before  {self.before[kind]}", f"  after   {table}", *self._counts_from(kind)]
         stated = self.record.base_config["max_position_embeddings"]
         if self.record.stated_length != stated:
             lines.append(f"  context {stated} tokens before, {self.record.stated_length} after")
         elif self.unstated is not None:
             lines.append(f"  {self.unstated}")
         return "\n".join(lines)
+
+    def _counts_from(self, kind: str | None) -> list[str]:
+        """Return what the factor of the method counts from, where the checkpoint is scaled already."""
+        before, after = self.before[kind], self.after[kind]
+        if not isinstance(self.method, Scaling) or before.is_geometric or self.method.replaces_scaling:
+            return []
+        line = f"  factor {self.method.stretch:g} over the stated {before.max_position_embeddings} tokens"
+        whole, original = (dict(after.rope_parameters or {}).get(key) for key in ("factor", ORIGINAL))
+        if whole is not None and original is not None:
+            line += f", {whole:g} over the {original} before any scaling"
+        return [line]
 
     __str__ = describe
 

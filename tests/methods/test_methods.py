@@ -326,11 +326,12 @@ def test_pi_divides_a_scaled_table_as_found():
     assert (after.rope_type, after.rope_parameters) == ("custom", None)
 
 
-def test_a_second_pi_is_refused_unless_it_replaces_the_first():
-    for call in (lambda: PI(factor=4)(linear_slot()), lambda: parse("pi:factor=2+pi:factor=4")(slot())):
-        with pytest.raises(ValueError, match="replace_scaling"):
-            call()
-    assert torch.equal(PI(factor=4, replace_scaling=True)(linear_slot()).inv_freq, slot(head_dim=32).inv_freq / 4)
+def test_a_second_pi_raises_the_factor_of_the_first():
+    plain = slot(head_dim=32)
+    for after in (PI(factor=4)(linear_slot()), parse("pi:factor=2+pi:factor=4")(plain)):
+        assert torch.equal(after.inv_freq, plain.inv_freq / 8)
+        assert (after.rope_type, after.rope_parameters["factor"]) == ("linear", 8)
+    assert torch.equal(PI(factor=4, replace_scaling=True)(linear_slot()).inv_freq, plain.inv_freq / 4)
 
 
 def test_pairs_slower_than_1e20th_become_unrotated():
@@ -448,10 +449,65 @@ REPLACING = ["partial", "abf", "ntk", "yarn", "mrrope", "llama3"]
 
 
 @SCALED
-@pytest.mark.parametrize("name", REPLACING)
-def test_a_scaled_table_is_not_recomputed_unasked(name, make_slot):
+def test_a_pattern_of_pairs_is_not_recomputed_unasked(make_slot):
     with pytest.raises(ValueError, match="replace_scaling"):
-        create(name)(make_slot())
+        create("partial")(make_slot())
+
+
+@pytest.mark.parametrize("make_slot", [llama3_slot, yarn_slot])
+@pytest.mark.parametrize("name", ["ntk", "yarn", "mrrope", "llama3"])
+def test_a_factor_counts_from_the_stated_context(name, make_slot):
+    """4096 tokens are stated, so twice that is 16 times 512 and 8 times 1024."""
+    scaled = make_slot()
+    method = parse(name).for_target(scaled, 8192)
+    assert method.factor == 2 and method.reach(scaled) == 8192
+    after = method(scaled)
+    if scaled.rope_type == name:
+        assert after.rope_parameters == {**scaled.rope_parameters, "factor": 2 * scaled.rope_parameters["factor"]}
+    whole = create(name, factor=8192 / scaled.context)(slot(head_dim=32, context=scaled.context))
+    assert same(after, whole)
+    assert same(after, create(name, factor=8192 / scaled.context, replace_scaling=True)(scaled)), "in old records"
+
+
+def test_the_context_before_a_linear_scaling_is_asked_for():
+    """A stated context of 4096 may hold the factor 2, or not."""
+    with pytest.raises(ValueError, match=r"2048 tokens if the stated 4096 hold the factor, 4096 if they do not"):
+        parse("yarn:factor=2")(linear_slot())
+    after = parse("yarn:factor=2:original_max_position_embeddings=2048")(linear_slot())
+    assert same(after, parse("yarn:factor=4")(slot(head_dim=32, context=2048)))
+
+
+@SCALED
+def test_a_larger_base_keeps_the_type_of_the_checkpoint(make_slot):
+    scaled = make_slot()
+    after = parse("abf:factor=4")(scaled)
+    assert after.rope_parameters == {**scaled.rope_parameters, "rope_theta": 4 * scaled.rope_theta}
+    assert after.attention_scaling == scaled.attention_scaling and not same(after, scaled)
+
+
+def test_settings_of_the_checkpoint_are_kept_and_an_implied_attention_factor_follows():
+    settings = {"beta_fast": 64.0, "beta_slow": 2.0, "truncate": False}
+    implied = 0.1 * math.log(4) + 1
+    for stated, expected in ((1.5, 1.5), (implied, 0.1 * math.log(8) + 1)):
+        scaled = slot(
+            "yarn", head_dim=32, factor=4.0, original_max_position_embeddings=1024, **settings, attention_factor=stated
+        )
+        after = parse("yarn:factor=2")(scaled)
+        assert after.rope_parameters == {
+            **scaled.rope_parameters,
+            "factor": 8.0,
+            "attention_factor": pytest.approx(expected),
+        }
+        assert after.attention_scaling == pytest.approx(expected)
+    assert parse("yarn:factor=2:beta_slow=3")(scaled).rope_parameters["beta_slow"] == 3
+
+
+@pytest.mark.parametrize("text", ["yarn:factor=4", "mrrope:factor=4", "ntk:factor=4", "llama3:factor=4"])
+def test_pairs_that_do_not_rotate_stay_unrotated(text):
+    stopped = PRope(p=0.5)(slot(head_dim=32))
+    after, plain = parse(text)(stopped), parse(text)(slot(head_dim=32))
+    assert torch.equal(after.inv_freq[:8], plain.inv_freq[:8]) and not after.inv_freq[8:].any()
+    assert after.attention_scaling == plain.attention_scaling
 
 
 @SCALED
@@ -463,7 +519,7 @@ def test_replace_scaling_starts_from_the_plain_table(name, make_slot):
     assert same(after, create(name, **factor)(slot(head_dim=32, context=scaled.context)))
 
 
-@pytest.mark.parametrize("text", ["table:attention_scaling=1.25+abf", "p_rope+abf"])
+@pytest.mark.parametrize("text", ["table:attention_scaling=1.25+abf", "table:values=1/0.5/0.25/0+abf"])
 def test_what_a_step_before_scaled_is_not_recomputed(text):
     with pytest.raises(ValueError, match="recomputes"):
         parse(text)(slot())
@@ -770,14 +826,14 @@ def test_the_advised_factor_is_taken():
     parse(f"yarn:{advised[1]}").for_target(slot(context=6144), 131071)
 
 
-def test_pi_divides_what_the_table_found_states_and_the_others_start_from_the_first_context():
-    # Llama 3.1 states 131072 tokens over 8192: interpolated to 262144 it is stretched by 2, recomputed by 32.
+def test_with_replace_scaling_a_factor_counts_from_the_first_context():
+    # Llama 3.1 states 131072 tokens over 8192: to 262144 it is stretched by 2, in records of old versions by 32.
     base_slot = dataclasses.replace(
         llama3_slot(), max_position_embeddings=131072, original_max_position_embeddings=8192
     )
-    assert parse("pi").for_target(base_slot, 262144) == PI(factor=2)
     assert parse("pi:replace_scaling=true").for_target(base_slot, 262144) == PI(factor=32, replace_scaling=True)
-    for name in ("yarn", "ntk", "llama3"):
+    for name in ("pi", "yarn", "ntk", "llama3"):
+        assert parse(name).for_target(base_slot, 262144).factor == 2
         resolved = parse(f"{name}:replace_scaling=true").for_target(base_slot, 262144)
         assert str(resolved) == f"{name}:factor=32:replace_scaling=true"
 

@@ -1,0 +1,169 @@
+"""Checkpoints that are scaled already: twice the stated context is the stock config with its factor raised by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from support.patches import edit_json
+from support.tiny import MIXED, SIZE
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import rope_patch
+
+C = 16  # the context before any scaling
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def yarn(factor, theta=1e6, **more):
+    return {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": C, **more}
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": C}
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+RELEASES = {
+    "Llama 3.1": ("llama", 8, LLAMA3, {}),
+    "Apertus": ("apertus", 8, LLAMA3 | {"rope_theta": 12e6}, {}),
+    "Qwen3 with YaRN": ("qwen3", 4, yarn(4.0), {}),
+    "Ministral 3": (
+        "ministral3",
+        16,
+        yarn(16.0, **BETAS, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        {},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        32,
+        yarn(32.0, 15e4, **BETAS, truncate=False),
+        {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16},
+    ),
+    "Arcee": ("arcee", 20, yarn(20.0, 1e4, **BETAS, mscale=1.0), {}),
+    "OLMo 3": (
+        "olmo3",
+        8,
+        {
+            "sliding_attention": PLAIN,
+            "full_attention": yarn(8.0, 5e5, **BETAS, attention_factor=0.1 * math.log(8) + 1),
+        },
+        MIXED,
+    ),
+    "Gemma 3 4B": (
+        "gemma3_text",
+        8,
+        {"sliding_attention": PLAIN, "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}},
+        MIXED,
+    ),
+    "Gemma 4": (
+        "gemma4_text",
+        8,
+        {
+            "sliding_attention": PLAIN,
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.25,
+                "factor": 2.0,
+            },
+        },
+        {**MIXED, "vocab_size_per_layer_input": SIZE["vocab_size"]},
+    ),
+}
+"""By release: the model type, the stated context over the one before, the rotary settings, and further settings."""
+OWN = {"llama3": "llama3", "yarn": "yarn", "linear": "pi", "proportional": "pi"}
+"""The method of the type that a checkpoint has."""
+
+
+def model_of(name, rope_parameters=None, times=1):
+    kind, stated, own, more = RELEASES[name]
+    settings = {**SIZE, **more, "max_position_embeddings": times * stated * C}
+    settings["rope_parameters"] = copy.deepcopy(rope_parameters or own)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
+
+
+def raised(parameters, times=2):
+    """The stock settings with their factor raised by hand; an attention factor that it implies follows."""
+    if "rope_type" not in parameters:
+        return {kind: raised(one, times) for kind, one in parameters.items()}
+    if "factor" not in parameters:
+        return parameters
+    factor = parameters["factor"] * times
+    implied = {"attention_factor": 0.1 * math.log(factor) + 1} if "attention_factor" in parameters else {}
+    return {**parameters, "factor": factor, **implied}
+
+
+def scaled_type(parameters):
+    every = [parameters] if "rope_type" in parameters else parameters.values()
+    return next(one["rope_type"] for one in every if one["rope_type"] != "default")
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_a_method_of_the_own_type_is_the_stock_config_with_its_factor_raised(name, tmp_path):
+    model, own = model_of(name), RELEASES[name][2]
+    stated = model.config.max_position_embeddings
+    stock = model_of(name, raised(own), times=2)
+    stock.load_state_dict(model.state_dict())
+    ids = torch.randint(SIZE["vocab_size"], (1, 2 * stated), generator=torch.Generator().manual_seed(1))
+    before, expected = model(ids).logits, stock(ids).logits
+    assert not torch.equal(before, expected), "the factor moves what is read"
+    patch = rope_patch.apply(model, OWN[scaled_type(own)], target_length=2 * stated)
+    assert patch.method.factor == 2
+    assert torch.equal(model(ids).logits, expected)
+    assert model.config.rope_parameters == stock.config.rope_parameters
+    rope_patch.save(model, tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
+    assert rope_patch.doctor(tmp_path).ok
+    rope_patch.restore(model)
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize(("name", "whole"), [("Llama 3.1", 16), ("Apertus", 16), ("OLMo 3", None)])
+def test_another_type_starts_from_the_plain_table_with_the_whole_factor(name, whole):
+    model, own = model_of(name), RELEASES[name][2]
+    stated = model.config.max_position_embeddings
+    if whole is None:  # YaRN already: NTK has another type
+        patch = rope_patch.apply(model, "ntk", target_length=2 * stated)
+        (after,) = [table for kind, table in patch.after.items() if kind == "full_attention"]
+        theta = 5e5 * 16 ** (after.rotary_dim / (after.rotary_dim - 2))
+        assert after.rope_theta == pytest.approx(theta) and after.is_geometric
+        return
+    stock = model_of(name, {**yarn(float(whole), own["rope_theta"]), **BETAS}, times=2)
+    patch = rope_patch.apply(model, "yarn", target_length=2 * stated)
+    assert "factor 2 over the stated 128 tokens, 16 over the 16 before any scaling" in str(patch)
+    assert model.config.rope_parameters == stock.config.rope_parameters
+
+
+def test_pairs_that_gemma_4_does_not_rotate_stay_unrotated():
+    own = copy.deepcopy(RELEASES["Gemma 4"][2])
+    own["full_attention"].pop("factor")
+    model = model_of("Gemma 4", own)
+    before = rope_patch.inspect(model).tables
+    patch = rope_patch.apply(model, "yarn", target_length=2 * model.config.max_position_embeddings)
+    still = next(table for table in before if table.layer_type == "full_attention").inv_freq == 0
+    assert still.any() and torch.equal(patch.after["full_attention"].inv_freq == 0, still)
+
+
+def test_what_a_linear_scaling_began_from_is_asked_for():
+    model = model_of("Gemma 3 4B")
+    with pytest.raises(ValueError, match=r"16 tokens if the stated 128 hold the factor.*original_max_position_emb"):
+        rope_patch.apply(model, "yarn", target_length=256)
+    rope_patch.apply(model, "yarn", target_length=256, original_max_position_embeddings=16)
+    assert model.config.rope_parameters["full_attention"]["factor"] == 16
+
+
+def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path, caplog):
+    """In versions up to 0.2.0 its factor counts from the context before the checkpoint's scaling."""
+    model = model_of("Llama 3.1")
+    rope_patch.apply(model, "yarn", factor=16, replace_scaling=True, target_length=256)
+    assert "deprecated" in caplog.text
+    table = rope_patch.inspect(model).tables[0]
+    rope_patch.save(model, tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config["rope_patch"].update(package_version="0.2.0"))
+    assert torch.equal(rope_patch.inspect(rope_patch.load(tmp_path)).tables[0].inv_freq, table.inv_freq)
+    assert rope_patch.verify(tmp_path).method == "yarn:factor=16:replace_scaling=true"
+    again = model_of("Llama 3.1")
+    rope_patch.apply(again, "yarn", target_length=256)
+    assert torch.equal(rope_patch.inspect(again).tables[0].inv_freq, table.inv_freq)
