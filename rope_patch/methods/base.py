@@ -34,6 +34,8 @@ class Method:
     name: ClassVar[str] = ""
     recomputes: ClassVar[bool] = False
     """Whether the table is computed anew from ``rope_theta``; a table that is not plain RoPE is then refused."""
+    own_types: ClassVar[tuple[str, ...]] = ()
+    """The types of transformers whose factor the method raises where a checkpoint has one of them already."""
     extends: ClassVar[bool] = False
     """Whether the table reaches further by numbers that do not tell how far (a base, a list). In a chain with such a
     method no factor is checked against a target."""
@@ -80,16 +82,18 @@ class Method:
 
     def __call__(self, table: RotaryTable) -> RotaryTable:
         """Return the new table; if nothing changes, return the same object, which keeps its encoding."""
-        if self.replaces_scaling:
+        if getattr(self, "replace_scaling", False):
             table = table.plain()
-        if not table.is_geometric and (changed := self.on_scaled(table)) is not None:
-            same = torch.equal(changed.inv_freq, table.inv_freq)
-            return table if same and changed.attention_scaling == table.attention_scaling else changed
-        if self.recomputes and not table.is_geometric:
-            raise ValueError(
-                f"{self.name} recomputes the table from rope_theta, but {table.path} is already scaled or not "
-                f"geometric (rope_type {table.rope_type!r}). Pass replace_scaling=True to drop that scaling first."
-            )
+        if (self.recomputes or self.own_types) and not table.is_geometric:
+            changed = self.on_scaled(table)
+            if changed is not None:
+                same = torch.equal(changed.inv_freq, table.inv_freq)
+                return table if same and changed.attention_scaling == table.attention_scaling else changed
+            if self.recomputes:
+                raise ValueError(
+                    f"{self.name} recomputes the table from rope_theta, but {table.path} is already scaled or not "
+                    f"geometric (rope_type {table.rope_type!r}). Pass replace_scaling=True to drop that scaling first."
+                )
         self.check_table(table)
         # A copy, since a method of the user's own may work in place.
         inv_freq = self.inv_freq(replace(table, inv_freq=table.inv_freq.clone()))
@@ -104,11 +108,6 @@ class Method:
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
         """Return the new table for one that is scaled already; None if the method treats it like any other."""
         return None
-
-    @property
-    def replaces_scaling(self) -> bool:
-        """Whether the plain table of the base is taken first, as records of versions up to 0.2.0 say."""
-        return bool(getattr(self, "replace_scaling", False))
 
     @property
     def named_layer_types(self) -> tuple[str, ...]:
@@ -149,9 +148,9 @@ class Method:
     def extended_to(self, tables: Sequence[RotaryTable], target_length: int | None) -> Method:
         """Return the result of :meth:`on_tables`, and refuse a target that the checkpoint reaches without a patch."""
         # If the checkpoint's scaling is dropped, only the context before that scaling is reached without the method.
-        least = (
-            tables[0].context if self.replaces_scaling else max(tables[0].context, tables[0].max_position_embeddings)
-        )
+        least = tables[0].context
+        if not getattr(self, "replace_scaling", False):
+            least = max(least, tables[0].max_position_embeddings)
         if target_length is not None and target_length < least:
             raise ValueError(
                 f"target_length {target_length} is shorter than the context of the checkpoint, {least} tokens"
@@ -193,13 +192,13 @@ class Scaling(Method):
     """
 
     factor: float | None = number(None, least=1)
-    own_types: ClassVar[tuple[str, ...]] = ()
-    """The types of transformers whose factor the method raises."""
 
     def context_of(self, table: RotaryTable) -> int:
         """Return the context that the factor multiplies [tokens]: the stated one."""
-        counts_from_before = self.replaces_scaling or table.is_geometric
-        return table.context if counts_from_before else table.max_position_embeddings
+        stated, before = table.max_position_embeddings, table.context
+        if stated != before and (getattr(self, "replace_scaling", False) or table.is_geometric):
+            return before
+        return stated
 
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
         """Return the table of the checkpoint's own type with a larger factor, or one that is computed anew."""

@@ -63,8 +63,9 @@ class _ByTurns(Scaling):
     def context_of(self, table: RotaryTable) -> int:
         """Return ``original_max_position_embeddings`` on a plain table; by default the stated context."""
         given = self.original_max_position_embeddings
-        plain = table.is_geometric or self.replace_scaling
-        return given if given is not None and plain else super().context_of(table)
+        if given is not None and (self.replace_scaling or table.is_geometric):
+            return given
+        return super().context_of(table)
 
     def scaling(self, table: RotaryTable) -> float:
         """Return ``attention_factor``, or what YaRN computes from the factor."""
@@ -155,8 +156,9 @@ class Llama3(Scaling, name="llama3"):
     def context_of(self, table: RotaryTable) -> int:
         """Return ``original_max_position_embeddings`` on a plain table; by default the stated context."""
         given = self.original_max_position_embeddings
-        plain = table.is_geometric or self.replace_scaling
-        return given if given is not None and plain else super().context_of(table)
+        if given is not None and (self.replace_scaling or table.is_geometric):
+            return given
+        return super().context_of(table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the plain table of the checkpoint's base with Llama 3.1's smoothing."""

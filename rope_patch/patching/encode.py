@@ -101,7 +101,11 @@ class TableChange:
     def _counts_from(self, kind: str | None) -> list[str]:
         """Return what the factor of the method counts from, where the checkpoint is scaled already."""
         before, after = self.before[kind], self.after[kind]
-        if not isinstance(self.method, Scaling) or before.is_geometric or self.method.replaces_scaling:
+        if (
+            not isinstance(self.method, Scaling)
+            or before.is_geometric
+            or getattr(self.method, "replace_scaling", False)
+        ):
             return []
         line = f"  factor {self.method.stretch:g} over the stated {before.max_position_embeddings} tokens"
         whole, original = (dict(after.rope_parameters or {}).get(key) for key in ("factor", ORIGINAL))

@@ -118,7 +118,7 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
         _refuse_a_second_patch(location)
     elif edits := edits_since(location):
         warnings.append(f"replacing the patch drops what was changed in the config since: {'; '.join(edits)}")
-    if any(step.replaces_scaling for step in getattr(method, "steps", (method,))):
+    if True in [getattr(step, "replace_scaling", False) for step in getattr(method, "steps", (method,))]:
         warnings.append(
             "replace_scaling is deprecated: with it a factor counts from the context before the checkpoint's scaling; "
             "left out, a factor is the new context over the stated one, on every checkpoint"
