@@ -24,7 +24,7 @@ from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_cost, rounds
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
 from rope_patch.methods import as_method
-from rope_patch.options.extend import CANDIDATES, ExtendSettings
+from rope_patch.options.extend import CANDIDATES, CANDIDATES_ON_SCALED, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_yaml
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import PatchError, locate
@@ -32,6 +32,7 @@ from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import locked_output, write_atomically
 from rope_patch.runtime.parallel import alone, from_first_process, processes
+from rope_patch.tables import choose_layer_types
 
 RESULT_CACHE = "finished.jsonl"
 MEASURING_SHARE = 0.4
@@ -145,13 +146,17 @@ class Run:
                 pass
         except ValueError as error:  # its table changes with the length
             raise ValueError(f"{error} (rope-patch compare and rope-patch apply --freeze-at; extend cannot)") from error
+        by_default = tuple(methods) == CANDIDATES
+        tables = locate(self.model).tables
+        if by_default and any(not tables[kind].is_geometric for kind in choose_layer_types(tables, None)):
+            methods = CANDIDATES_ON_SCALED
         for name in methods:
             try:
                 method = for_target(self.model, as_method(name), self.options.length)
                 with patched(self.model, method, target_length=self.options.length):
                     fitting.append(str(method))
             except ValueError as error:
-                if tuple(methods) != CANDIDATES:
+                if not by_default:
                     raise ValueError(f"{name}: {error}") from error
                 progress.say(f"{name} is left out: {error}")
         if methods and not fitting:

@@ -74,7 +74,7 @@ def context_before(table: RotaryTable) -> int:
         raise ValueError(
             f"{table.path} is scaled (rope_type {table.rope_type!r}, factor {factor:g}), and nothing says what its "
             f"context was before: {round(context / factor)} tokens if the stated {context} hold the factor, {context} "
-            f"if they do not. Give {ORIGINAL}="
+            f"if they do not. Give {ORIGINAL}= (yarn, mrrope, llama3), or take pi or abf"
         )
     return context
 

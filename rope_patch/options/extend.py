@@ -10,9 +10,11 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, number, path, tokens, whole, word
 from rope_patch.options.shared import Machine
 
-CANDIDATES = ("yarn", "yarn:mscale=1.5:mscale_all_dim=1", "ntk", "abf:factor=4", "mrrope", "llama3", "p_rope")
+CANDIDATES = ("yarn", "yarn:mscale=1.5:mscale_all_dim=1", "ntk", "abf:factor=4", "mrrope", "llama3")
 """Methods that compete by default, beside the checkpoint as it is. The second is YaRN with a weaker attention factor
 (1.03 instead of 1.07 at twice the context), which costs less within the context: docs/evidence.md."""
+CANDIDATES_ON_SCALED = ("yarn", "pi", "mrrope", "llama3", "ntk", "abf:factor=4")
+"""Methods that compete by default where the checkpoint scales its table already: one of them raises its own type."""
 
 
 @dataclass(frozen=True)
