@@ -57,7 +57,7 @@ MEANINGS = {
     "context": "pairs without a full turn within so many tokens stop; left out, the trained context",
     "cutoff_low": "frequencies up to this one become 0; those between the two cutoffs become `floor` [rad/token]",
     "cutoff_high": "frequencies from this one on stay [rad/token]",
-    "factor": "the new context divided by the trained one; left out, it follows from the target length",
+    "factor": "the new context divided by the stated one; left out, it follows from the target length",
     "factors": "a divisor for each pair, fast to slow, joined by `/`; left out, all are 1",
     "floor": "the frequency of the pairs between the two cutoffs [rad/token]",
     "high_freq_factor": "pairs that make at least so many full turns keep their frequency",
@@ -65,9 +65,9 @@ MEANINGS = {
     "low_freq_factor": "pairs that make at most so many full turns are divided by the whole factor",
     "mscale": "with `mscale_all_dim`: DeepSeek's ratio on cos and sin",
     "mscale_all_dim": "with `mscale`: DeepSeek's ratio on cos and sin",
-    "original_max_position_embeddings": "the context that the factor multiplies; left out, the trained one",
+    "original_max_position_embeddings": "the context before any scaling; left out, the one that the checkpoint says",
     "p": "the share of the pairs that rotate, rounded down to whole pairs",
-    "replace_scaling": "whether to start from the plain table of the base where a checkpoint is scaled already",
+    "replace_scaling": "deprecated: start from the plain table of the base, and count the factor from the context before any scaling",
     "rope_theta": "the new base; 500000 where `factor` is left out, too",
     "temperature": "attention logits are multiplied by `1 + temperature * ln(factor)`",
     "truncate": "whether both ends of the ramp are rounded outwards to whole pairs",
@@ -75,7 +75,6 @@ MEANINGS = {
     "abf factor": "in place of `rope_theta`: multiplies the checkpoint's base",
     "longrope factor": "sets the default of `attention_factor` and nothing else",
     "nope factor": "for `temperature`: the length of the texts divided by that of the training",
-    "pi factor": "the new context divided by the stated one; left out, it follows from the target length",
 }
 """What a parameter does, by its name; where methods differ, by the names of both."""
 
