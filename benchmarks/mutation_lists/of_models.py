@@ -18,10 +18,22 @@ METHODS = (
         "table.inv_freq):",
     ),
     Mutation(
-        "yarn_multiplies_the_stated_context",
-        "rope_patch/methods/interpolation.py",
-        "return self.original_max_position_embeddings or table.context\n\n    def scaling",
-        "return self.original_max_position_embeddings or table.max_position_embeddings\n\n    def scaling",
+        "whole_factor_counts_from_the_stated_context",
+        "rope_patch/methods/base.py",
+        "factor=self.stretch * table.max_position_embeddings / original)",
+        "factor=self.stretch)",
+    ),
+    Mutation(
+        "attention_factor_of_a_raised_yarn_stays",
+        "rope_patch/methods/scaled.py",
+        'if table.rope_type == "yarn" and implied:',
+        "if False:",
+    ),
+    Mutation(
+        "stopped_pairs_turn_again",
+        "rope_patch/methods/base.py",
+        "return stopped_as(table, whole(plain_before(table, original)))",
+        "return whole(plain_before(table, original))",
     ),
     Mutation(
         "giraffe_keeps_the_pair_at_the_low_cutoff",

@@ -308,7 +308,9 @@ def bases(tmp_path_factory):
     for name in ("scaled", "empty"):
         shutil.copytree(LLAMA, folder / name)
     config = json.loads((folder / "patched" / "config.json").read_text())
-    (folder / "scaled" / "config.json").write_text(json.dumps(config | {"rope_patch": None}))
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}  # which does not say from which context
+    scaled = json.dumps(config | {"rope_patch": None, "rope_parameters": linear, "rope_scaling": None})
+    (folder / "scaled" / "config.json").write_text(scaled)
     (folder / "empty" / "model.safetensors").unlink()
     (folder / "short.txt").write_text("A short text. " * 5)
     return folder
