@@ -47,7 +47,7 @@ def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         "; ".join(wrong),
         "rope_scaling and rope_theta that repeat rope_parameters",
         "transformers 5 takes rope_scaling in place of rope_parameters where both are there; others take the other",
-        "state the whole table in rope_parameters, rope_theta among its keys, and take out rope_scaling and the "
+        "state the whole table in rope_parameters, rope_theta among its keys, and take out rope_scaling, and a "
         "rope_theta beside it",
     )
 

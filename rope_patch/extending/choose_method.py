@@ -53,6 +53,8 @@ class EvaluatedMethod:
         change: the change of the loss within the trained context against the unpatched model, paired over windows
             [nats/token].
         failures: the reasons why it cannot be chosen, a sentence each; empty where it can.
+        doubt: why it is open whether it reaches the target, in a sentence, where it answers too few prompts and these
+            are too few to refuse it; empty where it is not open.
     """
 
     method: str
@@ -63,6 +65,7 @@ class EvaluatedMethod:
     perplexity: float
     change: PairedDifference
     failures: tuple[str, ...]
+    doubt: str = ""
 
     @property
     def label(self) -> str:
@@ -92,8 +95,9 @@ class Choice:
             none is chosen.
         evaluated: every method but the unpatched one, the best first.
         advice: the steps that would help where none is chosen, a sentence each.
-        unconfirmed: why prompts do not confirm the choice, in a sentence; empty where right answers have a
-            significantly higher log-probability at the target length than in the unpatched model.
+        unconfirmed: why prompts do not confirm the choice, in a sentence; empty where it answers at least half of what
+            the unpatched model answers within its context, and right answers have a significantly higher
+            log-probability at the target length than in the unpatched model.
     """
 
     chosen: EvaluatedMethod | None
@@ -162,11 +166,16 @@ class MethodEvaluator:
         possible = statistics.fmean(before)
         # The end of the interval, since few prompts leave a larger share open than the one measured.
         at_most = statistics.fmean(result.interval(self.target)[1] for result in results)
-        if possible >= REACHED_SHARE and at_most < REACHED_SHARE * possible:
-            failures.append(
+        doubt = ""
+        if possible >= REACHED_SHARE and statistics.fmean(answers) < REACHED_SHARE * possible:
+            too_few = (
                 f"at {self.target} tokens it answers {sum(answers)} of {len(answers)} prompts, where the unpatched "
                 f"model answers {sum(before)} of {len(before)} at {self.within}"
             )
+            if at_most < REACHED_SHARE * possible:
+                failures.append(too_few)
+            else:
+                doubt = too_few
         end = self.perplexity(self.unpatched, self.within)
         if not math.isfinite(perplexity) or (possible < REACHED_SHARE and perplexity > FLAT_RATIO * end):
             failures.append(
@@ -184,6 +193,7 @@ class MethodEvaluator:
             perplexity=perplexity,
             change=change,
             failures=tuple(failures),
+            doubt=doubt,
         )
 
     def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[EvaluatedMethod]:
@@ -225,11 +235,11 @@ class MethodEvaluator:
     def settled(self, methods: Sequence[str], *, conditions: bool = True) -> bool:
         """Tell whether more windows and prompts would hardly change the decision.
 
-        The best is significantly ahead of all others, and of the unpatched model, and the interval of what it loses
-        within the trained context lies on one side of the tolerance.
+        The best is significantly ahead of all others, and of the unpatched model, it is not open whether it reaches the
+        target, and the interval of what it loses within the trained context lies on one side of the tolerance.
         """
         best, *others = self.order(methods, conditions=conditions)
-        if not all(self.ahead(best.label, other.label) for other in others):
+        if best.doubt or not all(self.ahead(best.label, other.label) for other in others):
             return False
         tolerable = [relative(end) <= self.tolerance for end in (best.change.low, best.change.high)]
         return not conditions or (tolerable[0] == tolerable[1] and self.better_than_unpatched(self.rows[best.label]))
@@ -290,8 +300,8 @@ class MethodEvaluator:
         if len(remaining) > 1:
             reason += f"; not significantly different from {_names(one for one in remaining if one is not chosen)}"
             reason += ", and the least costly of them within the trained context"
-        unconfirmed = ""
-        if self._sign(chosen.label, UNPATCHED, "logprob") <= 0:
+        unconfirmed = f"{chosen.doubt}; a larger --budget asks more" if chosen.doubt else ""
+        if not unconfirmed and self._sign(chosen.label, UNPATCHED, "logprob") <= 0:
             unconfirmed = (
                 f"{count_text(chosen.prompts, 'prompt')} of {self.target} tokens cannot show that {chosen.name} "
                 "retrieves more than the unpatched model; a larger --budget asks more"

@@ -15,7 +15,7 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True)
 class Table(Method, name="table"):
-    """Any table: what fits, searches and imports produce. The table found by default.
+    """Any table, number by number: what a search found, for example. The table found by default.
 
     ``values`` are frequencies [rad/token], fast to slow, one per pair; ``attention_scaling`` defaults to the one found.
     With a ``layer_type`` the tables of other layers stay as they are, so a chain of such methods gives each layer type

@@ -46,6 +46,8 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
         names = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
         if names[-1] in _MAY_EXIT:
             raise
+        if names[-1] == "rich":  # which ends the process where the reader of the output is gone
+            return 1
         code = frames[-1 - (names[-1] == "_sitebuiltins")].f_code  # exit() is itself a function of Python
         place = f"{code.co_filename}, {code.co_name}"
         print(f"error: {place}: it ended the command, sys.exit({error.code!r}): raise an error there", file=sys.stderr)

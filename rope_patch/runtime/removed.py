@@ -5,8 +5,7 @@ from __future__ import annotations
 REMOVED = {
     "two_tables": "nothing but this package could choose between two tables; apply the long one, or use "
     "rope_patch.patched(model, METHOD) for long texts alone",
-    "theory": "the command alone; its formulas are the functions of the modules rope_patch.theory and "
-    "rope_patch.frequencies, to be imported",
+    "theory": "import rope_patch.theory and rope_patch.frequencies, whose functions are its formulas",
     "longppl": "no result rested on it; perplexity by position and retrieval stay",
     "longppl_evaluator": "it chose the tokens of LongPPL, which was removed too",
     "tolerance": "analyze had it for the perplexity of p-RoPE, which rope-patch compare measures",
@@ -14,7 +13,7 @@ REMOVED = {
     "fwe": "lm-eval's own task ruler_fwe runs offline, too",
     "resonance": "the method table takes its frequencies",
     "cope": "the method table takes its frequencies",
-    "memory": "of the memory that weights leave, each token takes token_bytes of kv-check.json",
+    "memory": "divide the memory that the weights leave by token_bytes in kv-check.json",
     "first_choice": "exact match is nearly the same share, and the log-probability of right answers tells more",
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
     "method table takes factors that were found elsewhere",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import invoke
+from support.fresh import run_code
 
 import rope_patch
 from rope_patch.cli.parsing import parse, parse_given
@@ -155,3 +156,17 @@ def test_what_was_removed_is_named_and_files_that_do_not_use_it_are_read():
     for method in ("two_tables", {"method": "two_tables", "long": "yarn:factor=4", "switch_at": 8}):
         with pytest.raises(ValueError, match="was removed"):
             as_method(method)
+
+
+def test_a_reader_that_ends_is_no_error():
+    """As with ``| head``: rich then ends the process by itself."""
+    code = """if True:
+        import os, sys
+        from rope_patch.cli import app
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+        app.main()
+    """
+    done = run_code(code, "kv-check", "--list")
+    assert (done.returncode, done.stderr) == (1, "")

@@ -69,6 +69,20 @@ def test_retrieval_at_the_target_decides_first():
     assert not found.unconfirmed
 
 
+def test_what_answers_nothing_is_unconfirmed_and_more_is_asked():
+    """Right answers are e times as probable and text is read better; of three prompts none is answered."""
+    unpatched = row("default", end=4.0, right=(3, 0), prompts=3, wrong=-16.0)
+    idle = row("p_rope", end=3.9, right=(3, 0), prompts=3, wrong=-14.0)
+    found = choose(idle, unpatched=unpatched)
+    assert found.method == "p_rope" and found.unconfirmed.startswith(
+        "at 32 tokens it answers 0 of 3 prompts, where the unpatched model answers 3 of 3 at 16"
+    )
+    scores = evaluator(idle, unpatched=unpatched)
+    assert not scores.settled(["p_rope"]), "the next round asks more"
+    many = row("p_rope", end=3.9, right=(20, 0), wrong=-14.0)
+    assert choose(many, unpatched=row("default", end=4.0, right=(20, 0), wrong=-16.0)).method is None
+
+
 def test_one_prompt_refuses_nothing():
     """It has no interval; the right answer is e times as probable as in the unpatched model, or more."""
     unpatched = row("default", end=2.24, right=(1, 0), prompts=1, wrong=-12.0)
