@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE
 from rope_patch.checkpoints.gguf import put_table
 from rope_patch.checkpoints.gguf_table import read_gguf
-from rope_patch.checkpoints.source_files import check_older_keys, config_json, load_config, naming_checkpoint
+from rope_patch.checkpoints.source_files import (
+    auto_class,
+    check_older_keys,
+    config_json,
+    load_config,
+    naming_checkpoint,
+)
 from rope_patch.runtime.folders import is_gguf
 
 MOST_LAYERS = 10_000
@@ -51,7 +57,7 @@ def model_without_weights(
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"{source}: num_hidden_layers must be at most {MOST_LAYERS}, its config says {layers}")
     with torch.device("meta"), naming_checkpoint(source):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config.model_type).from_config(
             config, trust_remote_code=options.get("trust_remote_code")
         )
     if is_gguf(source):

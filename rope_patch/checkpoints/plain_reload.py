@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from rope_patch.checkpoints.source_files import auto_class, config_json
+
 COMPARED_TOKENS = 200
 """Length of the row that both processes read [tokens]."""
 
@@ -20,10 +22,10 @@ import sys
 sys.modules["rope_patch"] = None
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-folder, ids, out, device = sys.argv[1:]
+import transformers
+folder, ids, out, device, loader = sys.argv[1:]
 with torch.no_grad():
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    model = getattr(transformers, loader).from_pretrained(folder, dtype="auto").to(device).eval()
     logits = model(load_file(ids)["ids"].to(device), use_cache=False).logits
     save_file({"logits": logits.cpu().contiguous()}, out)
 """
@@ -52,7 +54,8 @@ def plain_logits(folder: str | Path, vocabulary: int, device: str = "cpu") -> to
     with tempfile.TemporaryDirectory() as scratch:
         save_file({"ids": _ids(vocabulary, "cpu")}, f"{scratch}/ids")
         files = [str(folder), f"{scratch}/ids", f"{scratch}/logits"]
-        command = [sys.executable, "-c", PROGRAM, *files, device]
+        loader = auto_class(config_json(folder).get("model_type")).__name__
+        command = [sys.executable, "-c", PROGRAM, *files, device, loader]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")

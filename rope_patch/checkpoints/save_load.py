@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import (
     ADAPTER_FILE,
@@ -31,7 +32,7 @@ from rope_patch.checkpoints.adapters import (
     write_patch_files,
 )
 from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
-from rope_patch.checkpoints.source_files import check_older_keys, config_json, load_or_explain
+from rope_patch.checkpoints.source_files import auto_class, check_older_keys, config_json, load_or_explain
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import refuse_repacked_weights, wrong_tensors, wrong_tensors_in_load
@@ -227,9 +228,13 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
 
 def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a model that transformers loaded, and what its loader reports of tensors that did not match."""
-    model, loaded = load_or_explain(
-        source, lambda: AutoModelForCausalLM.from_pretrained(str(source), output_loading_info=True, **options)
-    )
+
+    def load_it() -> Any:
+        config = options.get("config") or SimpleNamespace(**config_json(source, **options))
+        loader = auto_class(getattr(config, "model_type", None))
+        return loader.from_pretrained(str(source), output_loading_info=True, **options)
+
+    model, loaded = load_or_explain(source, load_it)
     if options.get("ignore_mismatched_sizes"):  # the caller has allowed them
         loaded = {**loaded, "mismatched_keys": ()}
     return model, loaded

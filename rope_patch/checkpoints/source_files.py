@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.gguf_file import open_gguf
@@ -71,6 +82,23 @@ def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
         read_json(path)
     config = load_or_explain(source, lambda: AutoConfig.from_pretrained(str(source), **options))
     return config
+
+
+def auto_class(model_type: str | None) -> Any:
+    """Return the class of transformers that builds a checkpoint: the one for image-text models where it has no other.
+
+    Args:
+        model_type: that of the checkpoint's config.json; None where it has none.
+    """
+    only_with_images = (
+        model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
+
+
+def how_to_load(folder: str | Path) -> str:
+    """Return the call of plain transformers that loads a folder."""
+    return f"{auto_class(config_json(folder).get('model_type')).__name__}.from_pretrained({str(folder)!r})"
 
 
 def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBase:

@@ -17,6 +17,7 @@ def apply(words: Sequence[str]) -> None:
     options = parse(ApplyOptions, words)
     from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.checkpoints.gguf_patch import patch_gguf
+    from rope_patch.checkpoints.source_files import how_to_load
     from rope_patch.methods import as_method
     from rope_patch.runtime.folders import is_gguf
 
@@ -39,5 +40,4 @@ def apply(words: Sequence[str]) -> None:
         if patch.record.target_length is None:
             print(f"the file states {context} tokens, and llama.cpp reads no more: --target-length states more")
     else:
-        loads = f"AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it, with or without rope_patch"
-        print(f"wrote {output}: {loads}")
+        print(f"wrote {output}: {how_to_load(output)} loads it, with or without rope_patch")

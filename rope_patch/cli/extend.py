@@ -94,6 +94,7 @@ def extend(words: Sequence[str]) -> int:
 
 def _print(outcome: Extended) -> None:
     """Print the scores, the choice with its reason, and what was written."""
+    from rope_patch.checkpoints.source_files import how_to_load
     from rope_patch.cli.compare import print_scores, print_table
     from rope_patch.extending.choose_method import RANKING
 
@@ -116,4 +117,4 @@ def _print(outcome: Extended) -> None:
             print(f"  {sentence}")
         print(f"the measurements are in {outcome.work}, and a changed command uses them again")
         return
-    print(f"wrote {outcome.output}: AutoModelForCausalLM.from_pretrained({str(outcome.output)!r}) loads it")
+    print(f"wrote {outcome.output}: {how_to_load(outcome.output)} loads it")

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, scaling_keys
-from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
+from rope_patch.checkpoints.source_files import auto_class, config_json, load_config, naming_checkpoint
 from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
 from rope_patch.engines.folders import exported_config, read_tables
 from rope_patch.engines.program_contexts import kind_of
@@ -94,7 +94,7 @@ def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAM
 def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
     config = load_config(source)
     with torch.device("meta"), naming_checkpoint(source):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config.model_type).from_config(config)
     inspection = inspect_model(model)
     text = locate(model).config
     stated = StatedConfig(

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from rope_patch import __version__
+from rope_patch.checkpoints.source_files import auto_class, config_json
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
@@ -36,9 +37,9 @@ CARD_TEMPLATE = """---
 `{base}`, trained at {trained_length} tokens, with the rotary table of `{method}` for {length}.
 {training}
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {loader}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", dtype="auto")
+model = {loader}.from_pretrained("THIS FOLDER", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
 ```
 
@@ -98,6 +99,7 @@ def card(outcome: Extended) -> str:
     others = [_name(row) for label, row in measured.items() if label not in (UNPATCHED, chosen.label)]
     ours = CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        loader=auto_class(config_json(options.model).get("model_type")).__name__,
         base=base,
         length=options.length,
         trained_length=outcome.trained_length,

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_adapter_tables, is_adapter, read_record
+from rope_patch.checkpoints.source_files import auto_class
 from rope_patch.harness.answering_model import AnsweringLM
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
@@ -157,6 +158,8 @@ class RopePatchLM(AnsweringLM):
     # --- loading: what HFLM would pass on, take or report in its own way
 
     def _get_backend(self, config: Any, backend: str = "default", trust_remote_code: bool | None = False) -> None:
+        if auto_class(config.model_type) is AutoModelForImageTextToText:
+            self.AUTO_MODEL_CLASS, backend = AutoModelForImageTextToText, "causal"
         super()._get_backend(config, backend=backend, trust_remote_code=trust_remote_code)
         if self.backend != "causal":
             raise ValueError(
