@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from rope_patch import __version__
+from rope_patch.checkpoints.folder_patch import EXTEND_RECORD
 from rope_patch.checkpoints.source_files import auto_class, config_json
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
@@ -142,7 +143,10 @@ def base_card(source: str) -> tuple[dict[str, Any], str]:
         card = ModelCard.load(Path(source) / "README.md", ignore_metadata_errors=True)
     except (OSError, ValueError, yaml.YAMLError):
         return {}, ""
-    return card.data.to_dict(), card.text
+    text = card.text
+    if (Path(source) / EXTEND_RECORD).is_file():  # an extended folder, whose card ends with that of its own base
+        text = text.partition(HEADING)[2]
+    return card.data.to_dict(), text
 
 
 def scores(comparison: Comparison, chosen: str) -> str:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rope_patch import checkpoints
 from rope_patch.checkpoints.folder_patch import EXTEND_RECORD, check_folder_is_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
+from rope_patch.errors import read_json
 from rope_patch.evaluation.spec import check_tasks
 from rope_patch.extending.card import card
 from rope_patch.extending.other_programs import other_programs
@@ -119,6 +120,12 @@ def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
     if Path(options.model).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
     check_folder_is_free(out, overwrite)
+
+
+def written_before(folder: str | Path) -> bool:
+    """Return whether a folder was written by an earlier run that changed the table and trained nothing."""
+    path = Path(folder) / EXTEND_RECORD
+    return path.is_file() and read_json(path).get("training", "unknown") is None
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from support.commands import invoke
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
+from support.patches import edit_json
 from support.prompting import TOKENIZER, bold
-from support.tiny import SIZE, tiny_model
+from support.tiny import SIZE, logits, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig, PhiConfig, PhiForCausalLM, Trainer
 
 import rope_patch
@@ -32,6 +33,7 @@ from rope_patch.extending.train_adapter import Training, plan_training, train_ad
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_dict
+from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime.progress import listen
 
 pytestmark = pytest.mark.usefixtures("reloads_fork")
@@ -305,6 +307,29 @@ def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError):
         extend(llama, TOKENIZER, output=tmp_path / "full", **QUICK)
+
+
+def test_an_extended_folder_is_extended_further_from_the_table_before(tmp_path):
+    quick = ["--methods", "yarn", "--depths", "0.5", "--tolerance", "0.5", "--dtype", "float32", "--no-report"]
+    first, second = tmp_path / "512", tmp_path / "1k"
+    result = invoke("extend", LLAMA, "--length", 512, "-o", first, *quick)
+    assert result.exit_code == 0, result.output
+    result = invoke("extend", first, "--length", 1024, "-o", second, *quick)
+    assert result.exit_code == 0, result.output
+    assert "yarn:factor=2 is taken off first" in result.output
+    model = rope_patch.load(second, dtype=torch.float32)
+    assert str(inspect_model(model).record.to_method()) == "yarn:factor=4"
+    rope_patch.restore(model)
+    assert torch.equal(logits(model), logits(rope_patch.load(LLAMA, dtype=torch.float32)))
+    assert (second / "README.md").read_text().count("## The card of the base model") == 1
+
+    def trained(record):
+        record["training"] = {"steps": 8}
+
+    edit_json(first / "rope_patch_extend.json", trained)
+    result = invoke("extend", first, "--length", 1024, "-o", tmp_path / "trained", *quick)
+    assert result.exit_code == 2
+    assert "patched already" in result.output
 
 
 def test_a_gguf_file_is_extended_to_a_folder(llama, tmp_path):
