@@ -90,6 +90,16 @@ def test_an_unrotated_pair_lies_below_the_frequency_bound_and_is_never_an_offset
             bounds(torch.tensor([1.0]), context)
 
 
+def test_bounds_of_a_scaled_table_are_taken_against_the_stated_context():
+    """arXiv:2503.01832 gives DeepSeek-V2-Lite at 160k tokens: 9 of 32 pairs below the frequency, the angle 4.26."""
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
+    model = tiny_model(head_dim=64, max_position_embeddings=160_000, rope_parameters=parameters)
+    layer = capture(model, ids(8)).layers[0]
+    below, angle = bounds(layer.inv_freq, layer.context)
+    assert int(below.sum()) == 9
+    assert float(angle[26]) == pytest.approx(4.26, abs=0.01)
+
+
 def every_pair(capture, states="key"):
     """Every pair of every head, by layer, head and pair: a tiny ratio makes all of them outliers."""
     return {(pair.layer, pair.head, pair.pair): pair for pair in outlier_pairs(capture, states, ratio=1e-12)}
