@@ -33,7 +33,7 @@ from rope_patch.patching.record import (
     silent_transformers,
 )
 from rope_patch.patching.rotary import original_tables
-from rope_patch.patching.verify import edits_since
+from rope_patch.patching.verify import edits_since, shortened
 from rope_patch.tables import RotaryTable
 
 LOAD_AGAIN = "load the patched folder again"
@@ -179,8 +179,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
             fix=subject.fix("apply the patch to the original model again", WRITE_AGAIN),
         )
     else:
-        sentences = [f"{record.to_method()} gives the recorded tables"]
-        yield Check("patch record", HOLDS, "; ".join(sentences))
+        yield Check("patch record", HOLDS, f"{shortened(str(record.to_method()))} gives the recorded tables")
 
 
 def config_describes_table(subject: Subject) -> Iterator[Check]:

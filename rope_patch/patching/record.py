@@ -137,8 +137,8 @@ class PatchRecord:
                 "the patch record names two tables, between which versions up to 0.2.0 chose: the long one is used for "
                 "every text"
             )
-        gone = _removed_method(method)
-        if gone:
+        unregistered = _unregistered_method(method)
+        if unregistered:
             data["method"] = {"method": Table.name}
         if data.pop("precision", "float32") != "float32":  # older versions could compute angles in float64
             raise ValueError("the rope_patch record asks for another precision of angles than float32")
@@ -156,8 +156,9 @@ class PatchRecord:
             )
         if changed not in (None, record.changed):
             raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
-        if gone:
-            logger.warning_once(f"the patch record names {gone!r}: its recorded tables are used.{removed(gone)}")
+        if unregistered:
+            why = removed(unregistered) or " A method of your own is known with --import MODULE."
+            logger.warning_once(f"the patch record names {unregistered!r}: its recorded tables are used.{why}")
             return record._as_table()
         return record
 
@@ -171,11 +172,13 @@ class PatchRecord:
         return replace(self, method=method.to_dict())
 
 
-def _removed_method(method: Any) -> str:
-    """Return the name of a method in a record, or of a step of its chain, that this version has no more; or ""."""
-    steps = [method, *(method.get("steps") or ())] if isinstance(method, Mapping) else []
+def _unregistered_method(method: Any) -> str:
+    """Return the name of a method in a record, or of a step of its chain, that is not known here; or ""."""
+    if not isinstance(method, Mapping):
+        return ""
+    steps = (method.get("steps") or ()) if method.get("method") == "chain" else [method]
     names = [step.get("method") for step in steps if isinstance(step, Mapping)]
-    return next((name for name in names if isinstance(name, str) and removed(name) and name not in METHODS), "")
+    return next((name for name in names if isinstance(name, str) and name not in METHODS), "")
 
 
 def records_of(tables: Tables) -> dict[str, TableRecord]:

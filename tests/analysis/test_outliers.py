@@ -91,7 +91,7 @@ def test_an_unrotated_pair_lies_below_the_frequency_bound_and_is_never_an_offset
 
 
 def test_bounds_of_a_scaled_table_are_taken_against_the_stated_context():
-    """arXiv:2503.01832 gives DeepSeek-V2-Lite at 160k tokens: 9 of 32 pairs below the frequency, the angle 4.26."""
+    """arXiv:2503.01832 has 9 of 32 pairs and an angle of 4.26 for DeepSeek-V2-Lite: those of 160,000 tokens."""
     parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
     model = tiny_model(head_dim=64, max_position_embeddings=160_000, rope_parameters=parameters)
     layer = capture(model, ids(8)).layers[0]
