@@ -123,6 +123,8 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
             "replace_scaling is deprecated: with it a factor counts from the context before the checkpoint's scaling; "
             "left out, a factor is the new context over the stated one, on every checkpoint"
         )
+    if not isinstance(method, Default):
+        _refuse_two_contexts(location)
     plan = encode(location, method, options)
     if not (plan.record.changed or isinstance(method, Default)):
         warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
@@ -193,6 +195,20 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
     # Only after every check: a model that is refused is not warned about.
     for warning in warnings:
         warn(warning)
+
+
+def _refuse_two_contexts(location: Location) -> None:
+    """Refuse a config whose ``linear`` factor counts from ``max_position_embeddings``, as those of Vicuna 16k do."""
+    config = location.base_config
+    parameters, stated = config.rope_parameters or {}, config.max_position_embeddings
+    trained = getattr(config, "max_sequence_length", stated)
+    if trained != stated and parameters.get("rope_type") == "linear" and trained == stated * parameters["factor"]:
+        raise ValueError(
+            f"the config of {location.name} states two contexts, max_position_embeddings {stated} and "
+            f"max_sequence_length {trained}, which is as far as its factor {parameters['factor']:g} reaches. Write "
+            f"{trained} into max_position_embeddings, and original_max_position_embeddings {stated} into its rotary "
+            "settings: a factor is the new context over the stated one"
+        )
 
 
 def _refuse_a_second_patch(location: Location) -> None:

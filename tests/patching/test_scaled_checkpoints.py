@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from support.patches import edit_json
-from support.tiny import MIXED, SIZE
+from support.tiny import MIXED, SIZE, logits, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch
@@ -167,3 +167,19 @@ def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path, caplog):
     again = model_of("Llama 3.1")
     rope_patch.apply(again, "yarn", target_length=256)
     assert torch.equal(rope_patch.inspect(again).tables[0].inv_freq, table.inv_freq)
+
+
+def test_a_linear_factor_over_a_shorter_stated_context_is_refused_until_the_config_says_one():
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    model = tiny_model(max_position_embeddings=64, max_sequence_length=256, rope_parameters=linear)
+    before = logits(model)
+    with pytest.raises(ValueError, match="states two contexts"):
+        rope_patch.apply(model, "pi", target_length=512)
+    assert torch.equal(logits(model), before)
+    rope_patch.apply(model, "default")
+    said = linear | {"original_max_position_embeddings": 64}
+    model = tiny_model(max_position_embeddings=256, max_sequence_length=256, rope_parameters=said)
+    rope_patch.apply(model, "pi", target_length=512)
+    assert model.config.rope_parameters == said | {"factor": 8.0}
+    rope_patch.restore(model)
+    assert str(rope_patch.apply(model, "yarn", target_length=512).method) == "yarn:factor=2"
