@@ -200,9 +200,11 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
 def _refuse_two_contexts(location: Location) -> None:
     """Refuse a config whose ``linear`` factor counts from ``max_position_embeddings``, as those of Vicuna 16k do."""
     config = location.base_config
-    parameters, stated = config.rope_parameters or {}, config.max_position_embeddings
-    trained = getattr(config, "max_sequence_length", stated)
-    if trained != stated and parameters.get("rope_type") == "linear" and trained == stated * parameters["factor"]:
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    stated, trained = getattr(config, "max_position_embeddings", None), getattr(config, "max_sequence_length", None)
+    if parameters.get("rope_type") != "linear" or stated is None or trained in (None, stated):
+        return
+    if trained == stated * parameters["factor"]:
         raise ValueError(
             f"the config of {location.name} states two contexts, max_position_embeddings {stated} and "
             f"max_sequence_length {trained}, which is as far as its factor {parameters['factor']:g} reaches. Write "
