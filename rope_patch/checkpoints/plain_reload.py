@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from rope_patch.checkpoints.source_files import auto_class, config_json
+from rope_patch.checkpoints.source_files import loader_name
 
 COMPARED_TOKENS = 200
 """Length of the row that both processes read [tokens]."""
@@ -54,8 +54,7 @@ def plain_logits(folder: str | Path, vocabulary: int, device: str = "cpu") -> to
     with tempfile.TemporaryDirectory() as scratch:
         save_file({"ids": _ids(vocabulary, "cpu")}, f"{scratch}/ids")
         files = [str(folder), f"{scratch}/ids", f"{scratch}/logits"]
-        loader = auto_class(config_json(folder).get("model_type")).__name__
-        command = [sys.executable, "-c", PROGRAM, *files, device, loader]
+        command = [sys.executable, "-c", PROGRAM, *files, device, loader_name(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -230,8 +229,8 @@ def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[An
     """Return a model that transformers loaded, and what its loader reports of tensors that did not match."""
 
     def load_it() -> Any:
-        config = options.get("config") or SimpleNamespace(**config_json(source, **options))
-        loader = auto_class(getattr(config, "model_type", None))
+        given = getattr(options.get("config"), "model_type", None)
+        loader = auto_class(given or config_json(source, **options).get("model_type"))
         return loader.from_pretrained(str(source), output_loading_info=True, **options)
 
     model, loaded = load_or_explain(source, load_it)

@@ -96,9 +96,15 @@ def auto_class(model_type: str | None) -> Any:
     return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
 
 
+def loader_name(source: str | Path) -> str:
+    """Return the name of the class of transformers that loads a checkpoint."""
+    name: str = auto_class(config_json(source).get("model_type")).__name__
+    return name
+
+
 def how_to_load(folder: str | Path) -> str:
     """Return the call of plain transformers that loads a folder."""
-    return f"{auto_class(config_json(folder).get('model_type')).__name__}.from_pretrained({str(folder)!r})"
+    return f"{loader_name(folder)}.from_pretrained({str(folder)!r})"
 
 
 def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBase:

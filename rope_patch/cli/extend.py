@@ -26,7 +26,7 @@ def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
     options = parse(ExtendOptions, words)
     from rope_patch.extending.extend import RESULT_CACHE, Run
-    from rope_patch.extending.write_extended import check_output, written_before
+    from rope_patch.extending.write_extended import check_output, extended_without_training
     from rope_patch.patching.install import restore
     from rope_patch.patching.locate import locate
 
@@ -56,7 +56,7 @@ def extend(words: Sequence[str]) -> int:
         if hasattr(model, "peft_config"):
             say(f"{settings.model} is an adapter: merged into its base")
             model = model.merge_and_unload().eval()
-        elif written_before(settings.model) and (record := locate(model).record) is not None:
+        elif extended_without_training(settings.model) and (record := locate(model).record) is not None:
             restore(model)
             say(f"{settings.model}: {record.to_method()} is taken off first, under which its weights were not trained")
         run = Run(model, load_tokenizer(settings.model), settings, output)

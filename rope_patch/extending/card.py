@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from rope_patch import __version__
 from rope_patch.checkpoints.folder_patch import EXTEND_RECORD
-from rope_patch.checkpoints.source_files import auto_class, config_json
+from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
@@ -100,7 +100,7 @@ def card(outcome: Extended) -> str:
     others = [_name(row) for label, row in measured.items() if label not in (UNPATCHED, chosen.label)]
     ours = CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
-        loader=auto_class(config_json(options.model).get("model_type")).__name__,
+        loader=loader_name(options.model),
         base=base,
         length=options.length,
         trained_length=outcome.trained_length,

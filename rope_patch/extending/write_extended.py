@@ -122,7 +122,7 @@ def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
     check_folder_is_free(out, overwrite)
 
 
-def written_before(folder: str | Path) -> bool:
+def extended_without_training(folder: str | Path) -> bool:
     """Return whether a folder was written by an earlier run that changed the table and trained nothing."""
     path = Path(folder) / EXTEND_RECORD
     return path.is_file() and read_json(path).get("training", "unknown") is None
