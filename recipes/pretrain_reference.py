@@ -2,6 +2,7 @@
 
     python recipes/pretrain_reference.py llama -o out/llama          # about 15 minutes on one CPU core
     python recipes/pretrain_reference.py gemma3 -o out/gemma3 --device cuda
+    python recipes/pretrain_reference.py llama --scaled llama3 -o out/llama3    # the bundled model, to 1024 tokens
 
 With so few training tokens, text alone does not teach a model of this size to retrieve; this curriculum does. Stages:
 text; then short windows of repeated random strings and passkeys until copying appears, which is sudden; then longer
@@ -26,7 +27,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -39,6 +42,7 @@ from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.tasks import TASKS
+from rope_patch.packaged import data_path
 
 VOCABULARY = 1024
 LENGTH = 256
@@ -61,6 +65,17 @@ class Stage:
     decay: bool = False
 
 
+# What releases do that have a scaled table: train on at a longer context, under the table that they state.
+SCALED = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": LENGTH},
+    "yarn": {"original_max_position_embeddings": LENGTH},
+    "linear": {},
+}
+FACTOR = 4
+SCALED_CURRICULUM = (
+    Stage("longer", LENGTH * FACTOR // 2, 400_000, 0.5, 0.35),
+    Stage("full", LENGTH * FACTOR, 1_600_000, 0.6, 0.3, decay=True),
+)
 CURRICULUM = (
     Stage("text", 128, 2_000_000, 1.0, 0.0),
     Stage("copying", 64, 2_500_000, 0.1, 0.7, until_copying=True),
@@ -107,6 +122,20 @@ def build_model(shape: str) -> PreTrainedModel:
             rope_parameters={"sliding_attention": dict(plain), "full_attention": dict(plain)},
         )
     )
+
+
+def scaled_model(shape: str, kind: str) -> PreTrainedModel:
+    """Return the bundled model of a shape with a scaled table and 1024 tokens of stated context, to be trained on."""
+    folder = data_path("assets") / shape
+    config = AutoConfig.from_pretrained(folder)
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, "factor": float(FACTOR), **SCALED[kind]}
+    if shape == "gemma3":
+        config.rope_parameters["full_attention"] = scaling
+    else:
+        config.rope_parameters = scaling
+    config.max_position_embeddings = LENGTH * FACTOR
+    # Training steps are too small for weights in bfloat16.
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
 def train_tokenizer(documents: tuple[str, ...]) -> PreTrainedTokenizerFast:
@@ -181,8 +210,10 @@ def steps(stage: Stage, tokens_per_step: int) -> int:
     return max(1, stage.tokens // tokens_per_step)
 
 
-def train(model: PreTrainedModel, sampler: Sampler, options: argparse.Namespace) -> list[dict[str, float | str]]:
-    """Train through the curriculum, and return the log."""
+def train(
+    model: PreTrainedModel, sampler: Sampler, options: argparse.Namespace, curriculum: tuple[Stage, ...] = CURRICULUM
+) -> list[dict[str, float | str]]:
+    """Train through a curriculum, and return the log."""
     # Only matrices decay: the vectors are scales of norms, which have no reason to be near zero.
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
@@ -194,7 +225,7 @@ def train(model: PreTrainedModel, sampler: Sampler, options: argparse.Namespace)
     log: list[dict[str, float | str]] = []
     seen = 0
     model.train()
-    for stage in CURRICULUM:
+    for stage in curriculum:
         rows = options.tokens_per_step // stage.length
         total = max(1, int(steps(stage, options.tokens_per_step) * options.scale))
         copying = 0.0
@@ -251,13 +282,18 @@ def measure(
 ) -> dict[str, object]:
     """Measure the finished model on the splits that it was not trained on."""
     model.eval()
+    context = model.config.max_position_embeddings
+    lengths = (context, 2 * context, 4 * context)
     stream = tokenizer(builtin_text("heldout").text, add_special_tokens=False, verbose=False)["input_ids"]
-    rows = torch.tensor([[BOS, *stream[i : i + 1023]] for i in range(0, len(stream) - 1023, 1023)][:40])
-    text = perplexity(model, rows, buckets=(0, 256, 512, 1024))
+    own = lengths[-1] - 1  # tokens of a row without its <bos>
+    rows = torch.tensor(
+        [[BOS, *stream[i : i + own]] for i in range(0, len(stream) - own, own)][: 40 * LENGTH // context]
+    )
+    text = perplexity(model, rows, buckets=(0, *lengths))
     found = retrieval(
         model,
         tokenizer,
-        lengths=(256, 512, 1024),
+        lengths=lengths,
         depths=[i / 9 for i in range(10)],
         samples=options.prompts // 10,
         # Another seed than that of training, so that the passkeys are new.
@@ -265,8 +301,8 @@ def measure(
     )
     fresh = Sampler(tokenizer, stream, random.Random(options.seed + 1000))
     return {
-        "copy_accuracy_256": round(copy_accuracy(model, fresh, LENGTH, 64, options.device), 4),
-        "passkey": {str(n): round(found.accuracy(n), 4) for n in (256, 512, 1024)},
+        f"copy_accuracy_{context}": round(copy_accuracy(model, fresh, context, 64, options.device), 4),
+        "passkey": {str(n): round(found.accuracy(n), 4) for n in lengths},
         "passkey_prompts_per_length": options.prompts // 10 * 10,
         "heldout_perplexity": {f"{b.start}-{b.stop}": round(b.perplexity, 3) for b in text.buckets},
         "heldout_tokens": text.tokens,
@@ -274,7 +310,14 @@ def measure(
 
 
 def card(
-    shape: str, command: str, figures: dict[str, object], parameters: int, seconds: float, tokens: int, seed: int
+    name: str,
+    context: int,
+    command: str,
+    figures: dict[str, object],
+    parameters: int,
+    seconds: float,
+    tokens: int,
+    seed: int,
 ) -> str:
     """Return the model card."""
     corpus = builtin_text("train")
@@ -282,10 +325,10 @@ def card(
 license: apache-2.0
 library_name: transformers
 ---
-# Reference checkpoint: {shape}
+# Reference checkpoint: {name}
 
-A {parameters / 1e6:.2f}M-parameter model with a trained context of {LENGTH} tokens, small enough to try context
-extension on a laptop. It copies and retrieves within {LENGTH} tokens and fails beyond, so there is something to fix.
+A {parameters / 1e6:.2f}M-parameter model with a trained context of {context} tokens, small enough to try context
+extension on a laptop. It copies and retrieves within {context} tokens and fails beyond, so there is something to fix.
 It knows nothing else: do not use it for text.
 
 - **Data**: `builtin_text("train")`, English and Python source that ship with CPython {corpus.python_version}
@@ -316,10 +359,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=("llama", "gemma3"))
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--scaled",
+        choices=SCALED,
+        help=f"train the bundled model on to {LENGTH * FACTOR} tokens under a table of this type with factor {FACTOR}",
+    )
     parser.add_argument("--text", type=Path, help="folder of .txt files to add to the text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, help="default 3e-3, and 1e-3 with --scaled")
     parser.add_argument("--tokens-per-step", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the curriculum's tokens")
@@ -328,24 +376,30 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.scale, options.prompts = 0.003, 10
+    options.lr = options.lr or (1e-3 if options.scaled else 3e-3)
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     began = time.time()
     documents = builtin_text("train").documents
     if options.text is not None:
         documents += tuple(numbered(options.text))
-    tokenizer = train_tokenizer(documents)
+    if options.scaled:
+        model = scaled_model(options.shape, options.scaled)
+        tokenizer = AutoTokenizer.from_pretrained(data_path("assets") / options.shape, model_max_length=LENGTH * FACTOR)
+    else:
+        model, tokenizer = build_model(options.shape), train_tokenizer(documents)
+    model.to(options.device)
     stream = [
         token
         for text in documents
         for token in [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], EOS]
     ]
-    model = build_model(options.shape).to(options.device)
     parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{options.shape}: {parameters / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M tokens of text", file=sys.stderr
     )
-    log = train(model, Sampler(tokenizer, stream, random.Random(options.seed)), options)
+    curriculum = SCALED_CURRICULUM if options.scaled else CURRICULUM
+    log = train(model, Sampler(tokenizer, stream, random.Random(options.seed)), options, curriculum)
     options.output.mkdir(parents=True, exist_ok=True)
     # Casting rounds the original rotary table, so the model is measured as a loader builds it from the folder.
     model.to(torch.bfloat16).save_pretrained(options.output)
@@ -354,8 +408,18 @@ def main() -> None:
     figures = measure(stored, tokenizer, options)
     command = "python recipes/pretrain_reference.py " + shlex.join(sys.argv[1:])
     tokens = int(log[-1]["tokens"]) if log else 0
+    name = f"{options.shape} under {options.scaled}" if options.scaled else options.shape
     (options.output / "README.md").write_text(
-        card(options.shape, command, figures, parameters, time.time() - began, tokens, options.seed)
+        card(
+            name,
+            stored.config.max_position_embeddings,
+            command,
+            figures,
+            parameters,
+            time.time() - began,
+            tokens,
+            options.seed,
+        )
     )
     (options.output / "training_log.json").write_text(json.dumps(log) + "\n")
     print(json.dumps(figures, indent=1))

@@ -80,6 +80,7 @@ DIALECTS: dict[str, Dialect] = {
         _ALL,
         yarn_keys=frozenset({"attention_factor", *MSCALE}),
         longrope_keys=frozenset({"attention_factor"}),
+        proportional_factor=True,
         counts_positions=False,
     ),
     "transformers-4": Dialect(

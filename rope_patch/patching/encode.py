@@ -218,15 +218,11 @@ def _encode_table(
                 continue
             if not _same_table(rebuilt, candidate):
                 continue
-            if (changed := change_for_readers(location, config)) is None:
+            # DeepSeek's attention applies a factor of its own from this key: a table that states it means that, too.
+            follow = "mscale_all_dim" in (table.rope_parameters or {})
+            if (changed := change_for_readers(location, config, follow=follow)) is None:
                 return candidate, trial
             reason = f"{changed}; a patch changes the table alone"
-            # DeepSeek's attention applies a factor of its own from this key, so no encoding with it can be right.
-            if "mscale_all_dim" in (table.rope_parameters or {}):
-                raise ValueError(
-                    f"attention of {location.name} takes its softmax scale from mscale_all_dim, too: {reason}. Leave "
-                    "out mscale and mscale_all_dim, or state attention_factor. Nothing was changed"
-                )
     raise ValueError(
         f"{location.name} cannot express this table in a config that plain transformers reads; nothing was changed. "
         f"The last encoding failed with {reason}"
@@ -284,12 +280,13 @@ def completed(location: Location, layer_type: str | None, encoding: Mapping[str,
             yield {**base, **encoding, **{key: base[key] for key in scaling_keys if key in base}}
 
 
-def change_for_readers(location: Location, config: PreTrainedConfig) -> str | None:
+def change_for_readers(location: Location, config: PreTrainedConfig, *, follow: bool = False) -> str | None:
     """Say what other readers of ``rope_parameters`` would do differently under a config; None if they do the same.
 
     Args:
         location: the location of the model's rotary module, with the probe that found the other readers.
-        config: the config that would replace the base config.
+        config: the config that would replace the one in place.
+        follow: whether modules that read it as they are built may take what it says (:func:`attributes_that_follow`).
     """
     base, probe = location.base_config, location.probe
     if config.rope_parameters == base.rope_parameters:
@@ -302,15 +299,43 @@ def change_for_readers(location: Location, config: PreTrainedConfig) -> str | No
             old, new = (None if each is None else each.get(key) for each in (old, new))
         if old != new:
             return f"{reader} would read {'.'.join(map(str, keys))} as {new}, and it is {old}"
-    if not probe.builders:
+    if not probe.builders or config.rope_parameters == location.config.rope_parameters:
         return None
-    # What a module reads while it is built shows only in what it keeps, so the model is built once more.
-    built = copy_without_weights(location.model, location.configs, settings_of(config))
-    values = None if built is None else values_kept_by_modules(built, probe.builders)
+    values = _values_kept(location, settings_of(config))
     if values is None or probe.reader_values is None:
         return f"{location.name} reads config.rope_parameters as it is built, and what it makes of them cannot be seen"
-    for reader, attribute in {**probe.reader_values, **values}:
-        old, new = (each.get((reader, attribute)) for each in (probe.reader_values, values))
-        if old != new:
+    for name, attribute in {**probe.reader_values, **values}:
+        old, new = (each.get((name, attribute)) for each in (probe.reader_values, values))
+        if old != new and not follow:
+            reader = f"{name} ({type(location.model.get_submodule(name)).__name__})"
             return f"{reader} would be built with a {attribute} of {new!r}, and it has {old!r}"
     return None
+
+
+def attributes_that_follow(location: Location, settings: Mapping[str, Any]) -> list[tuple[nn.Module, str, Any, Any]]:
+    """Return what modules took from the rotary settings as they were built, and would not take from other settings.
+
+    Args:
+        location: the location of the model's rotary module.
+        settings: the other settings.
+
+    Returns:
+        Modules with the name of an attribute, its value under the settings in place, and that under the others.
+    """
+    if not location.probe.builders or settings["rope_parameters"] == location.config.rope_parameters:
+        return []
+    old, new = (_values_kept(location, each) for each in (settings_of(location.config), settings))
+    if old is None or new is None:
+        return []
+    return [
+        (location.model.get_submodule(name), attribute, old[name, attribute], value)
+        for (name, attribute), value in new.items()
+        if old[name, attribute] != value
+    ]
+
+
+def _values_kept(location: Location, settings: Mapping[str, Any]) -> dict[tuple[str, str], Any] | None:
+    """Return what the modules that read the rotary settings as they are built keep under some settings."""
+    # What a module reads while it is built shows only in what it keeps, so the model is built once more.
+    built = copy_without_weights(location.model, location.configs, settings)
+    return None if built is None else values_kept_by_modules(built, location.probe.builders)

@@ -12,7 +12,14 @@ from torch import nn
 from transformers.utils import logging as hf_logging
 
 from rope_patch.methods import Default, Method, MethodLike, as_method
-from rope_patch.patching.encode import PatchPlan, PatchRequest, TableChange, encode, plan_from_record
+from rope_patch.patching.encode import (
+    PatchPlan,
+    PatchRequest,
+    TableChange,
+    attributes_that_follow,
+    encode,
+    plan_from_record,
+)
 from rope_patch.patching.locate import Location, PatchError, device_of, locate
 from rope_patch.patching.record import PatchRecord, build_rotary, hashes, same_tables, set_rotary_settings, settings_of
 from rope_patch.patching.rotary import PatchedRotary, original_tables
@@ -29,6 +36,7 @@ class Patch(TableChange):
     _module: PatchedRotary
     _location: Location
     _configs: Sequence[tuple[Mapping[str, Any], Any]]  # the settings and the record of each config before the patch
+    _attributes: Sequence[tuple[nn.Module, str, Any, Any]]  # of modules that follow the settings: before and after
 
     @classmethod
     def joined(cls, first: Patch, last: Patch, **more: Any) -> Self:
@@ -40,7 +48,9 @@ class Patch(TableChange):
             **more: values of the fields that a subclass adds.
         """
         own = {each.name: getattr(last, each.name) for each in fields(Patch)}
-        return cls(**own | {"_location": first._location, "_configs": first._configs}, **more)
+        before = {"_location": first._location, "_configs": first._configs}
+        before["_attributes"] = [*last._attributes, *first._attributes]  # put back in this order
+        return cls(**own | before, **more)
 
     def restore(self) -> None:
         """Undo the patch, so that the model is as it was before ``apply``.
@@ -60,6 +70,8 @@ class Patch(TableChange):
     def reinstate(self) -> None:
         """Put back the module and settings from before the patch, whatever is in place now."""
         self._location.put(self._location.module)
+        for module, name, before, _ in self._attributes:
+            setattr(module, name, before)
         for config, (settings, record) in zip(self._location.configs, self._configs, strict=True):
             set_rotary_settings(config, settings, record)
 
@@ -145,10 +157,13 @@ def install(location: Location, plan: PatchPlan) -> Patch:
 
         add_hook_to_module(module, hook)
     configs = [(settings_of(each), copy.deepcopy(getattr(each, "rope_patch", None))) for each in location.configs]
-    patch = Patch(plan.method, plan.before, plan.after, plan.record, module, location, configs)
+    following = attributes_that_follow(location, plan.settings)
+    patch = Patch(plan.method, plan.before, plan.after, plan.record, module, location, configs, following)
     record = plan.record.to_dict()
     try:
         location.put(module)
+        for owner, name, _, value in following:
+            setattr(owner, name, value)
         for config in location.configs:
             set_rotary_settings(config, plan.settings, record)
     except BaseException:  # Ctrl-C, too
@@ -214,14 +229,14 @@ def _refuse_two_contexts(location: Location) -> None:
 
 
 def _refuse_a_second_patch(location: Location) -> None:
-    record, name = location.record, location.name
+    record = location.record
     if record is None:
         if location.patched is not None:
-            raise PatchError(f"{name} is patched, but its config has lost the record: load the model again")
+            raise PatchError(f"{location.name} is patched, but its config has lost the record: load the model again")
         return
     raise PatchError(
-        f"{name} is already patched with {record.to_method()}, or shares the config object of a model that is: restore "
-        "it first, or pass replace=True (--replace)"
+        f"{location.name} is already patched with {record.to_method()}, or shares the config object of a model that "
+        "is: restore it first, or pass replace=True (--replace)"
     )
 
 
@@ -280,9 +295,12 @@ def restore(model: nn.Module) -> None:
 def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Give an unpatched model the rotary settings of another config, and the table that they describe."""
     location = locate(model)
+    following = attributes_that_follow(location, settings)
     # First, since the table is built from the config.
     for config in location.configs:
         set_rotary_settings(config, settings, None)
+    for owner, name, _, value in following:
+        setattr(owner, name, value)
     _reset(location, build_rotary(location.rotary_class, location.config), settings)
 
 
@@ -290,6 +308,8 @@ def _reset(location: Location, original: nn.Module, settings: Mapping[str, Any])
     """Put an original module into a model, and its settings into the configs, and remove the record."""
     follow_device(original, location.model)
     location.put(original)
+    for owner, name, _, value in attributes_that_follow(location, settings):
+        setattr(owner, name, value)
     for config in location.configs:
         set_rotary_settings(config, settings, None)
 

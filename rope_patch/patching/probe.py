@@ -145,7 +145,7 @@ def copy_without_weights(
 
 
 def values_kept_by_modules(built: nn.Module, names: Sequence[str]) -> dict[tuple[str, str], Any] | None:
-    """Return the plain values that modules hold since they were built, by module and attribute.
+    """Return the plain values that modules hold since they were built, by the module's name and the attribute.
 
     Args:
         built: a copy of a model on the meta device.
@@ -161,7 +161,7 @@ def values_kept_by_modules(built: nn.Module, names: Sequence[str]) -> dict[tuple
             return None
         for attribute, value in vars(module).items():
             if isinstance(value, bool | int | float | str | tuple | list | None):
-                values[f"{name} ({type(module).__name__})", attribute] = value
+                values[name, attribute] = value
     return values
 
 

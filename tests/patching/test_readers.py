@@ -85,12 +85,27 @@ def test_the_softmax_scale_is_kept_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v3-yarn", "deepseek_v2", "minicpm3"])
-def test_a_yarn_whose_mscale_attention_would_apply_itself_is_refused(family):
+def test_a_yarn_that_states_mscale_moves_the_softmax_scale_as_transformers_does(family, tmp_path):
+    """In memory as in a model that transformers builds from the new config; restored after each way to undo it."""
     model = model_of(family)
-    before, config = logits(model), model.config.to_json_string()
-    with pytest.raises(ValueError, match=r"Attention\) would be built with a scaling of 0\.51"):
-        rope_patch.apply(model, "yarn:factor=80:mscale=1:mscale_all_dim=1:replace_scaling=true")
-    assert torch.equal(logits(model), before) and model.config.to_json_string() == config
+    before, scale = logits(model), model.model.layers[0].self_attn.scaling
+    patch = rope_patch.apply(model, "yarn:factor=80:mscale=1:mscale_all_dim=1:replace_scaling=true")
+    inside, moved = logits(model), model.model.layers[0].self_attn.scaling
+    assert moved == pytest.approx(0.25 * (0.1 * math.log(80) + 1) ** 2, rel=1e-12) != scale
+    rope_patch.save(model, tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(stock), inside)
+    again = rope_patch.load(tmp_path)
+    assert torch.equal(logits(again), inside)
+    rope_patch.apply(model, "p_rope:p=0.5", replace=True)
+    assert model.model.layers[0].self_attn.scaling == scale
+    for each in (model, stock, again):
+        rope_patch.restore(each)
+        assert torch.equal(logits(each), before)
+    patch = rope_patch.apply(model, patch.method)
+    assert torch.equal(logits(model), inside)
+    patch.restore()
+    assert torch.equal(logits(model), before)
 
 
 def test_what_attention_looks_up_while_it_runs_is_kept():

@@ -24,6 +24,10 @@ def yarn(factor, theta=1e6, **more):
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": C}
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LATENT |= {"qk_nope_head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+LATENT |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+GREEDY = {"topk_method": "greedy"}
 RELEASES = {
     "Llama 3.1": ("llama", 8, LLAMA3, {}),
     "Apertus": ("apertus", 8, LLAMA3 | {"rope_theta": 12e6}, {}),
@@ -41,6 +45,8 @@ RELEASES = {
         {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16},
     ),
     "Arcee": ("arcee", 20, yarn(20.0, 1e4, **BETAS, mscale=1.0), {}),
+    "DeepSeek V2": ("deepseek_v2", 40, yarn(40.0, 1e4, **BETAS, mscale=0.707, mscale_all_dim=0.707), LATENT | GREEDY),
+    "DeepSeek V3": ("deepseek_v3", 40, yarn(40.0, 1e4, **BETAS, mscale=1.0, mscale_all_dim=1.0), LATENT),
     "OLMo 3": (
         "olmo3",
         8,

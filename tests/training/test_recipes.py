@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_patch.evaluation import builtin_text as corpora
 from rope_patch.evaluation.builtin_text import builtin_text
 
-every_stage = pytest.mark.parametrize("stage", recipe.CURRICULUM, ids=lambda stage: stage.name)
+every_stage = pytest.mark.parametrize("stage", recipe.CURRICULUM + recipe.SCALED_CURRICULUM, ids=str)
 
 
 @pytest.fixture(scope="session")
@@ -97,36 +97,46 @@ def test_a_passkey_row_weighs_its_answer_five_times(tokenizer, stream):
 def short(split, whole=builtin_text):
     """The first documents of a split: reading and measuring all of it takes 15 s."""
     corpus = whole(split)
-    size = 60_000 if split == "train" else 8_000
+    size = 60_000 if split == "train" else 40_000
     count = sum(end < size for end in itertools.accumulate(map(len, corpus.documents)))
     return dataclasses.replace(corpus, documents=corpus.documents[: max(1, count)])
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.full)])
+RUNS = ["llama", *(pytest.param(each, marks=pytest.mark.full) for each in ("gemma3", "gemma3 --scaled linear"))]
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def smoked(request, tmp_path_factory):
-    """The shape, the folder and the printed figures of a short run of the script."""
-    shape, folder = request.param, tmp_path_factory.mktemp("smoke") / request.param
+    """The arguments, the folder and the printed figures of a short run of the script."""
+    shape, folder = request.param, tmp_path_factory.mktemp("smoke") / request.param.split()[0]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(corpora, "builtin_text", short)
-        patch.setattr(sys, "argv", [str(SCRIPT), shape, "-o", str(folder), "--smoke"])
+        patch.setattr(sys, "argv", [str(SCRIPT), *shape.split(), "-o", str(folder), "--smoke"])
         runpy.run_path(str(SCRIPT), run_name="__main__")
     return shape, folder, json.loads(printed.getvalue())
 
 
 @pytest.mark.slow
 def test_smoke_run_writes_a_folder_that_loads(smoked):
-    shape, folder, figures = smoked
+    arguments, folder, figures = smoked
+    shape, *scaled = arguments.split()
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == {"llama": "llama", "gemma3": "gemma3_text"}[shape]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == recipe.VOCABULARY
     assert tokenizer.convert_ids_to_tokens(tokenizer("12")["input_ids"]) == ["<bos>", "1", "2"]
+    assert tokenizer.model_max_length == model.config.max_position_embeddings == (1024 if scaled else 256)
     log = json.loads((folder / "training_log.json").read_text())
-    assert [entry["stage"] for entry in log] == [stage.name for stage in recipe.CURRICULUM]
+    curriculum = recipe.SCALED_CURRICULUM if scaled else recipe.CURRICULUM
+    assert [entry["stage"] for entry in log] == [stage.name for stage in curriculum]
 
     card = (folder / "README.md").read_text()
     assert json.loads(re.search(r"```json\n(.*?)```", card, re.DOTALL)[1]) == figures
-    assert f"python recipes/pretrain_reference.py {shape} -o {folder} --smoke" in card
-    # 4 steps teach next to nothing: a little better than 1024 equally likely tokens.
-    assert all(100 < value < 1100 for value in figures["heldout_perplexity"].values())
+    assert f"python recipes/pretrain_reference.py {arguments} -o {folder} --smoke" in card
+    if scaled:  # from trained weights
+        full, sliding = (model.config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+        assert (full["rope_type"], full["factor"], sliding["rope_type"]) == ("linear", 4.0, "default")
+        assert figures["heldout_perplexity"]["0-1024"] < 100
+    else:  # 4 steps teach next to nothing: a little better than 1024 equally likely tokens.
+        assert all(100 < value < 1100 for value in figures["heldout_perplexity"].values())
