@@ -26,9 +26,10 @@ def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
     options = parse(ExtendOptions, words)
     from rope_patch.extending.extend import RESULT_CACHE, Run
-    from rope_patch.extending.write_extended import check_output, extended_without_training
-    from rope_patch.patching.install import restore
+    from rope_patch.extending.write_extended import check_output, trained_by_extend
+    from rope_patch.patching.install import rebase, restore
     from rope_patch.patching.locate import locate
+    from rope_patch.patching.record import settings_of
 
     # Without matplotlib this raises before anything is measured.
     if options.report:
@@ -52,13 +53,19 @@ def extend(words: Sequence[str]) -> int:
         def say(sentence: str) -> None:
             print(sentence, file=sys.stderr)  # silent in all processes but the first (see working_together)
 
-        model = load_model(settings.model, settings.machine)
+        model, trained = load_model(settings.model, settings.machine), trained_by_extend(settings.model)
         if hasattr(model, "peft_config"):
             say(f"{settings.model} is an adapter: merged into its base")
-            model = model.merge_and_unload().eval()
-        elif extended_without_training(settings.model) and (record := locate(model).record) is not None:
-            restore(model)
-            say(f"{settings.model}: {record.to_method()} is taken off first, under which its weights were not trained")
+            model, trained = model.merge_and_unload().eval(), True
+        location = locate(model)
+        if location.record is not None and trained is not None:
+            method = location.record.to_method()
+            if trained:
+                rebase(model, settings_of(location.config))
+                say(f"{settings.model}: {method} is what is extended, since its weights were trained under it")
+            else:
+                restore(model)
+                say(f"{settings.model}: {method} is taken off first, under which its weights were not trained")
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.say_what_the_model_is()
         try:

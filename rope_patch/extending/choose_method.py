@@ -19,8 +19,8 @@ REACHED_SHARE = 0.5
 answers within its context."""
 
 LEAST_NATS = 0.1
-"""Smallest difference of the log-probability of right answers that counts [nats]: with many prompts smaller ones are
-significant, too, and make right answers less than a tenth more probable."""
+"""Difference of the log-probability of right answers beyond which the whole interval must lie to count [nats]: a smaller
+one makes right answers less than a tenth more probable, which is worth less than a few percent of perplexity."""
 
 FLAT_RATIO = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
@@ -317,7 +317,7 @@ class MethodEvaluator:
             spans, least = [Span(self.target, spec.edge_at(self.target // 2))], 0.0
         for span in spans:
             change = self.comparison.difference(method, other, metric, span)
-            if change.significant and abs(change.estimate) > least:
+            if change.low > least or change.high < -least:
                 signs.add(-1 if METRICS[metric].lower_is_better == (change.estimate > 0) else 1)
         # Tasks that do not differ significantly have no say; of those that do, all must agree.
         return signs.pop() if len(signs) == 1 else 0

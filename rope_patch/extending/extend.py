@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,7 +24,7 @@ from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_cost, rounds_within
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
-from rope_patch.methods import as_method
+from rope_patch.methods import METHODS, as_method
 from rope_patch.options.extend import CANDIDATES, CANDIDATES_ON_SCALED, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_yaml
 from rope_patch.patching.install import for_target, patched
@@ -148,8 +149,11 @@ class Run:
             raise ValueError(f"{error} (rope-patch compare and rope-patch apply --freeze-at; extend cannot)") from error
         by_default = tuple(methods) == CANDIDATES
         tables = locate(self.model).tables
-        if by_default and any(not tables[kind].is_geometric for kind in choose_layer_types(tables, None)):
-            methods = CANDIDATES_ON_SCALED
+        scaled = {tables[kind].rope_type for kind in choose_layer_types(tables, None) if not tables[kind].is_geometric}
+        if by_default and scaled:
+            own = [name for name, kind in METHODS.items() if scaled.intersection(kind.own_types)]
+            methods = [*dict.fromkeys((*own, *CANDIDATES_ON_SCALED))]
+        left_out = defaultdict[str, list[str]](list)
         for name in methods:
             try:
                 method = for_target(self.model, as_method(name), self.options.length)
@@ -158,7 +162,9 @@ class Run:
             except ValueError as error:
                 if not by_default:
                     raise ValueError(f"{name}: {error}") from error
-                progress.say(f"{name} is left out: {error}")
+                left_out[str(error)].append(name)
+        for reason, names in left_out.items():
+            progress.say(f"left out: {', '.join(names)}: {reason}")
         if methods and not fitting:
             raise ValueError("none of the methods fits the model: name others (methods, --methods)")
         return fitting

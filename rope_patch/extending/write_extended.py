@@ -122,10 +122,12 @@ def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
     check_folder_is_free(out, overwrite)
 
 
-def extended_without_training(folder: str | Path) -> bool:
-    """Return whether a folder was written by an earlier run that changed the table and trained nothing."""
+def trained_by_extend(folder: str | Path) -> bool | None:
+    """Return whether an earlier run that wrote a folder trained its weights, too; None if none wrote it."""
     path = Path(folder) / EXTEND_RECORD
-    return path.is_file() and read_json(path).get("training", "unknown") is None
+    if not path.is_file():
+        return None
+    return read_json(path).get("training") is not None
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from rope_patch.options.shared import Machine
 CANDIDATES = ("yarn", "yarn:mscale=1.5:mscale_all_dim=1", "ntk", "abf:factor=4", "mrrope", "llama3")
 """Methods that compete by default, beside the checkpoint as it is. The second is YaRN with a weaker attention factor
 (1.03 instead of 1.07 at twice the context), which costs less within the context: docs/evidence.md."""
-CANDIDATES_ON_SCALED = ("yarn", "pi", "mrrope", "llama3", "ntk", "abf:factor=4")
-"""Methods that compete by default where the checkpoint scales its table already: one of them raises its own type."""
+CANDIDATES_ON_SCALED = ("yarn", "mrrope", "llama3", "abf:factor=4")
+"""Methods that compete by default where the checkpoint scales its table already, beside the one that raises its own
+type. On the toys of docs/evidence.md ``ntk``, and ``pi`` on top of another type, find no passkey."""
 
 
 @dataclass(frozen=True)

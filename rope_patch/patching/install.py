@@ -293,7 +293,7 @@ def restore(model: nn.Module) -> None:
 
 
 def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Give an unpatched model the rotary settings of another config, and the table that they describe."""
+    """Give a model rotary settings as those of a checkpoint without a patch, and the table that they describe."""
     location = locate(model)
     following = attributes_that_follow(location, settings)
     # First, since the table is built from the config.

@@ -327,9 +327,50 @@ def test_an_extended_folder_is_extended_further_from_the_table_before(tmp_path):
         record["training"] = {"steps": 8}
 
     edit_json(first / "rope_patch_extend.json", trained)
-    result = invoke("extend", first, "--length", 1024, "-o", tmp_path / "trained", *quick)
-    assert result.exit_code == 2
-    assert "patched already" in result.output
+    third = tmp_path / "trained"
+    result = invoke("extend", first, "--length", 1024, "-o", third, *quick)
+    assert result.exit_code == 0, result.output
+    assert "yarn:factor=2 is what is extended" in result.output
+    model = rope_patch.load(third, dtype=torch.float32)
+    assert str(inspect_model(model).record.to_method()) == "yarn:factor=2"
+    found = dict(model.config.rope_parameters)
+    assert (found["factor"], found["original_max_position_embeddings"]) == (4.0, 256)
+    rope_patch.restore(model)  # to the table under which the weights were trained
+    assert torch.equal(logits(model), logits(rope_patch.load(first, dtype=torch.float32)))
+    # A folder in which somebody put a table may hold weights of either kind.
+    (first / "rope_patch_extend.json").unlink()
+    result = invoke("extend", first, "--length", 1024, "-o", tmp_path / "unknown", *quick)
+    assert result.exit_code == 2 and "patched already" in result.output
+
+
+SCALED = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"original_max_position_embeddings": 64},
+    "linear": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "candidates"),
+    [
+        ("llama3", ["llama3:factor=2", "yarn:factor=2", "mrrope:factor=2", "abf:factor=4"]),
+        ("yarn", ["yarn:factor=2", "mrrope:factor=2", "llama3:factor=2", "abf:factor=4"]),
+        ("linear", ["pi:factor=2", "abf:factor=4"]),
+    ],
+)
+def test_a_scaled_checkpoint_has_candidates_of_its_own(tmp_path, kind, candidates):
+    """The one that raises its own type stands first; what several methods miss is said once."""
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **SCALED[kind]}
+    model = tiny_model(max_position_embeddings=256, rope_parameters=scaling)
+    said: list[str] = []
+    with listen(on_sentence=said.append):
+        run = Run(model, TOKENIZER, from_dict(ExtendSettings, {"model": "m", "length": 512}), tmp_path / "out")
+    assert run.methods == candidates
+    said = [line for line in said if line.startswith("left out")]
+    if kind == "linear":
+        assert len(said) == 1 and said[0].startswith("left out: yarn, mrrope, llama3: model.rotary_emb is scaled")
+    else:
+        assert not said
 
 
 def test_a_gguf_file_is_extended_to_a_folder(llama, tmp_path):
