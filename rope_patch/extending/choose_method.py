@@ -19,8 +19,8 @@ REACHED_SHARE = 0.5
 answers within its context."""
 
 LEAST_NATS = 0.1
-"""Difference of the log-probability of right answers beyond which the whole interval must lie to count [nats]: a smaller
-one makes right answers less than a tenth more probable, which is worth less than a few percent of perplexity."""
+"""Difference of the log-probability of right answers beyond which the whole interval must lie to count [nats]: a
+smaller one makes them less than a tenth more probable, which is worth less than a few percent of perplexity."""
 
 FLAT_RATIO = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
