@@ -119,6 +119,8 @@ def exported_config(
 ) -> tuple[dict[str, Any], Mapping[str, Any], list[str]]:
     """Return the config.json that encodes tables for an engine, its ``rope_parameters``, and remarks for the user."""
     location = locate(model)
+    if to != "hf":  # whose programs multiply the stated context, or take another key for it
+        location.check_contexts()
     settings = config_keys(location, tables, everywhere=to != "hf")
     parameters: dict[str, Any] = settings["rope_parameters"]
     config: dict[str, Any] = json.loads(model.config.to_json_string())

@@ -211,7 +211,7 @@ class Scaling(Method):
                 return own
         if not self.recomputes or not is_known(table):
             return None
-        original = getattr(self, ORIGINAL, None) or context_before(table)
+        original = context_before(table, getattr(self, ORIGINAL, None))
         whole = replace(self, factor=self.stretch * table.max_position_embeddings / original)
         return stopped_as(table, whole(plain_before(table, original)))
 

@@ -59,14 +59,25 @@ def raised(table: RotaryTable, times: float, **changes: Any) -> RotaryTable | No
     return restated(table, factor=factor * times, **changes)
 
 
-def context_before(table: RotaryTable) -> int:
+def context_before(table: RotaryTable, given: int | None) -> int:
     """Return the context before the scaling of a table [tokens].
 
+    Args:
+        table: a table of the checkpoint, as it was found.
+        given: the context that the user gives [tokens]; None if none is given.
+
     Raises:
-        ValueError: the checkpoint does not say it.
+        ValueError: the checkpoint does not say it, or says another than the user.
     """
     stated: Mapping[str, Any] = table.rope_parameters or {}
     original = table.original_max_position_embeddings or stated.get(ORIGINAL)
+    if given is not None and (given > table.max_position_embeddings or original not in (None, given)):
+        known = (
+            f"states {original}: leave it out" if original else f"states a context of {table.max_position_embeddings}"
+        )
+        raise ValueError(f"{ORIGINAL}={given} is not the context before the scaling of {table.path}, which {known}")
+    if given is not None:
+        return given
     if original is not None:
         return int(original)
     factor, context = float(stated.get("factor") or 1.0), table.max_position_embeddings

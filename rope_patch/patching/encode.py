@@ -109,7 +109,8 @@ class TableChange:
             return []
         line = f"  factor {self.method.stretch:g} over the stated {before.max_position_embeddings} tokens"
         whole, original = (dict(after.rope_parameters or {}).get(key) for key in ("factor", ORIGINAL))
-        if whole is not None and original is not None:
+        # The longrope form states neither: its factors hold all of the scaling.
+        if whole is not None and original is not None and after.rope_type != "longrope":
             line += f", {whole:g} over the {original} before any scaling"
         return [line]
 

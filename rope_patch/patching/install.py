@@ -136,7 +136,7 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
             "left out, a factor is the new context over the stated one, on every checkpoint"
         )
     if not isinstance(method, Default):
-        _refuse_two_contexts(location)
+        location.check_contexts()
     plan = encode(location, method, options)
     if not (plan.record.changed or isinstance(method, Default)):
         warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
@@ -210,22 +210,6 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
     # Only after every check: a model that is refused is not warned about.
     for warning in warnings:
         warn(warning)
-
-
-def _refuse_two_contexts(location: Location) -> None:
-    """Refuse a config whose ``linear`` factor counts from ``max_position_embeddings``, as those of Vicuna 16k do."""
-    config = location.base_config
-    parameters: Any = getattr(config, "rope_parameters", None) or {}
-    stated, trained = getattr(config, "max_position_embeddings", None), getattr(config, "max_sequence_length", None)
-    if parameters.get("rope_type") != "linear" or stated is None or trained in (None, stated):
-        return
-    if trained == stated * parameters["factor"]:
-        raise ValueError(
-            f"the config of {location.name} states two contexts, max_position_embeddings {stated} and "
-            f"max_sequence_length {trained}, which is as far as its factor {parameters['factor']:g} reaches. Write "
-            f"{trained} into max_position_embeddings, and original_max_position_embeddings {stated} into its rotary "
-            "settings: a factor is the new context over the stated one"
-        )
 
 
 def _refuse_a_second_patch(location: Location) -> None:

@@ -186,6 +186,21 @@ class Location:
                 f"{self._source}: the rope_patch record was altered: its base_config does not give its base tables"
             )
 
+    def check_contexts(self) -> None:
+        """Raise ValueError where a ``linear`` factor counts from ``max_position_embeddings``, as that of Vicuna 16k."""
+        config = self.base_config
+        parameters: Any = getattr(config, "rope_parameters", None) or {}
+        stated, trained = getattr(config, "max_position_embeddings", None), getattr(config, "max_sequence_length", None)
+        if parameters.get("rope_type") != "linear" or stated is None or trained in (None, stated):
+            return
+        if trained == stated * parameters["factor"]:
+            raise ValueError(
+                f"the config of {self.name} states two contexts, max_position_embeddings {stated} and "
+                f"max_sequence_length {trained}, which is as far as its factor {parameters['factor']:g} reaches. Write "
+                f"{trained} into max_position_embeddings, and original_max_position_embeddings {stated} into its "
+                "rotary settings: a factor is the new context over the stated one"
+            )
+
     @property
     def keeps_float32(self) -> bool:
         """Whether the original module always returns float32 (OLMo's), or casts to the model's dtype (Llama's)."""

@@ -160,6 +160,25 @@ def test_what_a_linear_scaling_began_from_is_asked_for():
     assert model.config.rope_parameters["full_attention"]["factor"] == 16
 
 
+@pytest.mark.parametrize(
+    ("name", "original", "said"),
+    [("Llama 3.1", 64, "states 16: leave it out"), ("Gemma 3 4B", 256, "states a context of 128")],
+)
+def test_a_context_before_the_scaling_that_contradicts_the_checkpoint_is_refused(name, original, said):
+    """With the whole factor over it there would be no scaling left, in silence."""
+    model = model_of(name)
+    before = model.config.to_json_string()
+    with pytest.raises(ValueError, match=said):
+        rope_patch.apply(model, "yarn", target_length=256, original_max_position_embeddings=original)
+    assert model.config.to_json_string() == before
+
+
+def test_on_top_of_another_type_no_context_before_the_scaling_is_named():
+    """The longrope form states a factor of 1 over the new context, which is nothing that a reader asked for."""
+    lines = str(rope_patch.apply(model_of("Llama 3.1"), "pi", target_length=256)).splitlines()
+    assert "  factor 2 over the stated 128 tokens" in lines
+
+
 def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path, caplog):
     """In versions up to 0.2.0 its factor counts from the context before the checkpoint's scaling."""
     model = model_of("Llama 3.1")
@@ -175,13 +194,18 @@ def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path, caplog):
     assert torch.equal(rope_patch.inspect(again).tables[0].inv_freq, table.inv_freq)
 
 
-def test_a_linear_factor_over_a_shorter_stated_context_is_refused_until_the_config_says_one():
+def test_a_linear_factor_over_a_shorter_stated_context_is_refused_until_the_config_says_one(tmp_path):
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     model = tiny_model(max_position_embeddings=64, max_sequence_length=256, rope_parameters=linear)
     before = logits(model)
     with pytest.raises(ValueError, match="states two contexts"):
         rope_patch.apply(model, "pi", target_length=512)
     assert torch.equal(logits(model), before)
+    model.save_pretrained(tmp_path / "16k")
+    with pytest.raises(ValueError, match="states two contexts"):  # the export would state the shorter one everywhere
+        rope_patch.export(tmp_path / "16k", tmp_path / "out", to="vllm")
+    (found,) = [each for each in rope_patch.doctor(tmp_path / "16k").checks if each.program == "vllm"]
+    assert "Write 256 into max_position_embeddings" in found.fix
     rope_patch.apply(model, "default")
     said = linear | {"original_max_position_embeddings": 64}
     model = tiny_model(max_position_embeddings=256, max_sequence_length=256, rope_parameters=said)

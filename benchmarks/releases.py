@@ -1,0 +1,298 @@
+"""Releases by the names that people know: their table, what doubles their context, and who reads the result.
+
+    python benchmarks/releases.py    # writes docs/releases.md; a test compares each of its rows
+
+Each row is made by running its command on a tiny random model with the rotary settings of the release, which were read
+from public config files in November 2026.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from family_models import tiny_config
+from rope_patch.cli.app import dispatch
+from rope_patch.engines.compare_programs import AGREES, UNVERIFIED, ProgramComparison, compare_programs
+from rope_patch.engines.tables_by_program import PROGRAMS
+
+PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
+HEAD = """\
+# By release
+
+What doubles the context that a release states. Find yours by its name; a checkpoint that was fine-tuned from it has the
+same table.
+
+`llama3` and `yarn` on a table of their own type raise its factor and keep every other key, as its authors would. That
+the encoding is right is tested: each command was run on a tiny random model with the rotary settings of the release.
+Whether yours then reads so far is for [`rope-patch extend`](extend.md) to measure, which tries other methods, too:
+[what it found on scaled checkpoints](evidence.md#checkpoints-that-are-scaled-already).
+
+| release | its table | to double its context | written into config.json | read alike by |
+|---|---|---|---|---|
+"""
+TAIL = """
+*Read alike by* names the programs that compute the same table and context from the new folder as transformers 5, by
+[the rules that `doctor` computes with](engines.md). `rope-patch doctor FOLDER --for PROGRAM` gives the reasons, and
+`rope-patch export FOLDER --to hf -o OTHER` writes a form for more of them.
+
+`python benchmarks/releases.py` writes this page.
+"""
+METHODS = {"llama3": "llama3", "linear": "abf factor=4", "proportional": "abf factor=4"}
+"""By the type of the table: the method that doubles the context of a release; `yarn` for all others."""
+
+
+def plain(theta: float, **more: Any) -> dict[str, Any]:
+    """Return the settings of a table without scaling."""
+    return {"rope_type": "default", "rope_theta": theta, **more}
+
+
+def llama3(theta: float, factor: float) -> dict[str, Any]:
+    """Return the settings of Llama 3.1's scaling."""
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **bounds}
+
+
+def yarn(theta: float, factor: float, original: int, **more: Any) -> dict[str, Any]:
+    """Return the settings of YaRN's scaling."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        **more,
+    }
+
+
+def mixed(**full: Any) -> dict[str, Any]:
+    """Return the settings of a Gemma: those of the full layers, and the plain table of the sliding ones."""
+    return {"sliding_attention": plain(1e4), "full_attention": {"rope_theta": 1e6, **full}}
+
+
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+BOTH_MSCALE = {**BETAS, "mscale": 1.0, "mscale_all_dim": 1.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+LONGROPE |= {"partial_rotary_factor": 0.75, "short_factor": [1.0] * 12, "long_factor": [1.0 + i / 2 for i in range(12)]}
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release with what its config says of the table.
+
+    Attributes:
+        name: the name by which people know it.
+        hub: the id of one of its checkpoints on the hub.
+        model_type: the ``model_type`` of its language model.
+        context: the context that it states [tokens].
+        rope_parameters: its rotary settings, in the form of transformers 5.
+        more: further settings on which it depends who uses the table.
+    """
+
+    name: str
+    hub: str
+    model_type: str
+    context: int
+    rope_parameters: Mapping[str, Any]
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scaled(self) -> Mapping[str, Any]:
+        """The settings of the table that is patched: that of the full layers where there are two."""
+        return self.rope_parameters.get("full_attention", self.rope_parameters)
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command that doubles the context."""
+        method = METHODS.get(self.scaled["rope_type"], "yarn")
+        output = f"{self.hub.rpartition('/')[2]}-{thousands(2 * self.context)}"
+        return ["apply", self.hub, *method.split(), "--target-length", thousands(2 * self.context), "-o", output]
+
+    def model(self) -> PreTrainedModel:
+        """Return a tiny random model with the rotary settings of the release."""
+        small = tiny_config(self.model_type)
+        settings = small.to_dict()
+        text = settings.get("text_config", settings)
+        text |= {"max_position_embeddings": self.context, "rope_parameters": dict(self.rope_parameters), **self.more}
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(type(small).from_dict(settings)).eval()
+
+
+RELEASES = (
+    Release("Llama 3 8B, 70B", "meta-llama/Meta-Llama-3-8B", "llama", 8192, plain(5e5)),
+    Release("Llama 3.1 8B to 405B, 3.3 70B", "meta-llama/Llama-3.1-8B", "llama", 131072, llama3(5e5, 8.0)),
+    Release("Llama 3.2 1B, 3B", "meta-llama/Llama-3.2-1B", "llama", 131072, llama3(5e5, 32.0)),
+    Release("Gemma 2 2B to 27B", "google/gemma-2-2b", "gemma2", 8192, plain(1e4)),
+    Release("Gemma 3 270M, 1B", "google/gemma-3-1b-it", "gemma3_text", 32768, mixed(rope_type="default")),
+    Release("Gemma 3 4B to 27B", "google/gemma-3-4b-it", "gemma3", 131072, mixed(rope_type="linear", factor=8.0)),
+    Release(
+        "Gemma 4 31B",
+        "google/gemma-4-31B-it",
+        "gemma4",
+        262144,
+        mixed(rope_type="proportional", partial_rotary_factor=0.25),
+    ),
+    Release("Qwen2.5 0.5B to 72B", "Qwen/Qwen2.5-7B-Instruct", "qwen2", 32768, plain(1e6)),
+    Release("Qwen3 0.6B to 32B", "Qwen/Qwen3-8B", "qwen3", 40960, plain(1e6)),
+    Release("Qwen2.5, Qwen3 with the YaRN of their cards", "Qwen3-8B-yarn", "qwen3", 131072, yarn(1e6, 4.0, 32768)),
+    Release("Qwen3.5", "Qwen/Qwen3.5-9B", "qwen3_5", 262144, plain(1e7, partial_rotary_factor=0.25)),
+    Release("Mistral 7B 0.1", "mistralai/Mistral-7B-v0.1", "mistral", 32768, plain(1e4), {"sliding_window": 4096}),
+    Release("Mistral 7B 0.3", "mistralai/Mistral-7B-v0.3", "mistral", 32768, plain(1e6), {"sliding_window": None}),
+    Release(
+        "Ministral 3 3B to 14B",
+        "mistralai/Ministral-3-8B-Base-2512",
+        "ministral3",
+        262144,
+        yarn(1e6, 16.0, 16384, **BOTH_MSCALE, llama_4_scaling_beta=0.1),
+    ),
+    Release(
+        "gpt-oss 20b, 120b",
+        "openai/gpt-oss-20b",
+        "gpt_oss",
+        131072,
+        yarn(150000.0, 32.0, 4096, **BETAS, truncate=False),
+    ),
+    Release(
+        "Phi-4 14B", "microsoft/phi-4", "phi3", 16384, plain(250000.0), {"original_max_position_embeddings": 16384}
+    ),
+    Release(
+        "Phi-4-mini",
+        "microsoft/Phi-4-mini-instruct",
+        "phi3",
+        131072,
+        LONGROPE,
+        {"original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75},
+    ),
+    Release(
+        "OLMo 3 7B, 32B",
+        "allenai/Olmo-3-1025-7B",
+        "olmo3",
+        65536,
+        {
+            "sliding_attention": plain(5e5),
+            "full_attention": yarn(5e5, 8.0, 8192, **BETAS, attention_factor=1.2079441541679836),
+        },
+    ),
+    Release("SmolLM2 135M, 360M", "HuggingFaceTB/SmolLM2-135M-Instruct", "llama", 8192, plain(1e5)),
+    Release("SmolLM3 3B", "HuggingFaceTB/SmolLM3-3B", "smollm3", 65536, plain(5e6)),
+    Release("DeepSeek V3, R1", "deepseek-ai/DeepSeek-V3", "deepseek_v3", 163840, yarn(1e4, 40.0, 4096, **BOTH_MSCALE)),
+    Release(
+        "Granite 4.0 micro",
+        "ibm-granite/granite-4.0-micro",
+        "granitemoehybrid",
+        131072,
+        plain(1e7),
+        {"position_embedding_type": "rope"},
+    ),
+    Release(
+        "Granite 4.0 H",
+        "ibm-granite/granite-4.0-h-tiny",
+        "granitemoehybrid",
+        131072,
+        plain(1e4),
+        {"position_embedding_type": "nope"},
+    ),
+    Release("GLM-4 9B 0414", "zai-org/GLM-4-9B-0414", "glm4", 32768, plain(1e4, partial_rotary_factor=0.5)),
+    Release("GLM-4.5, 4.5 Air", "zai-org/GLM-4.5-Air", "glm4_moe", 131072, plain(1e6, partial_rotary_factor=0.5)),
+    Release("Apertus 8B, 70B", "swiss-ai/Apertus-8B-2509", "apertus", 65536, llama3(12e6, 8.0)),
+)
+"""The releases, in the order of the page."""
+
+
+def thousands(tokens: int) -> str:
+    """Return a number of tokens as the command line takes it.
+
+    >>> thousands(262144)
+    '256k'
+    """
+    return f"{tokens // 1024}k"
+
+
+def row(release: Release, work: Path) -> str:
+    """Return the row of a release, made by running its command on a tiny model.
+
+    Args:
+        release: the release.
+        work: an empty folder for the tiny checkpoint and what the command writes.
+    """
+    source, output = work / "source", work / "output"
+    release.model().save_pretrained(source)
+    words = [{release.hub: str(source), release.words[-1]: str(output)}.get(word, word) for word in release.words]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            dispatch(words)
+    except ValueError as error:
+        reason = str(error).replace(str(source), "it")
+        return f"| {release.name} | {table_of(release)} | refused: {reason} | | |"
+    comparison = compare_programs(output)
+    before, after = (text_settings(folder) for folder in (source, output))
+    old, new = (one["rope_parameters"].get("full_attention", one["rope_parameters"]) for one in (before, after))
+    changed = {"max_position_embeddings": after["max_position_embeddings"]}
+    changed |= {name: value for name, value in new.items() if value != old.get(name)}
+    first = ["max_position_embeddings", "rope_type", "factor"]
+    order = sorted(changed, key=lambda name: first.index(name) if name in first else len(first))
+    written = ", ".join(f"`{name}` {shown(changed[name])}" for name in order)
+    if any("no layer sees a distance beyond the window" in note for note in comparison.notes):
+        written += "; **all layers slide, so that it changes next to nothing**"
+    command = f"`rope-patch {' '.join(release.words)}`"
+    return f"| {release.name} | {table_of(release)} | {command} | {written} | {readers(comparison)} |"
+
+
+def text_settings(folder: Path) -> dict[str, Any]:
+    """Return what the config.json of a folder says of the language model."""
+    config = json.loads((folder / "config.json").read_text())
+    settings: dict[str, Any] = config.get("text_config", config)
+    return settings
+
+
+def shown(value: Any) -> str:
+    """Return a setting as the page shows it."""
+    if isinstance(value, list):
+        return "a list"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def table_of(release: Release) -> str:
+    """Return what the table of a release is, and the context that it states."""
+    found = release.scaled
+    kind, factor, original = (found.get(key) for key in ("rope_type", "factor", "original_max_position_embeddings"))
+    text = "plain" if kind == "default" else f"`{kind}`"
+    if factor is not None:
+        text += f" ×{factor:g}"
+    if original is not None:
+        text += f" over {thousands(original)}"
+    where = " on full layers" if "full_attention" in release.rope_parameters else ""
+    return f"{text}{where}, states {thousands(release.context)}"
+
+
+def readers(comparison: ProgramComparison) -> str:
+    """Return which programs compute the same table from a folder as transformers 5."""
+    verdicts = {name: {one.verdict for one in comparison.rows if one.program == name} for name in PROGRAMS}
+    alike = [PROGRAMS[name].name for name, found in verdicts.items() if found == {AGREES}]
+    unknown = [PROGRAMS[name].name for name, found in verdicts.items() if UNVERIFIED in found]
+    if len(unknown) == len(verdicts):
+        return "not compared"
+    return ", ".join(alike or ["none"]) + (f"; not compared: {', '.join(unknown)}" if unknown else "")
+
+
+def page() -> str:
+    """Return the page."""
+    rows = []
+    for release in RELEASES:
+        with tempfile.TemporaryDirectory() as work:
+            rows.append(row(release, Path(work)))
+    return HEAD + "\n".join(rows) + "\n" + TAIL
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    PAGE.write_text(page())
