@@ -65,13 +65,20 @@ class Stage:
     decay: bool = False
 
 
-# What releases do that have a scaled table: train on at a longer context, under the table that they state.
-SCALED = {
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": LENGTH},
-    "yarn": {"original_max_position_embeddings": LENGTH},
-    "linear": {},
-}
+# What releases do whose table is not plain: train on at a longer context, under the table that they state.
 FACTOR = 4
+SCALED = {
+    "llama3": {
+        "factor": float(FACTOR),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": LENGTH,
+    },
+    "yarn": {"factor": float(FACTOR), "original_max_position_embeddings": LENGTH},
+    "linear": {"factor": float(FACTOR)},
+    # Gemma 4 rotates a quarter of the pairs of its full layers, and scales nothing.
+    "proportional": {"partial_rotary_factor": 0.25},
+}
 SCALED_CURRICULUM = (
     Stage("longer", LENGTH * FACTOR // 2, 400_000, 0.5, 0.35),
     Stage("full", LENGTH * FACTOR, 1_600_000, 0.6, 0.3, decay=True),
@@ -128,7 +135,7 @@ def scaled_model(shape: str, kind: str) -> PreTrainedModel:
     """Return the bundled model of a shape with a scaled table and 1024 tokens of stated context, to be trained on."""
     folder = data_path("assets") / shape
     config = AutoConfig.from_pretrained(folder)
-    scaling = {"rope_type": kind, "rope_theta": 10000.0, "factor": float(FACTOR), **SCALED[kind]}
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, **SCALED[kind]}
     if shape == "gemma3":
         config.rope_parameters["full_attention"] = scaling
     else:
@@ -362,7 +369,7 @@ def main() -> None:
     parser.add_argument(
         "--scaled",
         choices=SCALED,
-        help=f"train the bundled model on to {LENGTH * FACTOR} tokens under a table of this type with factor {FACTOR}",
+        help=f"train the bundled model on to {LENGTH * FACTOR} tokens under a table of this type",
     )
     parser.add_argument("--text", type=Path, help="folder of .txt files to add to the text")
     parser.add_argument("--seed", type=int, default=0)

@@ -31,9 +31,9 @@ FAR_NATS = 1.0
 times as probable. A single prompt has no interval, and must not be a reason to refuse a method."""
 
 RANKING = (
-    "Methods under which right answers have a significantly lower log-probability at the target length are behind; the "
-    "others are ranked by perplexity there; among those that this does not tell apart, the one that costs least within "
-    "the trained context is chosen"
+    "Methods under which right answers are less probable at the target length, by more than 0.1 nats at both ends of "
+    "the interval, are behind; the others are ranked by perplexity there; among those that this does not tell apart, "
+    "the one that costs least within the trained context is chosen"
 )
 """The order of the choice, as a sentence for reports."""
 

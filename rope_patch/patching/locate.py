@@ -211,9 +211,11 @@ class Location:
     @cached_property
     def probe(self) -> Probe:
         """What a copy of the model without weights shows; a probe of an equal model is used again."""
-        settings = settings_of(self.base_config)
-        # The whole config is part of the key, since it decides which layers there are.
-        key = (type(self.model), self.model.config.to_json_string(use_diff=False), str(settings))
+        base = self.base_config
+        settings = settings_of(base)
+        # The whole config is part of the key, since it decides which layers there are; as it was before any patch.
+        whole = base if self.model.config is self.config else self.model.config
+        key = (type(self.model), whole.to_json_string(use_diff=False), str(settings))
         if key not in _probes:
             if len(_probes) == 256:  # a process may go through any number of models
                 _probes.clear()

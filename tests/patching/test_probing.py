@@ -68,6 +68,15 @@ def test_the_users_weights_and_random_numbers_are_left_alone(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_patched_model_is_not_probed_again(monkeypatch):
+    """The copy is built from the settings before the patch, so the probe of the unpatched model is that of this one."""
+    model = tiny_model("qwen2")
+    rope_patch.apply(model, "yarn:factor=4")
+    monkeypatch.setattr(locating, "probe", lambda *_: pytest.fail("probed again"))
+    rope_patch.apply(model, "p_rope:p=0.5", replace=True)
+    rope_patch.restore(model)
+
+
 def test_a_model_in_inference_mode_and_one_without_weights():
     locating._probes.clear()
     with torch.inference_mode():
