@@ -214,7 +214,7 @@ class Location:
         base = self.base_config
         settings = settings_of(base)
         # The whole config is part of the key, since it decides which layers there are; as it was before any patch.
-        whole = base if self.model.config is self.config else self.model.config
+        whole = base if type(self.model.config) is type(base) else self.model.config
         key = (type(self.model), whole.to_json_string(use_diff=False), str(settings))
         if key not in _probes:
             if len(_probes) == 256:  # a process may go through any number of models

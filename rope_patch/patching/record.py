@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import functools
 import json
 import logging
 import re
@@ -280,15 +279,14 @@ CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_posit
 own, and Phi-MoE copies it out of ``rope_parameters`` whenever those are checked."""
 
 
-@functools.cache
-def _names_in(config_class: type[PreTrainedConfig]) -> Mapping[str, str]:
-    """Return the keys that a patch may set, each with the name that a family of configs has for it."""
-    return {key: str(config_class.attribute_map.get(key, key)) for key in CONFIG_KEYS}
+def _names_in(config: PreTrainedConfig) -> dict[str, str]:
+    """Return the keys that a patch may set, each with the name that the config's family has for it."""
+    return {key: str(config.attribute_map.get(key, key)) for key in CONFIG_KEYS}
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Return a copy of the config's rotary settings, and of ``head_dim`` if it is None."""
-    names = dict(_names_in(type(config)))
+    names = _names_in(config)
     if config.__dict__.get("head_dim", 0) is None:
         names["head_dim"] = "head_dim"
     return {key: copy.deepcopy(config.__dict__[name]) for key, name in names.items() if name in config.__dict__}
@@ -305,7 +303,7 @@ def set_rotary_settings(
         record: the patch record as a dict; None removes it.
     """
     # A key that only the old settings have must not remain.
-    for name in (*_names_in(type(config)).values(), "rope_patch"):
+    for name in (*_names_in(config).values(), "rope_patch"):
         config.__dict__.pop(name, None)
     for key, value in settings.items():
         setattr(config, key, copy.deepcopy(value))
@@ -315,7 +313,7 @@ def set_rotary_settings(
 
 def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
     """Return the config as transformers would read it from a file with other rotary settings and without a record."""
-    names = _names_in(type(config))
+    names = _names_in(config)
     data = json.loads(config.to_json_string(), object_hook=_infinity)
     for name in (*names.values(), "rope_patch"):
         data.pop(name, None)
