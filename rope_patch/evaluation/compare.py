@@ -6,8 +6,10 @@ import contextlib
 import json
 import math
 import platform
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,12 @@ from rope_patch.evaluation.metrics import (
     value_text,
 )
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
-from rope_patch.methods import Default, Method, MethodLike
+from rope_patch.methods import Default, MethodLike
 from rope_patch.modeling.scoring import name_of
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.patching.install import for_target, patched
-from rope_patch.patching.locate import locate
+from rope_patch.patching.encode import PatchPlan, PatchRequest
+from rope_patch.patching.install import for_target, installed, plan_patch
+from rope_patch.patching.locate import Location, locate
 from rope_patch.patching.verify import inspect_model, trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import finite, open_cache
@@ -264,28 +267,14 @@ def compare(
     Example:
         ``compare(model, tokenizer, ["default", "yarn"], EvalSpec(lengths=[4096, 16384]))``
     """
-    if isinstance(methods, str) or not methods:
-        raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
-    shared: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     suite = as_suite(spec, tokenizer)
-    resolved = [for_target(model, method, suite.spec.longest, **shared) for method in methods]
-    names = [str(method) for method in resolved]
-    # Rows and differences are found by the method string.
-    if len(set(names)) < len(names):
-        raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
-    record = locate(model).record
-    for method in resolved:  # raises for a bad method before any is measured
-        with patched_with(model, method, record is not None, shared):
-            pass
+    places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     result_cache = open_cache(resume)
     rows = []
-    for name, method in zip(names, resolved, strict=True):
-        with (
-            patched_with(model, method, record is not None, shared) as tables,
-            naming_method(name),
-            progress.stage(name),
-        ):
+    for name, in_place in places.items():
+        with in_place() as tables, naming_method(name), progress.stage(name):
             rows.append(Row(name, suite.run(model, resume=result_cache), tables))
+    record = locate(model).record
     return Comparison(
         rows=tuple(rows),
         spec=suite.spec,
@@ -312,16 +301,43 @@ def environment(model: nn.Module) -> dict[str, str]:
     }
 
 
+def methods_in_turn(
+    model: nn.Module, methods: Sequence[MethodLike], target_length: int, **options: Any
+) -> dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]]:
+    """Return by the string of each method what puts it into a model within a ``with`` block and gives its tables.
+
+    Args:
+        model: a causal language model. If it is patched already, ``"default"`` is its patch, which others replace.
+        methods: the methods.
+        target_length: the length that a factor which is left out follows from [tokens].
+        **options: ``layer_types`` and ``freeze_at`` of :func:`rope_patch.apply`.
+
+    Raises:
+        ValueError: one of the methods does not fit, or two are the same.
+    """
+    if isinstance(methods, str) or not methods:
+        raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
+    resolved = [for_target(model, method, target_length, **options) for method in methods]
+    names = [str(method) for method in resolved]
+    # Rows and differences are found by the method string.
+    if len(set(names)) < len(names):
+        raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
+    location, places = locate(model), dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]]()
+    request = PatchRequest(replace=location.record is not None, **options)
+    for name, method in zip(names, resolved, strict=True):
+        # The default of a patched model is the patch that it came with, so that nothing is put in its place.
+        as_it_is = request.replace and isinstance(method, Default)
+        places[name] = partial(_in_place, location, None if as_it_is else plan_patch(location, method, request))
+    return places
+
+
 @contextlib.contextmanager
-def patched_with(
-    model: nn.Module, method: Method, again: bool, options: dict[str, Any]
-) -> Iterator[tuple[RotaryTable, ...]]:
-    """Patch the model within a ``with`` block, and yield the tables in use."""
-    # The default of a patched model is the patch that it came with, so nothing is replaced.
-    if again and isinstance(method, Default):
-        yield inspect_model(model).tables
+def _in_place(location: Location, plan: PatchPlan | None) -> Iterator[tuple[RotaryTable, ...]]:
+    """Put a plan into a model within a ``with`` block, and yield the tables in use; None leaves the model as it is."""
+    if plan is None:
+        yield inspect_model(location.model).tables
         return
-    with patched(model, method, replace=again, **options) as patch:
+    with installed(location, plan) as patch:
         yield tuple(patch.after.values())
 
 

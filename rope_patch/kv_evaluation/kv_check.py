@@ -7,15 +7,14 @@ measured, too, and the errors of attention in each layer and pair.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.compare import environment, naming_method, patched_with
+from rope_patch.evaluation.compare import environment, methods_in_turn, naming_method
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
@@ -29,12 +28,10 @@ from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import name_of
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
-from rope_patch.patching.install import for_target
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import open_cache
-from rope_patch.tables import RotaryTable
 
 
 def check_spec(spec: EvalSpec) -> None:
@@ -110,31 +107,18 @@ def kv_check(
         raise ValueError(f"formats must be a list of formats, got {formats!r}")
     parsed = parse_formats(formats)
     suite = as_suite(spec, tokenizer)
-    if isinstance(methods, str) or not methods:
-        raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
     check_spec(suite.spec)
-    options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
-    resolved = {
-        str(method): method for method in (for_target(model, m, suite.spec.longest, **options) for m in methods)
-    }
-    if len(resolved) < len(methods):
-        raise ValueError(f"methods must differ from each other, got {', '.join(map(str, methods))}")
+    places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     record = locate(model).record
     setting = Setting(model, suite, limits, open_cache(resume))
-
-    @contextlib.contextmanager
-    def in_place(label: str) -> Iterator[tuple[RotaryTable, ...]]:
-        with patched_with(model, resolved[label], record is not None, options) as tables, naming_method(label):
-            yield tables
-
-    for label in resolved:  # a method or format that does not fit raises before anything is measured
-        with in_place(label):
+    for label, in_place in places.items():  # a format that does not fit raises before anything is measured
+        with in_place(), naming_method(label):
             for name, scheme in parsed.items():
                 with naming_method(name):
                     plan_layers(model, scheme)
     rows, captures = [], {}
-    for label in resolved:
-        with in_place(label) as tables:
+    for label, in_place in places.items():
+        with in_place() as tables, naming_method(label):
             with progress.stage(f"{label}, statistics of keys"):
                 captures[label] = capture(model, setting.compared)
             rows += _measure(setting, MethodInPlace(label, tables, captures[label]), parsed)

@@ -115,15 +115,24 @@ def apply(
         PatchError: the model is patched already.
     """
     options = PatchRequest(layer_types, target_length, replace, freeze_at)
-    patch = _apply(model, as_method(method, **params), options, logger.warning)
+    chosen, location = as_method(method, **params), locate(model)
+    patch = install(location, plan_patch(location, chosen, options, logger.warning))
     if target_length is None and (unstated := patch.unstated) is not None:
         logger.warning(unstated)
     return patch
 
 
-def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callable[[str], None]) -> Patch:
-    """Locate the tables of a model, compute new ones, encode them, check that the model can take them, install them."""
-    location = locate(model)
+def plan_patch(
+    location: Location, method: Method, options: PatchRequest, warn: Callable[[str], None] = logger.warning_once
+) -> PatchPlan:
+    """Compute the new tables of a model, encode them, and check that the model can take them; nothing is changed.
+
+    Args:
+        location: the location of the model's rotary module.
+        method: the method that makes the new tables.
+        options: the options of :func:`apply`, which also raises what this does.
+        warn: the function that is called with each warning; by default each is given once in a process.
+    """
     location.check_base()
     warnings = []
     if not options.replace:
@@ -141,7 +150,7 @@ def _apply(model: nn.Module, method: Method, options: PatchRequest, warn: Callab
     if not (plan.record.changed or isinstance(method, Default)):
         warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
     _check(location, plan, warnings, warn)
-    return install(location, plan)
+    return plan
 
 
 def install(location: Location, plan: PatchPlan) -> Patch:
@@ -231,9 +240,15 @@ def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator
     The arguments are those of :func:`apply`.
     """
     own = {each.name: options.pop(each.name) for each in fields(PatchRequest) if each.name in options}
-    chosen = as_method(method, **options)
-    # The block may be entered many times, so each warning is given once.
-    patch = _apply(model, chosen, PatchRequest(**own), logger.warning_once)
+    chosen, location = as_method(method, **options), locate(model)
+    with installed(location, plan_patch(location, chosen, PatchRequest(**own))) as patch:
+        yield patch
+
+
+@contextlib.contextmanager
+def installed(location: Location, plan: PatchPlan) -> Iterator[Patch]:
+    """Put a plan into a model for the length of a ``with`` block, and undo it at its end, also after an exception."""
+    patch = install(location, plan)
     try:
         yield patch
     finally:
