@@ -116,7 +116,7 @@ def test_what_pages_link_to_is_there():
     assert [f"{path.name}: {target}" for path, target in found if not (path.parent / target).exists()] == []
 
 
-def test_what_contributing_adds_can_stand_in_the_folders_that_it_names(tmp_path):
+def test_what_is_your_own_can_stand_in_the_folders_of_the_package(tmp_path):
     """A file of a folder is imported while the folder's own names are not all there yet."""
     folder = tmp_path / "rope_patch"
     shutil.copytree(ROOT / "rope_patch", folder, ignore=shutil.ignore_patterns("__pycache__", "llama", "gemma3"))
@@ -139,12 +139,12 @@ def test_what_contributing_adds_can_stand_in_the_folders_that_it_names(tmp_path)
 
 
 @pytest.mark.usefixtures("own_methods")
-def test_contributing_adds_a_method():
+def test_a_method_of_your_own():
     code = contributed('name="slower"')
     assert len(code.splitlines()) <= 24
     space: dict[str, object] = {"__name__": "contributing"}
     before = set(METHODS)
-    exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), space)
+    exec(compile(code, "your-own.md", "exec", dont_inherit=True), space)
     (name,) = set(METHODS) - before
     method = METHODS[name]()
     from support.tiny import tiny_model
@@ -154,6 +154,23 @@ def test_contributing_adds_a_method():
     patch = rope_patch.apply(tiny_model(), str(method))
     assert patch.after[None].inv_freq.tolist() == pytest.approx((patch.before[None].inv_freq * 0.5).tolist(), rel=1e-6)
     rope_patch.verify(patch._location.model)
+
+
+@pytest.mark.full
+def test_the_page_on_additions_is_one_module_and_its_commands_run(tmp_path):
+    """In a process of its own, since what a module defines stays."""
+    page = ROOT / "docs" / "your-own.md"
+    shutil.copytree(ROOT / "rope_patch/assets/llama", tmp_path / "llama")
+    code = "\n\n".join(text for kind, text in blocks(page) if kind == "python")
+    (tmp_path / "my_additions.py").write_text(code)
+    commands = next(text for kind, text in blocks(page) if kind == "text").splitlines()
+    least = {"compare": ["--windows", "1", "--samples", "1"], "kv-check": ["--windows", "1", "--samples", "1"]}
+    words = [shlex.split(command)[1:] for command in commands]
+    words = [[*each, *least.get(each[0], [])] for each in words]
+    run = f"from rope_patch.cli.app import dispatch\nfor words in {words!r}: assert not dispatch(words)"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "slower:factor=2" in done.stdout and "house_number 256" in done.stdout and "ternary" in done.stdout
 
 
 def test_what_does_not_train_imports_no_peft():

@@ -14,6 +14,6 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def contributed(mark: str) -> str:
-    """Return the Python block of CONTRIBUTING.md that holds a mark."""
-    (code,) = [text for kind, text in blocks(ROOT / "CONTRIBUTING.md") if kind == "python" and mark in text]
+    """Return the Python block of docs/your-own.md that holds a mark."""
+    (code,) = [text for kind, text in blocks(ROOT / "docs" / "your-own.md") if kind == "python" and mark in text]
     return code
