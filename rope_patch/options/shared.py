@@ -158,8 +158,8 @@ def report() -> Any:
 def imports() -> Any:
     """Return the field for modules of the user's own, which are imported before any other option is read."""
     return word(
-        "A Python module of yours to import first, which defines methods, tasks, metrics or cache formats (docs/your-own.md "
-        "has one of each). Repeat it for more.",
+        "A Python module of yours to import first, which defines methods, tasks, metrics or cache formats: "
+        "docs/your-own.md has one of each. Repeat it for more.",
         (),
         metavar="MODULE",
         name="import",
