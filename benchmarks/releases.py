@@ -48,7 +48,7 @@ TAIL = """
 
 `python benchmarks/releases.py` writes this page.
 """
-METHODS = {"llama3": "llama3", "linear": "abf factor=4", "proportional": "abf factor=4"}
+METHODS = {"llama3": "llama3", "linear": "abf factor=4", "proportional": "mrrope"}
 """By the type of the table: the method that doubles the context of a release; `yarn` for all others."""
 
 

@@ -113,6 +113,14 @@ def processes() -> list[float]:
     return [seconds[1], seconds[2], seconds[4]]
 
 
+def on_scaled(checkpoint: str, *methods: str) -> list[float]:
+    """Return what methods score on a toy trained under a scaled table: perplexity within and beyond, and passkeys."""
+    found = result("extend_choices")["comparisons"][checkpoint]
+    columns = [row(found["columns"], metric="perplexity", stop=stop) for stop in (1024, 2048)]
+    columns.append(row(found["columns"], metric="retrieval", stop=2048))
+    return [column["values"][found["methods"].index(method)] for method in methods for column in columns]
+
+
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
     ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
@@ -152,6 +160,26 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [smollm2("yarn"), smollm2("abf"), gemma("yarn:factor=2"), gemma("abf:factor=4")],
     ),
     ("docs/evidence.md", "3 to 4 % and 6 to 12 % within", lambda: lost("yarn") + lost("abf")),
+    (
+        "docs/evidence.md",
+        "11.4, 10.8, .99** | 12.4, 12.1, .97 |",
+        lambda: on_scaled("llama-llama3", "llama3:factor=2") + on_scaled("llama-yarn", "llama3:factor=2"),
+    ),
+    (
+        "docs/evidence.md",
+        "12.1, 11.2, .95 | **11.5, 10.6, .96** |",
+        lambda: on_scaled("llama-llama3", "yarn:factor=2") + on_scaled("llama-yarn", "yarn:factor=2"),
+    ),
+    (
+        "docs/evidence.md",
+        "10.4, 9.7, .93 | 10.8, 11.1, .38 |",
+        lambda: on_scaled("gemma3-linear", "abf:factor=4") + on_scaled("gemma3-proportional", "abf:factor=4"),
+    ),
+    (
+        "README.md",
+        "passkeys .93, .56 without, `pi` .81",
+        lambda: [on_scaled("gemma3-linear", one)[2] for one in ("abf:factor=4", "default", "pi:factor=2")],
+    ),
     (
         "docs/evidence.md",
         "cost SmolLM2 97 % in all 30 layers, 4.4 % in every sixth, and Gemma 8.6 % in",
