@@ -12,6 +12,7 @@ from torch import nn
 from transformers.utils import logging as hf_logging
 
 from rope_patch.methods import Default, Method, MethodLike, as_method
+from rope_patch.methods.scaled import is_known
 from rope_patch.patching.encode import (
     PatchPlan,
     PatchRequest,
@@ -139,7 +140,9 @@ def plan_patch(
         _refuse_a_second_patch(location)
     elif edits := edits_since(location):
         warnings.append(f"replacing the patch drops what was changed in the config since: {'; '.join(edits)}")
-    if True in [getattr(step, "replace_scaling", False) for step in getattr(method, "steps", (method,))]:
+    dropping = True in [getattr(step, "replace_scaling", False) for step in getattr(method, "steps", (method,))]
+    # Of a table that is not known (frozen, or of numbers alone) nothing else drops the scaling.
+    if dropping and all(is_known(table) for table in location.tables.values()):
         warnings.append(
             "replace_scaling is deprecated: with it a factor counts from the context before the checkpoint's scaling; "
             "left out, a factor is the new context over the stated one, on every checkpoint"
