@@ -39,7 +39,8 @@ def extend(words: Sequence[str]) -> int:
     def add_report(outcome: Extended, folder: Path) -> None:
         if options.report:
             # The last round first: it is the one that decided.
-            shown = report.page(outcome.comparisons[::-1], title="A longer context")
+            title = f"A longer context: {options.settings.length} tokens"
+            shown = report.page(outcome.comparisons[::-1], title=title, verdict=outcome.choice.verdict)
             page.write(folder / "report.html", shown, command_line())
 
     settings, output = options.settings, options.output

@@ -117,6 +117,15 @@ class Choice:
         """The label of the row of the chosen method."""
         return None if self.chosen is None else self.chosen.label
 
+    @property
+    def verdict(self) -> list[str]:
+        """The decision in sentences: the price first, or that there is none and what would help."""
+        if self.chosen is None:
+            failures = [f"{one.label}: {failure}." for one in self.evaluated for failure in one.failures]
+            return [f"Nothing was written: {self.reason}.", *failures, *(f"{sentence}." for sentence in self.advice)]
+        unconfirmed = [f"Unconfirmed: {self.unconfirmed}."] if self.unconfirmed else []
+        return [f"{self.chosen.name} was chosen. The price: {self.cost}.", *unconfirmed, f"{self.reason}."]
+
 
 class MethodEvaluator:
     """Compares the methods of a comparison by the rules of ``extend``.

@@ -31,19 +31,21 @@ from rope_patch.runtime.captions import count_text
 _NAMED_METHODS = 3  # methods that a sentence names before it counts the others
 
 
-def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared") -> Page:
+def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", verdict: Sequence[str] = ()) -> Page:
     """Return comparisons as a page.
 
     Args:
         comparisons: the comparisons, each of which becomes a section: a checkpoint, a task.
         title: the title of the page.
+        verdict: what was decided by the comparisons, in sentences, which stand first.
 
     Raises:
         ValueError: no comparison.
     """
     if not comparisons:
         raise ValueError("a report needs at least one comparison")
-    return Page(title, [_section(comparison) for comparison in comparisons])
+    first = [Section("The choice", verdict, [])] if verdict else []
+    return Page(title, [*first, *(_section(comparison) for comparison in comparisons)])
 
 
 def _section(comparison: Comparison) -> Section:

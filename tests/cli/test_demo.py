@@ -26,7 +26,9 @@ def test_quick_demo(tmp_path, monkeypatch):
     assert record["chosen"] == "yarn:factor=4"
     default, yarn, nope = record["rounds"][0]["rows"]
     assert (default["method"], yarn["method"], nope["method"]) == ("default", "yarn:factor=4", "nope")
-    assert "yarn:factor=4" in result.stdout and (tmp_path / "rope-patch-demo" / "report.html").is_file()
+    assert "yarn:factor=4" in result.stdout
+    report = (tmp_path / "rope-patch-demo" / "report.html").read_text()
+    assert "yarn:factor=4 was chosen. The price: within the trained 256 tokens" in report
     saved = rope_patch.load(tmp_path / "rope-patch-demo")
     assert saved.config.max_position_embeddings == 1024
     assert str(rope_patch.verify(saved).record.to_method()) == "yarn:factor=4"

@@ -256,8 +256,14 @@ def test_where_nothing_will_do_nothing_is_written(tmp_path):
 def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
-    result = invoke(*arguments, "--budget", "6s", "--no-report", "--dtype", "float32", "--threads", "1")
+    result = invoke(*arguments, "--budget", "6s", "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 4, result.output
+    report = (tmp_path / "out.work" / "report.html").read_text()
+    assert (
+        report.index("Nothing was written: no method can be chosen")
+        < report.index("training: --train.")
+        < report.index("<table")
+    )
     assert "nothing was written. What would help:\n  training: --train\n" in result.output
     assert f"{EXACT_MATCH}, as in:\n  nope, passkey, 256 tokens, " in result.output
     assert f"{RANKING}.\nno method can be chosen" in result.output
