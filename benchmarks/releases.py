@@ -30,13 +30,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
 HEAD = """\
 # By release
 
-What doubles the context that a release states. Find yours by its name; a checkpoint that was fine-tuned from it has the
-same table.
+What doubles the context that a release states. Find yours by its name; one that was fine-tuned from it mostly has the
+same table, and `rope-patch doctor` shows it.
 
-`llama3` and `yarn` on a table of their own type raise its factor and keep every other key, as its authors would. That
-the encoding is right is tested: each command was run on a tiny random model with the rotary settings of the release.
-Whether yours then reads so far is for [`rope-patch extend`](extend.md) to measure, which tries other methods, too:
-[what it found on scaled checkpoints](evidence.md#checkpoints-that-are-scaled-already).
+`llama3` and `yarn` on a table of their own type raise its factor and keep every other key (an attention factor that the
+factor implies follows it). That the encoding is right is tested: each command was run on a tiny random model with the
+rotary settings of the release. Whether yours then reads so far was not measured:
+[`rope-patch extend`](extend.md) with a long text of yours does that, and tries other methods, too. The
+methods of this page are those that won on [toys with such tables](evidence.md#checkpoints-that-are-scaled-already).
 
 | release | its table | to double its context | written into config.json | read alike by |
 |---|---|---|---|---|
@@ -48,7 +49,7 @@ TAIL = """
 
 `python benchmarks/releases.py` writes this page.
 """
-METHODS = {"llama3": "llama3", "linear": "abf factor=4", "proportional": "mrrope"}
+METHODS = {"llama3": "llama3", "linear": "abf factor=4", "proportional": "default"}
 """By the type of the table: the method that doubles the context of a release; `yarn` for all others."""
 
 
@@ -114,8 +115,23 @@ class Release:
     def words(self) -> list[str]:
         """The words of the command that doubles the context."""
         method = METHODS.get(self.scaled["rope_type"], "yarn")
-        output = f"{self.hub.rpartition('/')[2]}-{thousands(2 * self.context)}"
-        return ["apply", self.hub, *method.split(), "--target-length", thousands(2 * self.context), "-o", output]
+        length = thousands(2 * self.reached)
+        return [
+            "apply",
+            self.hub,
+            *method.split(),
+            "--target-length",
+            length,
+            "-o",
+            f"{self.hub.split('/')[-1]}-{length}",
+        ]
+
+    @property
+    def reached(self) -> int:
+        """The context that the release reaches [tokens]: a card that adds YaRN leaves the stated one as it was."""
+        factor, original = (self.scaled.get(key) for key in ("factor", "original_max_position_embeddings"))
+        yarn = self.scaled["rope_type"] == "yarn" and factor is not None and original is not None
+        return max(self.context, int(factor * original)) if yarn else self.context
 
     def model(self) -> PreTrainedModel:
         """Return a tiny random model with the rotary settings of the release."""
@@ -141,9 +157,9 @@ RELEASES = (
         262144,
         mixed(rope_type="proportional", partial_rotary_factor=0.25),
     ),
-    Release("Qwen2.5 0.5B to 72B", "Qwen/Qwen2.5-7B-Instruct", "qwen2", 32768, plain(1e6)),
-    Release("Qwen3 0.6B to 32B", "Qwen/Qwen3-8B", "qwen3", 40960, plain(1e6)),
-    Release("Qwen2.5, Qwen3 with the YaRN of their cards", "Qwen3-8B-yarn", "qwen3", 131072, yarn(1e6, 4.0, 32768)),
+    Release("Qwen2.5 Instruct 0.5B to 72B", "Qwen/Qwen2.5-7B-Instruct", "qwen2", 32768, plain(1e6)),
+    Release("Qwen3 0.6B to 32B, of April 2025", "Qwen/Qwen3-8B", "qwen3", 40960, plain(1e6)),
+    Release("Qwen3 with the YaRN of its card", "FOLDER", "qwen3", 40960, yarn(1e6, 4.0, 32768)),
     Release("Qwen3.5", "Qwen/Qwen3.5-9B", "qwen3_5", 262144, plain(1e7, partial_rotary_factor=0.25)),
     Release("Mistral 7B 0.1", "mistralai/Mistral-7B-v0.1", "mistral", 32768, plain(1e4), {"sliding_window": 4096}),
     Release("Mistral 7B 0.3", "mistralai/Mistral-7B-v0.3", "mistral", 32768, plain(1e6), {"sliding_window": None}),
@@ -241,8 +257,10 @@ def row(release: Release, work: Path) -> str:
     first = ["max_position_embeddings", "rope_type", "factor"]
     order = sorted(changed, key=lambda name: first.index(name) if name in first else len(first))
     written = ", ".join(f"`{name}` {shown(changed[name])}" for name in order)
+    if release.scaled["rope_type"] == "proportional":
+        written += ": all pairs that rotate make many turns within 256k, so that no table limits it"
     if any("no layer sees a distance beyond the window" in note for note in comparison.notes):
-        written += "; **all layers slide, so that it changes next to nothing**"
+        return f"| {release.name} | {table_of(release)} | nothing does: all layers slide, and none sees further | | |"
     command = f"`rope-patch {' '.join(release.words)}`"
     return f"| {release.name} | {table_of(release)} | {command} | {written} | {readers(comparison)} |"
 

@@ -95,6 +95,7 @@ def restore_folder(source: str | Path, out: str | Path, *, overwrite: bool = Fal
     stated_length(Path(source))  # settings that cannot be restored raise before the copy
     with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
+        add_older_keys(folder, failing=False)  # which most checkpoints on the hub have
         restore_length(folder)
         if (folder / EXTEND_RECORD).exists():  # what extend wrote is of the patched model
             for name in (EXTEND_RECORD, "extend.yaml", "report.html", "README.md"):

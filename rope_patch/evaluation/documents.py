@@ -198,7 +198,7 @@ def spread_windows(
     if windows * size > total:
         raise ValueError(
             f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: "
-            "ask for fewer windows, or give a longer text"
+            f"{'ask for fewer windows, or ' * (windows > 1)}give a longer text (text, --text)"
         )
     rows = []
     for i, start in enumerate(spread_starts(total, size, windows)):

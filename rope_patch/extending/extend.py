@@ -123,7 +123,8 @@ class Run:
         if record is not None:
             raise PatchError(
                 f"the model is patched already, with {record.to_method()}: give the checkpoint before the patch, or "
-                "undo it with rope_patch.restore (rope-patch restore)"
+                "undo it with rope_patch.restore (rope-patch restore). If its weights were trained under that table, "
+                "take rope_patch out of its config.json: the table stays, and is what is extended"
             )
         self.trained_length = trained_length(model)
         if options.length <= self.trained_length:

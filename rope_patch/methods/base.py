@@ -13,7 +13,15 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.methods.parameters import check_bounds, convert, number, parameter_text
-from rope_patch.methods.scaled import ORIGINAL, context_before, is_known, plain_before, raised, stopped_as
+from rope_patch.methods.scaled import (
+    ORIGINAL,
+    context_before,
+    context_reached,
+    is_known,
+    plain_before,
+    raised,
+    stopped_as,
+)
 from rope_patch.registry import Registry
 from rope_patch.tables import RotaryTable
 
@@ -92,7 +100,8 @@ class Method:
             if self.recomputes:
                 raise ValueError(
                     f"{self.name} recomputes the table from rope_theta, but {table.path} is already scaled or not "
-                    f"geometric (rope_type {table.rope_type!r}). Pass replace_scaling=True to drop that scaling first."
+                    f"geometric (rope_type {table.rope_type!r}). Pass replace_scaling=True to drop that scaling first. "
+                    "In a chain put it first"
                 )
         self.check_table(table)
         # A copy, since a method of the user's own may work in place.
@@ -195,13 +204,16 @@ class Scaling(Method):
 
     def context_of(self, table: RotaryTable) -> int:
         """Return the context that the factor multiplies [tokens]: the stated one."""
-        stated, before = table.max_position_embeddings, table.context
+        stated, before = context_reached(table), table.context
         if stated != before and (getattr(self, "replace_scaling", False) or table.is_geometric):
             return before
         return stated
 
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
         """Return the table of the checkpoint's own type with a larger factor, or one that is computed anew."""
+        given_original = getattr(self, ORIGINAL, None)
+        if given_original is not None and is_known(table):
+            context_before(table, given_original)  # raises where the checkpoint says another
         if table.rope_type in self.own_types:
             given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("factor", "replace_scaling")}
             defaults = {f.name: f.default for f in fields(self)}
@@ -211,8 +223,14 @@ class Scaling(Method):
                 return own
         if not self.recomputes or not is_known(table):
             return None
-        original = context_before(table, getattr(self, ORIGINAL, None))
-        whole = replace(self, factor=self.stretch * table.max_position_embeddings / original)
+        original = context_before(table, given_original)
+        whole = replace(self, factor=self.stretch * context_reached(table) / original)
+        stated = table.rope_parameters or {}
+        both = [stated.get(name) for name in ("mscale", "mscale_all_dim")]
+        # Attention of such a family scales its logits, too, so that cos and sin keep the ratio of the two.
+        if all(both) and getattr(self, "attention_factor", 0) is None and not getattr(self, "mscale", None):
+            kept: dict[str, Any] = {"attention_factor": frequencies.yarn_scaling(whole.stretch, *both)}
+            whole = replace(whole, **kept)
         return stopped_as(table, whole(plain_before(table, original)))
 
     @property

@@ -59,6 +59,18 @@ def raised(table: RotaryTable, times: float, **changes: Any) -> RotaryTable | No
     return restated(table, factor=factor * times, **changes)
 
 
+def context_reached(table: RotaryTable) -> int:
+    """Return the context that a checkpoint reaches with its table [tokens]: the stated one.
+
+    The cards of Qwen add YaRN to a config and leave its context as it was: its factor then says how far it reaches.
+    """
+    stated: Mapping[str, Any] = table.rope_parameters or {}
+    if table.rope_type != "yarn" or not stated.get("factor"):
+        return table.max_position_embeddings
+    reached = round(float(stated["factor"]) * float(stated.get(ORIGINAL, table.context)))
+    return max(table.max_position_embeddings, reached)
+
+
 def context_before(table: RotaryTable, given: int | None) -> int:
     """Return the context before the scaling of a table [tokens].
 

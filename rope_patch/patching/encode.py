@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from rope_patch import frequencies
 from rope_patch.methods import Method, Scaling, longrope_parameters
-from rope_patch.methods.scaled import ORIGINAL
+from rope_patch.methods.scaled import ORIGINAL, context_reached
 from rope_patch.patching.locate import Location
 from rope_patch.patching.probe import copy_without_weights, values_kept_by_modules
 from rope_patch.patching.record import (
@@ -107,7 +107,9 @@ class TableChange:
             or getattr(self.method, "replace_scaling", False)
         ):
             return []
-        line = f"  factor {self.method.stretch:g} over the stated {before.max_position_embeddings} tokens"
+        reached = context_reached(before)
+        what = "the stated" if reached == before.max_position_embeddings else "its own factor's"
+        line = f"  factor {self.method.stretch:g} over {what} {reached} tokens"
         whole, original = (dict(after.rope_parameters or {}).get(key) for key in ("factor", ORIGINAL))
         # The longrope form states neither: its factors hold all of the scaling.
         if whole is not None and original is not None and after.rope_type != "longrope":

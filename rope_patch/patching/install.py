@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+import torch
 from torch import nn
 from transformers.utils import logging as hf_logging
 
@@ -152,6 +153,18 @@ def plan_patch(
     plan = encode(location, method, options)
     if not (plan.record.changed or isinstance(method, Default)):
         warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
+    for kind in plan.record.layer_types:
+        old, new = plan.before[kind], plan.after[kind]
+        if old.attention_scaling != new.attention_scaling and torch.equal(old.inv_freq, new.inv_freq):
+            warnings.append(
+                f"{plan.method} changes no frequency of {new.name}, whose pairs turn often enough as they are: it only "
+                f"multiplies cos and sin by {new.attention_scaling:g} instead of {old.attention_scaling:g}"
+            )
+        if new.rope_theta < old.rope_theta:
+            warnings.append(
+                f"{plan.method} lowers the base of {new.name} from {old.rope_theta:g} to {new.rope_theta:g}: its pairs "
+                "turn faster, which suits a shorter context"
+            )
     _check(location, plan, warnings, warn)
     return plan
 

@@ -88,10 +88,14 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
-def add_older_keys(folder: str | Path) -> None:
+def add_older_keys(folder: str | Path, *, failing: bool = True) -> None:
     """Add the keys by which transformers 4 reads the tables to a checkpoint's config.json.
 
     A plain ``save_pretrained`` writes only what transformers 5 reads, and version 4 reads such a folder as unpatched.
+
+    Args:
+        folder: the folder of the checkpoint.
+        failing: whether version 4 is to fail on a table that it cannot read; else it gets no keys for that.
 
     Raises:
         OSError: the folder cannot be written.
@@ -99,7 +103,8 @@ def add_older_keys(folder: str | Path) -> None:
     path = Path(folder) / "config.json"
     config = read_json(path)
     text = text_part(config)
-    text |= older_keys(str(text.get("model_type")), text["rope_parameters"])
+    keys = older_keys(str(text.get("model_type")), text["rope_parameters"])
+    text |= {key: value for key, value in keys.items() if failing or value != OLDER_FAIL}
     write_atomically(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

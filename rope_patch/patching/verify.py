@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rope_patch import frequencies
+from rope_patch.methods.scaled import context_reached
 from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import Location, PatchError, device_of, holds_adapters_twice, locate
 from rope_patch.patching.measured import measure
@@ -117,7 +118,7 @@ def trained_length(model: nn.Module) -> int:
         >>> trained_length(LlamaForCausalLM(config))
         2048
     """
-    return next(iter(locate(model).tables.values())).max_position_embeddings
+    return context_reached(next(iter(locate(model).tables.values())))
 
 
 def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from support.tiny import MIXED, SIZE, logits, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch
+from rope_patch.checkpoints.folder_patch import restore_folder
 
 C = 16  # the context before any scaling
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -171,6 +173,55 @@ def test_a_context_before_the_scaling_that_contradicts_the_checkpoint_is_refused
     with pytest.raises(ValueError, match=said):
         rope_patch.apply(model, "yarn", target_length=256, original_max_position_embeddings=original)
     assert model.config.to_json_string() == before
+
+
+def test_the_own_type_refuses_a_contradicting_context_too():
+    model = model_of("Llama 3.1")
+    with pytest.raises(ValueError, match="states 16: leave it out"):
+        rope_patch.apply(model, "llama3", target_length=256, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("stated", [40, 32])
+def test_yarn_that_a_card_adds_counts_from_what_it_reaches(stated):
+    """Qwen's cards add YaRN with factor 4 over 32768 and leave the stated context at 40960 or 32768."""
+    own = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = tiny_model("qwen3", max_position_embeddings=stated, rope_parameters=own)
+    patch = rope_patch.apply(model, "yarn", target_length=256)
+    assert patch.method.factor == 2 and "factor 2 over its own factor's 128 tokens, 8 over the 32" in str(patch)
+    assert (model.config.rope_parameters["factor"], model.config.max_position_embeddings) == (8.0, 256)
+    rope_patch.restore(model)
+    rope_patch.apply(model, "yarn", target_length=128)  # which needs the stated context alone
+    assert (model.config.rope_parameters["factor"], model.config.max_position_embeddings) == (4.0, 128)
+
+
+@pytest.mark.parametrize(("name", "scaling"), [("DeepSeek V3", 1.0), ("Ministral 3", 1.0), ("Qwen3 with YaRN", None)])
+def test_another_method_keeps_the_ratio_of_the_two_mscales(name, scaling):
+    """Attention of DeepSeek scales its logits already: 0.1 ln(80) + 1 on cos and sin would come on top."""
+    model = model_of(name)
+    stated, whole = model.config.max_position_embeddings, 2 * RELEASES[name][1]
+    (after,) = rope_patch.apply(model, "mrrope", target_length=2 * stated).after.values()
+    assert after.attention_scaling == pytest.approx(scaling or 0.1 * math.log(whole) + 1)
+
+
+def test_what_changes_the_attention_factor_alone_and_what_lowers_the_base_is_said(caplog):
+    """As in Gemma 4, whose rotating pairs all make many turns within the context."""
+    fast = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    model = tiny_model(head_dim=32, max_position_embeddings=4096, rope_parameters=fast)
+    rope_patch.apply(model, "yarn", target_length=8192)
+    assert "changes no frequency of model.rotary_emb" in caplog.text
+    model = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    rope_patch.apply(model, "abf")
+    assert "abf:rope_theta=500000 lowers the base of model.rotary_emb from 1e+06 to 500000" in caplog.text
+
+
+def test_a_restored_folder_says_what_transformers_4_reads(tmp_path):
+    model = model_of("Llama 3.1")
+    rope_patch.apply(model, "llama3", target_length=256)
+    rope_patch.save(model, tmp_path / "patched")
+    restore_folder(tmp_path / "patched", tmp_path / "restored")
+    config = json.loads((tmp_path / "restored" / "config.json").read_text())
+    assert config["rope_scaling"] == config["rope_parameters"] == RELEASES["Llama 3.1"][2]
+    assert config["rope_theta"] == 5e5 and "rope_patch" not in config
 
 
 def test_on_top_of_another_type_no_context_before_the_scaling_is_named():
