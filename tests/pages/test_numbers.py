@@ -121,6 +121,13 @@ def on_scaled(checkpoint: str, *methods: str) -> list[float]:
     return [column["values"][found["methods"].index(method)] for method in methods for column in columns]
 
 
+def smollm2_at_32k(method: str) -> list[float]:
+    """Return the perplexity of SmolLM2 within and beyond 16384 tokens, after it was trained there under YaRN."""
+    step = result("extend_scaled_smollm2")["steps"][1]
+    columns = [row(step["columns"], metric="perplexity", stop=stop) for stop in (16384, 32768)]
+    return [column["values"][step["methods"].index(method)] for column in columns]
+
+
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
     ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
@@ -160,6 +167,8 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [smollm2("yarn"), smollm2("abf"), gemma("yarn:factor=2"), gemma("abf:factor=4")],
     ),
     ("docs/evidence.md", "3 to 4 % and 6 to 12 % within", lambda: lost("yarn") + lost("abf")),
+    ("docs/evidence.md", "27.4, 30.5 |", lambda: smollm2_at_32k("yarn:factor=2")),
+    ("docs/evidence.md", "25.9, 120 |", lambda: smollm2_at_32k("default")),
     (
         "docs/evidence.md",
         "11.4, 10.8, .99** | 12.4, 12.1, .97 |",
