@@ -20,8 +20,20 @@ METHODS = (
     Mutation(
         "whole_factor_counts_from_the_stated_context",
         "rope_patch/methods/base.py",
-        "factor=self.stretch * table.max_position_embeddings / original)",
+        "factor=self.stretch * context_reached(table) / original)",
         "factor=self.stretch)",
+    ),
+    Mutation(
+        "yarn_of_a_card_counts_from_the_stated_context",
+        "rope_patch/methods/scaled.py",
+        "return max(table.max_position_embeddings, reached)",
+        "return table.max_position_embeddings",
+    ),
+    Mutation(
+        "softmax_scale_stays_where_a_raised_yarn_moves_it",
+        "rope_patch/patching/install.py",
+        "        for owner, name, _, value in following:\n            setattr(owner, name, value)\n",
+        "",
     ),
     Mutation(
         "attention_factor_of_a_raised_yarn_stays",
@@ -89,7 +101,7 @@ PATCHING = (
     Mutation(
         "one_config_answers_for_all_of_its_class",
         "rope_patch/patching/locate.py",
-        "key = (type(self.model), self.model.config.to_json_string(use_diff=False), str(settings))",
+        "key = (type(self.model), whole.to_json_string(use_diff=False), str(settings))",
         "key = type(self.model)",
     ),
     Mutation(

@@ -75,7 +75,7 @@ def patch_folder(
 
 
 def restore_folder(source: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
-    """Write a copy of a patched checkpoint as it was before the patch.
+    """Write a copy of a patched checkpoint as it was before the patch, with the keys that transformers 4 reads.
 
     Args:
         source: folder or hub id of the patched checkpoint.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import command_line, print_json, resumable
 from rope_patch.cli.processes import working_together
-from rope_patch.options.extend import ExtendOptions
+from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.runtime import progress
 
 if TYPE_CHECKING:
@@ -26,10 +26,7 @@ def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
     options = parse(ExtendOptions, words)
     from rope_patch.extending.extend import RESULT_CACHE, Run
-    from rope_patch.extending.write_extended import check_output, trained_by_extend
-    from rope_patch.patching.install import rebase, restore
-    from rope_patch.patching.locate import locate
-    from rope_patch.patching.record import settings_of
+    from rope_patch.extending.write_extended import check_output
 
     # Without matplotlib this raises before anything is measured.
     if options.report:
@@ -54,19 +51,7 @@ def extend(words: Sequence[str]) -> int:
         def say(sentence: str) -> None:
             print(sentence, file=sys.stderr)  # silent in all processes but the first (see working_together)
 
-        model, trained = load_model(settings.model, settings.machine), trained_by_extend(settings.model)
-        if hasattr(model, "peft_config"):
-            say(f"{settings.model} is an adapter: merged into its base")
-            model, trained = model.merge_and_unload().eval(), True
-        location = locate(model)
-        if location.record is not None and trained is not None:
-            method = location.record.to_method()
-            if trained:
-                rebase(model, settings_of(location.config))
-                say(f"{settings.model}: {method} is what is extended, since its weights were trained under it")
-            else:
-                restore(model)
-                say(f"{settings.model}: {method} is taken off first, under which its weights were not trained")
+        model = _load(settings, say)
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.say_what_the_model_is()
         try:
@@ -103,6 +88,35 @@ def extend(words: Sequence[str]) -> int:
     else:
         _print(outcome)
     return EXIT_NOTHING_CHOSEN if outcome.output is None else 0
+
+
+def _load(settings: ExtendSettings, say: Callable[[str], None]) -> Any:
+    """Load the model with the table that is extended: the one under which its weights were trained.
+
+    Args:
+        settings: the settings of the run.
+        say: the function that is called with a sentence on each change.
+    """
+    from rope_patch.extending.write_extended import trained_by_extend
+    from rope_patch.patching.install import rebase, restore
+    from rope_patch.patching.locate import locate
+    from rope_patch.patching.record import settings_of
+
+    model, trained = load_model(settings.model, settings.machine), trained_by_extend(settings.model)
+    if hasattr(model, "peft_config"):
+        say(f"{settings.model} is an adapter: merged into its base")
+        model, trained = model.merge_and_unload().eval(), True
+    location = locate(model)
+    if location.record is None or trained is None:
+        return model
+    method = location.record.to_method()
+    if trained:
+        rebase(model, settings_of(location.config))
+        say(f"{settings.model}: {method} is what is extended, since its weights were trained under it")
+    else:
+        restore(model)
+        say(f"{settings.model}: {method} is taken off first, under which its weights were not trained")
+    return model
 
 
 def _print(outcome: Extended) -> None:
