@@ -469,6 +469,13 @@ def test_a_factor_counts_from_the_stated_context(name, make_slot):
     assert same(after, create(name, factor=8192 / scaled.context, replace_scaling=True)(scaled)), "in old records"
 
 
+def test_yarn_that_reaches_further_than_the_config_states_counts_from_what_it_reaches():
+    """Factor 4 over 1024 under a stated 1500: 8192 is twice 4096."""
+    scaled = dataclasses.replace(yarn_slot(), max_position_embeddings=1500)
+    assert parse("yarn").for_target(scaled, 8192).factor == 2
+    assert same(parse("mrrope:factor=2")(scaled), parse("mrrope:factor=8")(slot(head_dim=32, context=1024)))
+
+
 def test_the_context_before_a_linear_scaling_is_asked_for():
     """A stated context of 4096 may hold the factor 2, or not."""
     with pytest.raises(ValueError, match=r"2048 tokens if the stated 4096 hold the factor, 4096 if they do not"):
