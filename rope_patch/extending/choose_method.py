@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
-from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence
+from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence, change_text
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
 from rope_patch.patching.verify import shortened
 from rope_patch.runtime.captions import count_text
@@ -309,6 +309,10 @@ class MethodEvaluator:
         if len(remaining) > 1:
             reason += f"; not significantly different from {_names(one for one in remaining if one is not chosen)}"
             reason += ", and the least costly of them within the trained context"
+            most = max(remaining, key=lambda one: one.answered)
+            if most.answered > chosen.answered:
+                cost = change_text(METRICS["perplexity"], most.change.estimate)
+                reason += f"; {most.name} answers {most.answered} of them and costs {cost} there"
         unconfirmed = f"{chosen.doubt}; a larger --budget asks more" if chosen.doubt else ""
         if not unconfirmed and self._sign(chosen.label, UNPATCHED, "logprob") <= 0:
             unconfirmed = (

@@ -133,6 +133,8 @@ def test_few_prompts_refuse_nothing_and_the_choice_is_called_unconfirmed(prompts
     found = choose(row("yarn", right=(prompts, right), prompts=prompts), ahead, unpatched=few)
     assert found.method == "yarn" and "ahead" not in found.reason
     assert bool(found.unconfirmed) == unconfirmed
+    more = f"; abf answers {prompts} of them and costs +0.50 % there"
+    assert found.reason.endswith(more) == (right < prompts)
 
 
 @pytest.mark.parametrize(("rise", "chosen"), [(0.0099, "yarn"), (0.0101, None)])
