@@ -98,10 +98,12 @@ def test_keys_of_families_that_have_names_of_their_own():
 
 
 def test_families_with_a_table_for_each_layer_type():
-    """Olmo 3 had one table until transformers 5.10, which read such a folder as unpatched."""
+    """Olmo 3 is published with one base and one scaling; other tables of it fail in transformers 4."""
     plain, yarn = {"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     tables = {"full_attention": yarn, "sliding_attention": plain}
     assert older_keys("olmo3", tables) == {"rope_theta": OLDER_FAIL}
+    published = {"full_attention": yarn | {"rope_theta": 5e5}, "sliding_attention": plain}
+    assert older_keys("olmo3", published) == {"rope_theta": 5e5, "rope_scaling": published["full_attention"]}
     gemma = {"rope_theta": 1e4, "rope_scaling": yarn, "rope_local_base_freq": 5e5}
     assert older_keys("gemma3n_text", tables) == older_keys("gemma3_text", tables) == gemma
     assert older_keys("modernbert", tables) == {"global_rope_theta": OLDER_FAIL, "local_rope_theta": 5e5}
