@@ -25,6 +25,7 @@ from family_models import tiny_config
 from rope_patch.cli.app import dispatch
 from rope_patch.engines.compare_programs import AGREES, UNVERIFIED, ProgramComparison, compare_programs
 from rope_patch.engines.tables_by_program import PROGRAMS
+from rope_patch.patching.verify import trained_length
 
 PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
 HEAD = """\
@@ -36,14 +37,15 @@ same table, and `rope-patch doctor` shows it.
 `llama3` and `yarn` on a table of their own type raise its factor and keep every other key (an attention factor that the
 factor implies follows it). That the encoding is right is tested: each command was run on a tiny random model with the
 rotary settings of the release. Whether yours then reads so far was not measured:
-[`rope-patch extend`](extend.md) with a long text of yours does that, and tries other methods, too. The
-methods of this page are those that won on [toys with such tables](evidence.md#checkpoints-that-are-scaled-already).
+[`rope-patch extend`](extend.md) with a long text of yours does that, and tries other methods, too. On a table that is
+scaled already, the method is the one that was ahead on
+[toys with such a table](evidence.md#checkpoints-that-are-scaled-already).
 
-| release | its table | to double its context | written into config.json | read alike by |
+| release | its table | to double its context | written into config.json | programs that read the same |
 |---|---|---|---|---|
 """
 TAIL = """
-*Read alike by* names the programs that compute the same table and context from the new folder as transformers 5, by
+*Programs that read the same* compute the table and the context of transformers 5 from the new folder, by
 [the rules that `doctor` computes with](engines.md). `rope-patch doctor FOLDER --for PROGRAM` gives the reasons, and
 `rope-patch export FOLDER --to hf -o OTHER` writes a form for more of them.
 
@@ -111,27 +113,11 @@ class Release:
         """The settings of the table that is patched: that of the full layers where there are two."""
         return self.rope_parameters.get("full_attention", self.rope_parameters)
 
-    @property
-    def words(self) -> list[str]:
-        """The words of the command that doubles the context."""
-        method = METHODS.get(self.scaled["rope_type"], "yarn")
-        length = thousands(2 * self.reached)
-        return [
-            "apply",
-            self.hub,
-            *method.split(),
-            "--target-length",
-            length,
-            "-o",
-            f"{self.hub.split('/')[-1]}-{length}",
-        ]
-
-    @property
-    def reached(self) -> int:
-        """The context that the release reaches [tokens]: a card that adds YaRN leaves the stated one as it was."""
-        factor, original = (self.scaled.get(key) for key in ("factor", "original_max_position_embeddings"))
-        yarn = self.scaled["rope_type"] == "yarn" and factor is not None and original is not None
-        return max(self.context, int(factor * original)) if yarn else self.context
+    def words(self, reached: int) -> list[str]:
+        """Return the words of the command that doubles the context that a model reaches [tokens]."""
+        method, length = METHODS.get(self.scaled["rope_type"], "yarn"), thousands(2 * reached)
+        output = f"{self.hub.split('/')[-1]}-{length}"
+        return ["apply", self.hub, *method.split(), "--target-length", length, "-o", output]
 
     def model(self) -> PreTrainedModel:
         """Return a tiny random model with the rotary settings of the release."""
@@ -240,12 +226,13 @@ def row(release: Release, work: Path) -> str:
         release: the release.
         work: an empty folder for the tiny checkpoint and what the command writes.
     """
-    source, output = work / "source", work / "output"
-    release.model().save_pretrained(source)
-    words = [{release.hub: str(source), release.words[-1]: str(output)}.get(word, word) for word in release.words]
+    source, output, model = work / "source", work / "output", release.model()
+    model.save_pretrained(source)
     try:
+        shown_words = release.words(trained_length(model))
+        folders = {release.hub: str(source), shown_words[-1]: str(output)}
         with contextlib.redirect_stdout(io.StringIO()):
-            dispatch(words)
+            dispatch([folders.get(word, word) for word in shown_words])
     except ValueError as error:
         reason = str(error).replace(str(source), "it")
         return f"| {release.name} | {table_of(release)} | refused: {reason} | | |"
@@ -261,7 +248,7 @@ def row(release: Release, work: Path) -> str:
         written += ": all pairs that rotate make many turns within 256k, so that no table limits it"
     if any("no layer sees a distance beyond the window" in note for note in comparison.notes):
         return f"| {release.name} | {table_of(release)} | nothing does: all layers slide, and none sees further | | |"
-    command = f"`rope-patch {' '.join(release.words)}`"
+    command = f"`rope-patch {' '.join(shown_words)}`"
     return f"| {release.name} | {table_of(release)} | {command} | {written} | {readers(comparison)} |"
 
 
@@ -295,11 +282,11 @@ def table_of(release: Release) -> str:
 def readers(comparison: ProgramComparison) -> str:
     """Return which programs compute the same table from a folder as transformers 5."""
     verdicts = {name: {one.verdict for one in comparison.rows if one.program == name} for name in PROGRAMS}
-    alike = [PROGRAMS[name].name for name, found in verdicts.items() if found == {AGREES}]
+    same = [PROGRAMS[name].name for name, found in verdicts.items() if found == {AGREES}]
     unknown = [PROGRAMS[name].name for name, found in verdicts.items() if UNVERIFIED in found]
     if len(unknown) == len(verdicts):
         return "not compared"
-    return ", ".join(alike or ["none"]) + (f"; not compared: {', '.join(unknown)}" if unknown else "")
+    return ", ".join(same or ["none"]) + (f"; not compared: {', '.join(unknown)}" if unknown else "")
 
 
 def page() -> str:

@@ -327,7 +327,13 @@ def attributes_that_follow(location: Location, settings: Mapping[str, Any]) -> l
     """
     if not location.probe.builders or settings["rope_parameters"] == location.config.rope_parameters:
         return []
-    old, new = (_values_kept(location, each) for each in (settings_of(location.config), settings))
+    # The probe has seen an unpatched model's.
+    old = (
+        location.probe.reader_values
+        if location.record is None
+        else _values_kept(location, settings_of(location.config))
+    )
+    new = _values_kept(location, settings)
     if old is None or new is None:
         return []
     return [

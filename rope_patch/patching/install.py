@@ -23,7 +23,15 @@ from rope_patch.patching.encode import (
     plan_from_record,
 )
 from rope_patch.patching.locate import Location, PatchError, device_of, locate
-from rope_patch.patching.record import PatchRecord, build_rotary, hashes, same_tables, set_rotary_settings, settings_of
+from rope_patch.patching.record import (
+    PatchRecord,
+    build_rotary,
+    config_with,
+    hashes,
+    same_tables,
+    set_rotary_settings,
+    settings_of,
+)
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.verify import edits_since
 from rope_patch.tables import choose_layer_types
@@ -310,13 +318,7 @@ def restore(model: nn.Module) -> None:
 def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Give a model rotary settings as those of a checkpoint without a patch, and the table that they describe."""
     location = locate(model)
-    following = attributes_that_follow(location, settings)
-    # First, since the table is built from the config.
-    for config in location.configs:
-        set_rotary_settings(config, settings, None)
-    for owner, name, _, value in following:
-        setattr(owner, name, value)
-    _reset(location, build_rotary(location.rotary_class, location.config), settings)
+    _reset(location, build_rotary(location.rotary_class, config_with(location.config, settings)), settings)
 
 
 def _reset(location: Location, original: nn.Module, settings: Mapping[str, Any]) -> None:

@@ -107,6 +107,8 @@ def inspect_model(model: nn.Module) -> Inspection:
 def trained_length(model: nn.Module) -> int:
     """Return the context that a model was trained at, as its config states it, or stated it before the patch.
 
+    A YaRN that reaches further than the stated context, as a card adds it, counts.
+
     If the checkpoint itself scales its table (Llama 3.1), its context is the scaled one, with which it was trained.
 
     Raises:
