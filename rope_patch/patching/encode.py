@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from rope_patch import frequencies
 from rope_patch.methods import Method, Scaling, longrope_parameters
-from rope_patch.methods.scaled import ORIGINAL, context_reached
+from rope_patch.methods.scaled import ORIGINAL, context_before, context_reached
 from rope_patch.patching.locate import Location
 from rope_patch.patching.probe import copy_without_weights, values_kept_by_modules
 from rope_patch.patching.record import (
@@ -110,9 +110,14 @@ class TableChange:
         reached = context_reached(before)
         what = "the stated" if reached == before.max_position_embeddings else "its own factor's"
         line = f"  factor {self.method.stretch:g} over {what} {reached} tokens"
-        whole, original = (dict(after.rope_parameters or {}).get(key) for key in ("factor", ORIGINAL))
-        # The longrope form states neither: its factors hold all of the scaling.
-        if whole is not None and original is not None and after.rope_type != "longrope":
+        if before.rope_type == after.rope_type:
+            whole, original = (dict(after.rope_parameters or {}).get(key) for key in ("factor", ORIGINAL))
+        elif self.method.recomputes:
+            original = context_before(before, getattr(self.method, ORIGINAL, None))
+            whole = self.method.stretch * reached / original
+        else:  # on top of the table as it is
+            return [line]
+        if None not in (whole, original) and original != reached:
             line += f", {whole:g} over the {original} before any scaling"
         return [line]
 

@@ -224,10 +224,15 @@ def test_a_restored_folder_says_what_transformers_4_reads(tmp_path):
     assert config["rope_theta"] == 5e5 and "rope_patch" not in config
 
 
-def test_on_top_of_another_type_no_context_before_the_scaling_is_named():
-    """The longrope form states a factor of 1 over the new context, which is nothing that a reader asked for."""
-    lines = str(rope_patch.apply(model_of("Llama 3.1"), "pi", target_length=256)).splitlines()
-    assert "  factor 2 over the stated 128 tokens" in lines
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [("yarn", True), ("mrrope", True), ("ntk", True), ("llama3", True), ("pi", False)],
+)
+def test_what_a_factor_counts_from_is_printed_whatever_the_encoding(method, more):
+    """Twice 128 tokens are 16 times 16; pi divides the table as it is, from which no other factor counts."""
+    lines = str(rope_patch.apply(model_of("Llama 3.1"), method, target_length=256)).splitlines()
+    (line,) = [line for line in lines if "over the stated" in line]
+    assert line == "  factor 2 over the stated 128 tokens" + ", 16 over the 16 before any scaling" * more
 
 
 def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path, caplog):
