@@ -68,7 +68,7 @@ def tour(folder: Path, *, sizes: Sizes, release: Release) -> None:
         release: the checkpoint that is extended.
 
     Raises:
-        TourError: a command failed, or the restored config is not the original.
+        TourError: a command failed, or the restored config does not state what the original does.
         FetchError: the checkpoint cannot be downloaded.
     """
     print(
@@ -87,7 +87,8 @@ def tour(folder: Path, *, sizes: Sizes, release: Release) -> None:
         print(f"{beginning}\n  before: {before[beginning]}\n  after:  {after[beginning]}")
     run("Undo it.", "restore", str(extended), "-o", str(restored), "--force")
     again, first = (json.loads((path / "config.json").read_text(encoding="utf-8")) for path in (restored, model))
-    if again != first:
+    # A restored folder has the keys that transformers 4 reads, too.
+    if any(again.get(key) != value for key, value in first.items()):
         raise TourError(f"the config of {restored} differs from that of {model}: please report this")
     print(f"the config of {restored} is that of {model} again\n\n{extended}")
 

@@ -136,6 +136,10 @@ class Setting:
         config = self.config(name, **changes)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+        for module in model.modules():
+            if "RotaryEmbedding" in type(module).__name__:
+                # Computed on the CPU, as from_pretrained does: a GPU's own power differs in the last bit.
+                model._init_weights(module)
         return model.eval().requires_grad_(False)
 
     def held(self, key: Any, build: Callable[[], Any]) -> Any:

@@ -19,7 +19,7 @@ MODES = {"float32": ("float32", "highest"), "tf32": ("float32", "high"), "bfloat
 """Mode to the dtype of the model and the precision of torch's matrix products in float32."""
 MODELS = ("Llama-3.2-1B", "gemma-3-1b")
 IDENTITIES = ("default", "p_rope:p=1")
-POSITIONS = (1, 4096, 131072, 1_000_000)
+POSITIONS = (1, 4095, 131071, 1_000_000)
 
 
 @contextlib.contextmanager
@@ -150,7 +150,9 @@ def cells(setting: Setting) -> list[Cell]:
                 measure = partial(identity, setting, name, mode, kind)
                 listed.append(Cell(f"identity-{name}-{mode}-{kind}", setting.seconds(6), measure, needs))
     for mode in MODES:
-        listed.append(Cell(f"positions-{mode}", setting.seconds(3), partial(positions, setting, mode)))
+        listed.append(
+            Cell(f"positions-{mode}", setting.seconds(3), partial(positions, setting, mode), settings={"at": POSITIONS})
+        )
         listed.append(Cell(f"loss-{mode}", setting.seconds(6), partial(loss, setting, mode)))
     for mode in setting.size(("float32", "bfloat16"), ("bfloat16",)):
         listed.append(Cell(f"compile-{mode}", setting.seconds(60), partial(compiled, setting, mode)))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -59,7 +61,8 @@ def prefill_attention(
 ) -> tuple[Tensor, None]:
     """Attend as ``sdpa`` does, but without a whole mask for a chunk that follows a context.
 
-    On a CPU the chunk attends to the context and to itself separately; otherwise it attends in blocks of queries.
+    Flash attention on a GPU needs no mask. On a CPU the chunk attends to the context and to itself separately; what
+    neither can do, such as float32 on a GPU, attends in blocks of queries.
     """
     batch, heads, size, width = query.shape
     before = key.shape[2] - size
@@ -69,10 +72,16 @@ def prefill_attention(
     # Anything but a plain causal chunk is left to transformers.
     if attention_mask is not None or size == 1 or before == 0 or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    shared = heads // key.shape[1]
+    if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, shared > 1)):
+        bias = causal_lower_right(size, before + size)
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, value, bias, scale=kwargs.get("scaling"), enable_gqa=shared > 1
+        )
+        return attended.transpose(1, 2), None
     if query.device.type == "cpu" and width == value.shape[-1] and not query.requires_grad:
         return _in_two_parts(query, key, value, before, kwargs.get("scaling")).transpose(1, 2), None
     groups = key.shape[1]
-    shared = heads // groups
     step = max(1, MASK_ROWS.get(query.device.type, MANY_MASK_ROWS) // shared)
     out = query.new_empty(batch, size, heads, value.shape[-1])
     for low in range(0, size, step):

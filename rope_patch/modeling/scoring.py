@@ -31,7 +31,8 @@ CacheFactory = Callable[[], Any]
 SLIDING_CHUNK = 1024
 """Length of a forward pass through layers with shorter sliding windows [tokens]."""
 FLOATS_AT_ONCE = 1 << 21
-"""Number of float32 logits that a loss is computed of at one time: 8 MB, which malloc of glibc takes from its heap."""
+"""Number of float32 logits that a loss is computed of at one time on a CPU: 8 MB, which malloc of glibc takes from its
+heap."""
 
 
 def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:
@@ -194,11 +195,12 @@ class Reader:
     def _score_slice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Score one slice of states; its logits are freed before those of the next slice are made.
 
-        The head is one product for all states. What follows is done for a few states at a time: on a CPU each larger
-        tensor is new memory, and to map its pages takes longer than to compute it.
+        The head is one product for all states. On a CPU what follows is done for a few states at a time: each larger
+        tensor is new memory there, and to map its pages takes longer than to compute it. On a GPU few states would
+        leave most of it idle.
         """
         out = self._head(hidden)
-        few = max(1, FLOATS_AT_ONCE // out.shape[-1])
+        few = max(1, FLOATS_AT_ONCE // out.shape[-1]) if out.device.type == "cpu" else len(out)
         parts = []
         for products, ids in zip(torch.split(out, few), torch.split(targets.to(out.device), few), strict=True):
             logits = self._scaled(products)

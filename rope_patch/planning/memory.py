@@ -129,7 +129,7 @@ def _saved_for_backward(layer: Layer, options: StepOptions) -> int:
     :math:`sbh(34 + 5as/h)`), repeated for the operations that transformers runs. We differ: no dropout; grouped KV
     heads; norms compute in float32, and a trained one keeps what it multiplies by its weight (in float32 for Gemma,
     whose count is taken for all); a gated MLP keeps three tensors as wide as f; inputs of projections are saved only
-    where the weight or an adapter is trained, and 16-bit ones once per adapter, because each casts its own copy; flash
+    where the weight or an adapter is trained, and 16-bit ones once per adapter where each casts its own copy; flash
     attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) keeps q, k, v, its output and one float32 per head and
     token in place of the scores.
     """
@@ -168,8 +168,8 @@ def _working_memory(layer: Layer, options: StepOptions) -> int:
 
 
 def _casts(options: StepOptions) -> bool:
-    """Return whether each adapter makes its own copy of a 16-bit input."""
-    return options.lora_rank is not None and options.element < 4
+    """Return whether each adapter makes its own copy of a 16-bit input; on bitsandbytes' weights PEFT makes none."""
+    return options.lora_rank is not None and options.element < 4 and options.quantization == "none"
 
 
 def _loss_memory(shape: Shape, options: StepOptions) -> int:

@@ -7,6 +7,7 @@ import torch
 from support.largest import Largest
 from torch import nn
 
+from rope_patch.modeling import prefill
 from rope_patch.modeling.prefill import prefill_attention
 
 BEFORE, CHUNK = 300, 70
@@ -41,6 +42,16 @@ def test_a_chunk_attends_to_the_context_and_to_itself(dtype, tolerance, value_wi
     assert out.dtype == dtype and out.shape == (2, CHUNK, 6, value_width)
     true = by_definition(query, key, value, 0.3).transpose(1, 2)
     assert float((out.double() - true).abs().max()) < tolerance
+
+
+@torch.no_grad()
+def test_flash_attention_sees_the_same_tokens(monkeypatch):
+    """On a CPU there is none: torch then makes the mask that its flash attention on a GPU does without."""
+    monkeypatch.setattr(prefill, "can_use_flash_attention", lambda asked: True)
+    query, key, value = states(torch.float64)
+    out, _ = prefill.prefill_attention(nn.Identity(), query, key, value, None, scaling=0.3)
+    true = by_definition(query, key, value, 0.3).transpose(1, 2)
+    assert float((out - true).abs().max()) < 1e-12
 
 
 @torch.no_grad()
