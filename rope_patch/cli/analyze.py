@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rope_patch.cli.loading import check_patch, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
-from rope_patch.cli.printing import RESULT_CACHE, command_line, new_table, resumable, show
+from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable, show_page
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
+from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
 
 
@@ -21,8 +21,8 @@ def analyze(words: Sequence[str]) -> None:
     from rope_patch.analysis import analyze as engine
     from rope_patch.runtime.folders import folder_to_write
 
-    if options.report:  # without matplotlib this raises before anything is measured
-        importlib.import_module("rope_patch.reports.analysis")
+    if options.report:
+        require_matplotlib()
     what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
     what["chunk"] = options.chunk
     patch, machine = options.patching.arguments(), options.machine
@@ -75,35 +75,15 @@ def read_config(source: str) -> Any:
 
 def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:
     """Write an analysis, and print it."""
-    from rope_patch.analysis.result import findings
+    from rope_patch.reports import analysis as report
+    from rope_patch.reports import page
     from rope_patch.runtime.folders import write_atomically
 
     write_atomically(options.output / "analysis.json", analysis.to_json())
     if options.report:
-        from rope_patch.reports import analysis as report
-        from rope_patch.reports import page
-
         page.write(options.output / "analysis.html", report.page(analysis), command_line())
     if options.as_json:
         print(analysis.to_json())
         return
-    _print(analysis, findings(analysis))
+    show_page(report.brief(analysis))
     print(f"wrote {', '.join(names)} in {options.output}")
-
-
-def _print(analysis: Any, findings: list[str]) -> None:
-    """Print the main findings, and what the pairs carry that p-RoPE would stop at each p."""
-    from rich.markup import escape
-
-    for sentence in findings:
-        show(f"- {escape(sentence)}")
-    if not analysis.p_sweep:
-        return
-    heads = ("p", "pairs stopped", "share of queries", "share of keys", "share of logits", "by distance")
-    table = new_table(*heads, title="What p-RoPE would stop; shares of the layers whose table changes", right=heads)
-    for point in analysis.p_sweep:
-        stopped = sum(len(pairs) for pairs in point.stopped.values())
-        shares = (point.query_share, point.key_share, point.logit_share, point.turned)
-        table.add_row(f"{point.p:g}", str(stopped), *(f"{share:.1%}" for share in shares))
-    show(table)
-    show('What a p costs: rope-patch compare MODEL --methods "default p_rope:p=0.9 p_rope:p=0.75"')

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +12,11 @@ from rope_patch.cli.loading import (
     say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, command_line, new_table, resumable, show
+from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable, show_page
 from rope_patch.cli.processes import working_together
 from rope_patch.options import CompareOptions
 from rope_patch.packaged import name_of
+from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
 
 
@@ -33,8 +32,8 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
 
-    if options.report:  # without matplotlib this raises before anything is measured
-        importlib.import_module("rope_patch.reports.comparison")
+    if options.report:
+        require_matplotlib()
     spec, machine = check_tasks(options.evaluation), options.machine
     compared = list(map(as_method, options.methods))
     prepare(machine, spec.text, spec.haystack)
@@ -62,52 +61,17 @@ def compare(words: Sequence[str]) -> None:
 
 def _show(comparison: Any, options: CompareOptions) -> None:
     """Write a comparison to its files, and print it."""
+    from rope_patch.reports import comparison as report
+    from rope_patch.reports import page
     from rope_patch.runtime.folders import write_atomically
 
     output = options.output
     write_atomically(output / "comparison.json", comparison.to_json())
+    shown = report.page([comparison])
     if options.report:
-        from rope_patch.reports import comparison as report
-        from rope_patch.reports import page
-
-        page.write(output / "report.html", report.page([comparison]), command_line())
+        page.write(output / "report.html", shown, command_line())
     if options.as_json:
         print(comparison.to_json())
         return
-    print_table(comparison)
+    show_page(shown)
     print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if options.report else ""))
-
-
-def print_table(comparison: Any) -> None:
-    """Print scores, paired differences, a few answers, and warnings about them."""
-    from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
-    from rope_patch.evaluation.shown_answers import answers_text, shortest_of_each
-
-    columns = print_scores(comparison)
-    for line in comparison.differences_text():
-        print(line)
-    scores = [(row.label, row.scores) for row in comparison.rows]
-    for line in answers_text(shortest_of_each(scores)):
-        print(line)
-    for sentence in comparison.warnings:
-        print(f"note: {sentence}", file=sys.stderr)
-    if any(column.winner for column in columns):
-        print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
-        print(f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}")
-
-
-def print_scores(comparison: Any) -> Any:
-    """Print the scores of every method, with a green star where one is significantly ahead, and return the columns."""
-    from rope_patch.evaluation.metrics import METRICS, value_text
-
-    columns = comparison.columns()
-    title = f"{comparison.model}, trained at {comparison.trained_length} tokens"
-    table = new_table("method", *(column.heading for column in columns), title=title)
-    for i, row in enumerate(comparison.rows):
-        cells = []
-        for column in columns:
-            value = value_text(METRICS[column.metric], column.values[i])
-            cells.append(f"[bold green]{value}*[/]" if column.winner == row.label else value)
-        table.add_row(row.label, *cells)
-    show(table)
-    return columns

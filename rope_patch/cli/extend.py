@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
-from rope_patch.cli.printing import command_line, print_json, resumable
+from rope_patch.cli.printing import command_line, print_json, resumable, show_page
 from rope_patch.cli.processes import working_together
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
+from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
 
 if TYPE_CHECKING:
     from rope_patch.extending.result import Extended
+    from rope_patch.reports.page import Page
 
 EXIT_NOTHING_CHOSEN = 4
 """The exit status if no method can be chosen, so that nothing is written."""
@@ -28,17 +30,14 @@ def extend(words: Sequence[str]) -> int:
     from rope_patch.extending.extend import RESULT_CACHE, Run
     from rope_patch.extending.write_extended import check_output
 
-    # Without matplotlib this raises before anything is measured.
     if options.report:
-        from rope_patch.reports import comparison as report
-        from rope_patch.reports import page
+        require_matplotlib()
 
     def add_report(outcome: Extended, folder: Path) -> None:
         if options.report:
-            # The last round first: it is the one that decided.
-            title = f"A longer context: {options.settings.length} tokens"
-            shown = report.page(outcome.comparisons[::-1], title=title, verdict=outcome.choice.verdict)
-            page.write(folder / "report.html", shown, command_line())
+            from rope_patch.reports import page
+
+            page.write(folder / "report.html", _page(outcome), command_line())
 
     settings, output = options.settings, options.output
     check_output(settings, output, options.force)
@@ -119,29 +118,34 @@ def _load(settings: ExtendSettings, say: Callable[[str], None]) -> Any:
     return model
 
 
-def _print(outcome: Extended) -> None:
-    """Print the scores, the choice with its reason, and what was written."""
-    from rope_patch.checkpoints.source_files import how_to_load
-    from rope_patch.cli.compare import print_scores, print_table
-    from rope_patch.extending.choose_method import RANKING
+def _page(outcome: Extended, *, brief: bool = False) -> Page:
+    """Return the choice and the rounds as a page, the last round first: it is the one that decided.
 
-    if outcome.choice.cost:
-        print(f"The price: {outcome.choice.cost}.\n")
-    if outcome.choice.unconfirmed:
-        print(f"Unconfirmed: {outcome.choice.unconfirmed}.\n")
-    if len(outcome.comparisons) > 1:
-        print_scores(outcome.comparisons[0])
-        print("the last round, on more text and prompts:")
-    print_table(outcome.comparison)
-    print(f"{RANKING}.")
-    print(outcome.choice.reason)
-    for one in outcome.choice.evaluated:
-        for failure in one.failures:
-            print(f"  {one.label}: {failure}")
+    Args:
+        outcome: the outcome of the run.
+        brief: whether to leave out the rounds between the last and the first.
+    """
+    from rope_patch.extending.choose_method import RANKING
+    from rope_patch.reports import comparison as report
+    from rope_patch.reports.page import Note, Part, Section
+
+    choice, rounds = outcome.choice, outcome.comparisons[::-1]
+    evidence: list[Part] = []
+    if choice.label is not None:
+        evidence.append(report.before_after(outcome.comparison, choice.label))
+        evidence += [Note(f"{one.label}: {failure}.") for one in choice.evaluated for failure in one.failures]
+    section = Section("The choice", choice.verdict, [*evidence, Note(f"{RANKING}.")])
+    if brief and len(rounds) > 1:
+        rounds = (rounds[0], rounds[-1])
+    return report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", choice=section)
+
+
+def _print(outcome: Extended) -> None:
+    """Print the choice with its price, the scores, and what was written."""
+    from rope_patch.checkpoints.source_files import how_to_load
+
+    show_page(_page(outcome, brief=True))
     if outcome.output is None:
-        print("nothing was written. What would help:")
-        for sentence in outcome.choice.advice:
-            print(f"  {sentence}")
         print(f"the measurements are in {outcome.work}, and a changed command uses them again")
-        return
-    print(f"wrote {outcome.output}: {how_to_load(outcome.output)} loads it")
+    else:
+        print(f"wrote {outcome.output}: {how_to_load(outcome.output)} loads it")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from rope_patch.cli.kv_check_tables import print_check, print_presets
+from rope_patch.cli.kv_check_tables import print_presets
 from rope_patch.cli.loading import (
     load_model,
     load_tokenizer,
@@ -15,10 +14,11 @@ from rope_patch.cli.loading import (
     say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable
+from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable, show_page
 from rope_patch.cli.processes import working_together
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.packaged import name_of
+from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
 
 
@@ -36,8 +36,8 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
 
-    if options.report:  # without matplotlib this raises before anything is measured
-        importlib.import_module("rope_patch.reports.kv")
+    if options.report:
+        require_matplotlib()
     names, compared, machine = (
         engine.parse_formats(options.formats),
         list(map(as_method, options.methods)),
@@ -80,17 +80,17 @@ def kv_check(words: Sequence[str]) -> None:
 
 def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
     """Write a check and print it; the page comes last, so that an error in it loses no result."""
+    from rope_patch.reports import kv as report
+    from rope_patch.reports import page
     from rope_patch.runtime.folders import write_atomically
 
     write_atomically(options.output / "kv-check.json", checked.to_json())
     if options.as_json:
         print(checked.to_json(), flush=True)
-    else:
-        print_check(checked)
+    shown = report.page(checked)
+    if not options.as_json:
+        show_page(shown)
     if options.report:
-        from rope_patch.reports import kv as report
-        from rope_patch.reports import page
-
-        page.write(options.output / "kv-check.html", report.page(checked), command_line())
+        page.write(options.output / "kv-check.html", shown, command_line())
     if not options.as_json:
         print(f"wrote {', '.join(files)} in {options.output}")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from rope_patch.reports.page import DataTable, Page
+
 
 RESULT_CACHE = "finished.jsonl"
 """Name of the file of finished work in the output folder; the same command reads it when it is run again."""
@@ -35,7 +37,7 @@ def new_table(*columns: str, title: str = "", right: Collection[str] = (), **loo
     Args:
         *columns: headings of the columns.
         title: text above the table.
-        right: headings of the columns that are aligned to the right and never wrapped.
+        right: headings of the columns that are aligned to the right.
         **looks: further arguments of the table.
     """
     from rich import box
@@ -44,16 +46,71 @@ def new_table(*columns: str, title: str = "", right: Collection[str] = (), **loo
 
     table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left", **looks)
     for head in columns:
-        whole = head in right
-        table.add_column(escape(head), justify="right" if whole else "left", no_wrap=whole, overflow="fold")
+        table.add_column(escape(head), justify="right" if head in right else "left", overflow="fold")
     return table
 
 
-def show(table: Any, width: int = 140) -> None:
-    """Print a table or text of rich, as wide as the terminal, or ``width`` characters wide if there is none."""
-    from rich.console import Console
+FILE_WIDTH = 160
+"""Width of a table where there is no terminal [characters]."""
 
-    Console(width=None if sys.stdout.isatty() else width).print(table)
+
+def show(shown: Any) -> None:
+    """Print a table or text of rich, as wide as the terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    if sys.stdout.isatty():
+        Console().print(shown)
+    else:  # a sentence in a file is one line, which a program finds
+        Console(width=FILE_WIDTH).print(shown, soft_wrap=isinstance(shown, Text))
+
+
+VERDICTS: dict[str, tuple[str, str]] = {"safe": ("", "green"), "undecided": ("", "yellow"), "unsafe": ("", "red")}
+LOOKS = {"winner": ("★\N{NO-BREAK SPACE}", "bold green"), "tied": ("≈\N{NO-BREAK SPACE}", ""), **VERDICTS}
+"""A sign in front of a cell and its colour, by the style of the cell."""
+MOST_LETTERS = 26
+"""Length of a name up to which it is not broken in a table [characters]."""
+
+
+def show_page(page: Page) -> None:
+    """Print a page: of each section the answer, then its notes and tables; not its figures and folded tables."""
+    from rich.text import Text
+
+    from rope_patch.reports.page import DataTable, Note
+
+    show(Text(page.title, style="bold"))
+    for section in page.sections:
+        show(Text(f"\n{section.title}", style="bold"))
+        for sentence in section.answer:
+            show(Text(sentence))
+        for part in section.parts:
+            if isinstance(part, Note):
+                show(Text(part.text))
+            elif isinstance(part, DataTable) and not part.folded:
+                show(_rich_table(part))
+                show(Text(part.caption, style="dim"))
+
+
+def _rich_table(shown: DataTable) -> Table:
+    from rich.text import Text
+
+    aligned = ("left", "text", "token", *VERDICTS)
+    first = shown.cells[0] if shown.cells else []
+    right = [head for head, cell in list(zip(shown.columns, first, strict=True))[1:] if cell.style not in aligned]
+    table = new_table(*shown.columns, title=shown.title, right=right)
+    for column, below in zip(table.columns, zip(*shown.cells, strict=True), strict=False):
+        # Words stay whole in a narrow terminal: names of rows, unless they are long, and verdicts.
+        named = column is table.columns[0] or below[-1].style in VERDICTS
+        column.no_wrap = named and max(len(cell.text) for cell in below) <= MOST_LETTERS
+    for row in shown.cells:
+        texts = []
+        for cell in row:
+            sign, style = LOOKS.get(cell.style, ("", ""))
+            texts.append(Text(sign + cell.text, style=style))
+            if cell.note:
+                texts[-1].append(f"\n{cell.note}", style="dim")
+        table.add_row(*texts)
+    return table
 
 
 @contextlib.contextmanager

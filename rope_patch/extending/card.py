@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ from rope_patch import __version__
 from rope_patch.checkpoints.folder_patch import EXTEND_RECORD
 from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
-from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
+from rope_patch.evaluation.compare import UNPATCHED, Row, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
-from rope_patch.evaluation.metrics import Metric, Span, change_sentence, spans_at, value_text
 from rope_patch.evaluation.shown_answers import EXACT_MATCH
 from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
+from rope_patch.reports.comparison import before_after
+from rope_patch.reports.page import markdown_table
 from rope_patch.runtime.captions import count_text, windows_text
 
 HEADING = """
@@ -112,7 +112,7 @@ def card(outcome: Extended) -> str:
         cost=choice.cost,
         unconfirmed=f"\n\n**Unconfirmed**: {choice.unconfirmed}." if choice.unconfirmed else "",
         others=", ".join(f"`{name}`" for name in others) or "nothing else",
-        scores=scores(comparison, chosen.label),
+        scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
         prompts=count_text(comparison.spec.samples, "haystack"),
         exact_match=EXACT_MATCH,
@@ -147,23 +147,3 @@ def base_card(source: str) -> tuple[dict[str, Any], str]:
     if (Path(source) / EXTEND_RECORD).is_file():  # an extended folder, whose card ends with that of its own base
         text = text.partition(HEADING)[2]
     return card.data.to_dict(), text
-
-
-def scores(comparison: Comparison, chosen: str) -> str:
-    """Return the scores before and after as a Markdown table, at every length."""
-    rows = {row.label: row.scores for row in comparison.rows}
-    lines = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
-    for length in comparison.lengths:
-        for metric, span in spans_at(comparison.spec, length):
-            before, after = metric.value(rows[UNPATCHED], span), metric.value(rows[chosen], span)
-            change = metric.difference(rows[chosen], rows[UNPATCHED], span)
-            text = change_sentence(metric, change) if math.isfinite(change.estimate) else "–"
-            values = " | ".join(value_text(metric, value) for value in (before, after))
-            lines.append(f"| {_what(metric, span)} | {values} | {text} |")
-    return "\n".join(lines)
-
-
-def _what(metric: Metric, span: Span) -> str:
-    if metric.name == "retrieval":
-        return f"{span.task} prompts of {span.stop} tokens that are answered"
-    return f"{metric.name} at positions {span}" if metric.of_text else f"{metric.name} of {span.task} prompts of {span}"

@@ -1,6 +1,8 @@
-"""The report of ``rope-patch analyze``: one HTML file with figures. Needs matplotlib."""
+"""The page of ``rope-patch analyze``."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.frequencies import offset_frequency_bound, unrotated
@@ -18,10 +20,20 @@ def page(analysis: Analysis) -> Page:
     Args:
         analysis: the analysis of a checkpoint.
     """
-    parts = (_heads, _single, _usage, _outliers, _p_sweep)
-    summary = Section("Summary", findings(analysis), [pages.facts(facts(analysis), analysis.environment)])
-    title = f"How {analysis.name} uses its rotary table"
-    return Page(title, [summary, *(part(analysis) for part in parts)])
+    return _page(analysis, _summary, _heads, _single, _usage, _outliers, _p_sweep)
+
+
+def brief(analysis: Analysis) -> Page:
+    """Return what a terminal shows of an analysis: its findings, and what p-RoPE would stop."""
+    return _page(analysis, _summary, _p_sweep)
+
+
+def _page(analysis: Analysis, *sections: Callable[[Analysis], Section]) -> Page:
+    return Page(f"How {analysis.name} uses its rotary table", [section(analysis) for section in sections])
+
+
+def _summary(analysis: Analysis) -> Section:
+    return Section("Summary", findings(analysis), [pages.facts(facts(analysis), analysis.environment)])
 
 
 def _heads(analysis: Analysis) -> Section:

@@ -1,4 +1,4 @@
-"""Figures of an analysis, each with a caption that says how to read it and what stands out. Needs matplotlib."""
+"""Figures of an analysis, each with a caption that says how to read it and what stands out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.reports.analysis_tables import PLURAL_OF_ROLE
 from rope_patch.reports.layer_kinds import kinds
-from rope_patch.reports.page import Figure, figure_image
+from rope_patch.reports.page import Figure, figure
 from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, head_view, heat_maps, pair_map, spread
 
 BOUND_CAPTION = (
@@ -37,19 +37,20 @@ def attention_masses(analysis: Analysis) -> Figure:
     rows = [str(layer.index) for layer in layers]
     ticks = {head: str(head) for head in spread(max(layer.heads for layer in layers), 9)}
     panels = [Map(name, _stacked([part(layer) for layer in layers]), rows, ticks) for name, part in masses]
-    figure = heat_maps(
+    caption = (
+        "Mean weight that each head puts on its own token, the previous one, the first one, all sinks, and the token "
+        "that followed the same token before (induction). What was not measured is grey."
+    )
+    return figure(
+        heat_maps,
         [panels[:3], panels[3:]],
         title="Attention mass of each head",
+        caption=caption,
         xlabel="query head",
         ylabel="layer",
         label="mean attention weight",
         limits=(0.0, 1.0),
     )
-    caption = (
-        "Mean weight that each head puts on its own token, the previous one, the first one, all sinks, and the token "
-        "that followed the same token before (induction). What was not measured is grey."
-    )
-    return figure_image(figure, caption)
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -65,22 +66,23 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
     terms = {distance: shown.mean_terms(distance) for distance in (0, 1)}
     logits = [number_text(float(shown.logits.diagonal(-distance).mean())) for distance in terms]
     title = _title(analysis, shown.layer, shown.head)
-    figure = head_view(
-        {"queries": shown.query_norms, "keys": shown.key_norms},
-        shown.pattern,
-        terms,
-        shown.inv_freq,
-        context=analysis.capture.layer(shown.layer).context,
-        window=shown.window,
-        title=title,
-    )
     unrotated_features = shown.query.shape[1] - 2 * len(shown.inv_freq)
     also = f", with what {unrotated_features} features without rotation add" if unrotated_features else ""
     caption = (
         f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
         f"key, {logits[1]}{also}. {BOUND_CAPTION}"
     )
-    return figure_image(figure, caption)
+    return figure(
+        head_view,
+        {"queries": shown.query_norms, "keys": shown.key_norms},
+        shown.pattern,
+        terms,
+        shown.inv_freq,
+        title=title,
+        caption=caption,
+        context=analysis.capture.layer(shown.layer).context,
+        window=shown.window,
+    )
 
 
 def _title(analysis: Analysis, layer: int, head: int) -> str:
@@ -100,5 +102,5 @@ def norms(analysis: Analysis) -> Figure:
             row.append(pair_map(name, means, kind.rows, kind.inv_freq, kind.context))
         grid.append(row)
     title = "Mean norm of each pair, by layer"
-    figure = heat_maps(grid, title=title, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")
-    return figure_image(figure, f"Means over tokens and heads, as in Barbero et al. (2024). {BOUND_CAPTION}")
+    caption = f"Means over tokens and heads, as in Barbero et al. (2024). {BOUND_CAPTION}"
+    return figure(heat_maps, grid, title=title, caption=caption, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")

@@ -1,4 +1,4 @@
-"""The report of ``rope-patch compare`` and ``extend``: one HTML file with figures. Needs matplotlib."""
+"""The page of ``rope-patch compare`` and ``extend``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
-from rope_patch.evaluation.metrics import METRICS, value_text
+from rope_patch.evaluation.metrics import METRICS, Metric, Span, change_sentence, change_text, spans_at, value_text
 from rope_patch.evaluation.number_format import number_text
-from rope_patch.evaluation.shown_answers import few_answers
+from rope_patch.evaluation.shown_answers import answers_text, few_answers, shortest_of_each
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import (
@@ -22,7 +22,7 @@ from rope_patch.reports.page import (
     Note,
     Page,
     Section,
-    figure_image,
+    figure,
     short_names,
 )
 from rope_patch.reports.plots import base as plots
@@ -31,39 +31,45 @@ from rope_patch.runtime.captions import count_text
 _NAMED_METHODS = 3  # methods that a sentence names before it counts the others
 
 
-def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", verdict: Sequence[str] = ()) -> Page:
+def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", choice: Section | None = None) -> Page:
     """Return comparisons as a page.
 
     Args:
         comparisons: the comparisons, each of which becomes a section: a checkpoint, a task.
         title: the title of the page.
-        verdict: what was decided by the comparisons, in sentences, which stand first.
+        choice: what was decided by the comparisons, which stands first.
 
     Raises:
         ValueError: no comparison.
     """
     if not comparisons:
         raise ValueError("a report needs at least one comparison")
-    first = [Section("The choice", verdict, [])] if verdict else []
-    return Page(title, [*first, *(_section(comparison) for comparison in comparisons)])
+    first = [choice] if choice else []
+    # Beside a choice stands what it changes; how the others differ is for those who open it.
+    return Page(title, [*first, *(_section(comparison, folded=choice is not None) for comparison in comparisons)])
 
 
-def _section(comparison: Comparison) -> Section:
+def _section(comparison: Comparison, *, folded: bool) -> Section:
     methods = [row.label for row in comparison.rows]
     names = dict(zip(methods, short_names(methods), strict=True))
     columns = comparison.columns()
+    scores = [(names[row.label], row.scores) for row in comparison.rows]
     parts = [
         *(Note(f"Note: {warning}.") for warning in comparison.warnings),
         _scores(comparison, names, columns),
+        *_changes(comparison, names, columns, folded=folded),
+        *examples(scores),
         *_curves(comparison, names),
         *(_map(comparison, names, task) for task in comparison.spec.tasks),
         *_wavelengths(comparison, names),
-        *_differences(comparison, names, columns),
-        *answers([(names[row.label], row.scores) for row in comparison.rows]),
+        *answers(scores),
         *_long_names(names),
         pages.facts(_facts(comparison), comparison.environment),
     ]
-    title = f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks) or 'perplexity'}"
+    text = comparison.rows[0].scores.perplexity
+    sizes = [count_text(text.windows, "window")] if text else []
+    sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in comparison.spec.tasks]
+    title = f"{comparison.model or 'Model without a name'}: {', '.join(sizes)}"
     return Section(title, summary(comparison, names, columns), parts)
 
 
@@ -127,12 +133,6 @@ def _table(
     return DataTable(title, ["Method", *columns], rows, caption, folded)
 
 
-def _head(column: Column, *, of_differences: bool = False) -> str:
-    metric, task = METRICS[column.metric], f", {column.span.task}," if column.span.task else ""
-    unit = f", {metric.unit}" if of_differences else ""
-    return f"{metric.title}{task} at {'positions' if metric.of_text else 'length'} [tokens]{unit}: {column.span}"
-
-
 def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> DataTable:
     shown = {}
     for column in columns:
@@ -147,38 +147,71 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
                 note = " to ".join(map(number_text, answers_of.interval(column.span.stop, comparison.confidence)))
             style = "winner" if row.label == column.winner else "tied" if row.label in tied else ""
             cells.append(Cell(value_text(metric, value), note, style))
-        shown[_head(column)] = cells
+        shown[column.heading] = cells
     several = (
         f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
         f"intervals. {INTERVALS}"
     )
     caption = (
-        "Lower is better in perplexity, higher in the share of prompts answered exactly and in the log-probability of "
-        "the right answer."
+        "ppl: perplexity at these positions [tokens], lower is better; a task: the share of its prompts of this length "
+        "[tokens] that are answered exactly; logprob: the log-probability of the right answer [nats]."
     )
     return _table("Scores", names, shown, caption + several if len(comparison.rows) > 1 else caption)
 
 
-def _differences(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> list[DataTable]:
-    """Return the table of each method minus the best of its column, on the same windows and prompts."""
-    if len(comparison.rows) == 1:
+def _changes(
+    comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column], *, folded: bool
+) -> list[DataTable]:
+    """Return the table of how each method differs from the unpatched model, or from the first one."""
+    base = UNPATCHED if UNPATCHED in names else next(iter(names))
+    others = {label: name for label, name in names.items() if label != base}
+    if not others:
         return []
     shown = {}
     for column in columns:
-        digits, cells = 4 if METRICS[column.metric].is_perplexity else 2, []
-        for i, row in enumerate(comparison.rows):
-            if i == column.best:
-                cells.append(Cell("best", style="best"))
-                continue
-            one = column.differences[row.label]
-            estimate, low, high = (number_text(value, digits, sign=True) for value in one)
-            cells.append(Cell(estimate, f"{low} to {high}", "" if one.significant else "tied"))
-        shown[_head(column, of_differences=True)] = cells
+        metric, cells = METRICS[column.metric], []
+        for label in others:
+            change = comparison.difference(label, base, column.metric, column.span)
+            estimate, low, high = (change_text(metric, value) for value in change)
+            interval = f"{low} to {high}" if math.isfinite(change.high - change.low) else "no interval"
+            cells.append(Cell(estimate, interval, "" if change.significant else "tied"))
+        shown[column.heading] = cells
+    title = f"Change from {'the unpatched model' if base == UNPATCHED else names[base]}"
     caption = (
-        f"Each method minus the best of its column, with the {_percent(comparison)} interval, corrected for all pairs "
-        "of methods. A difference of 0.1 nats/token is a perplexity about 10.5 % higher."
+        f"On the same windows and prompts, with the {_percent(comparison)} interval; ppl in percent. ≈ is not shown "
+        "to differ."
     )
-    return [_table("Differences from the best of each column", names, shown, caption, folded=True)]
+    return [_table(title, others, shown, caption, folded=folded)]
+
+
+def before_after(comparison: Comparison, chosen: str) -> DataTable:
+    """Return the scores of the unpatched model, of a chosen method, and their difference, at every length.
+
+    Args:
+        comparison: the comparison, with the unpatched model as ``"default"``.
+        chosen: the label of the chosen method.
+    """
+    scores = {row.label: row.scores for row in comparison.rows}
+    rows: list[Cells] = []
+    for length in comparison.lengths:
+        for metric, span in spans_at(comparison.spec, length):
+            values = [value_text(metric, metric.value(scores[label], span)) for label in (UNPATCHED, chosen)]
+            change = metric.difference(scores[chosen], scores[UNPATCHED], span)
+            text = change_sentence(metric, change) if math.isfinite(change.estimate) else "–"
+            rows.append([_what(metric, span), *values, text])
+    caption = "The change, on the same windows and prompts, with its 95 % interval."
+    return DataTable("Before and after", ["", "before", "after", "change"], rows, caption)
+
+
+def _what(metric: Metric, span: Span) -> str:
+    if metric.name == "retrieval":
+        return f"{span.task} prompts of {span.stop} tokens that are answered"
+    return f"{metric.name} at positions {span}" if metric.of_text else f"{metric.name} of {span.task} prompts of {span}"
+
+
+def examples(scores: Sequence[tuple[str, EvalResult]]) -> list[Note]:
+    """Return when a prompt counts as answered, with a wrong answer and a right one; nothing if there was no task."""
+    return [Note(line) for line in answers_text(shortest_of_each(scores))]
 
 
 def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
@@ -256,14 +289,13 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
     if not curves:
         measured = comparison.rows[0].scores.perplexity is not None
         return [Note("No method has a finite perplexity." if measured else "Perplexity was not measured.")]
-    figure = plots.perplexity_by_position(
-        curves, trained_length=comparison.trained_length, title="Perplexity by position in the window"
-    )
     missing = [name for name in names.values() if name not in curves]
     caption = "Lower is better. All methods read the same windows, so they rise and fall together."
     if missing:
         caption += f" Not drawn, no value is finite: {', '.join(missing)}."
-    return [figure_image(figure, caption)]
+    title = "Perplexity by position in the window"
+    draw = plots.perplexity_by_position
+    return [figure(draw, curves, title=title, caption=caption, trained_length=comparison.trained_length)]
 
 
 def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
@@ -275,12 +307,11 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
         shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
         grids[names[row.label]] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
     title = f"Retrieval by length and depth, {task}"
-    figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, title=title)
     caption = (
         "Share of answers that are exactly right, by prompt length and depth of the needle: 0 % is the start of the "
         "prompt, 100 % just before the question."
     )
-    return figure_image(figure, caption)
+    return figure(plots.retrieval_heatmap, grids, title=title, caption=caption, lengths=lengths, depths=depths)
 
 
 def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
@@ -294,10 +325,10 @@ def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figur
             continue
         base = UNPATCHED if UNPATCHED in names else next(iter(names))
         before, title = tables[names[base]], f"Wavelengths, {layers}"
-        figure = plots.factors_by_wavelength(tables, before=before, context=comparison.trained_length, title=title)
         caption = (
             f"By what each method multiplies the wavelengths of {names[base]}. A pair right of the dotted line makes "
             "no full turn within the trained length."
         )
-        parts.append(figure_image(figure, caption))
+        draw, given = plots.factors_by_wavelength, {"before": before, "context": comparison.trained_length}
+        parts.append(figure(draw, tables, title=title, caption=caption, **given))
     return parts

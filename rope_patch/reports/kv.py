@@ -1,4 +1,4 @@
-"""The report of ``rope-patch kv-check``: one HTML file with figures. Needs matplotlib."""
+"""The page of ``rope-patch kv-check``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
-from rope_patch.reports.comparison import answers, retrieval_facts
+from rope_patch.reports.comparison import answers, examples, retrieval_facts
 from rope_patch.reports.layer_kinds import Kind, kinds
 from rope_patch.reports.page import (
     INTERVALS,
@@ -35,7 +35,7 @@ from rope_patch.reports.page import (
     Page,
     Part,
     Section,
-    figure_image,
+    figure,
     short_names,
 )
 from rope_patch.reports.plots import kv as plots
@@ -57,7 +57,9 @@ def page(check: KVCheck) -> Page:
 def _results(check: KVCheck) -> Section:
     parts: list[Part] = [
         *(Note(f"Note: {sentence}.") for sentence in check.warnings),
+        *(Note(check.meant(method)) for method in check.methods if check.meant(method) != method),
         *(_table(check, length) for length in check.lengths),
+        *examples(check.named_scores()),
         *(_costs(check, metric, span) for metric, span in spans_at(check.spec, max(check.lengths))),
         *answers(check.named_scores()),
         _formats(check),
@@ -103,7 +105,7 @@ def _change(check: KVCheck, row: CheckRow, metric: Metric, span: Span) -> Cell:
 
 def _verdict(check: KVCheck, row: CheckRow, length: int) -> Cell:
     verdict = check.verdict(row, length)
-    return Cell(verdict.kind, "rounds nothing" if verdict.idle else "", verdict.kind)
+    return Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind)
 
 
 def _bits(row: CheckRow, length: int) -> Cell:
@@ -133,14 +135,15 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
         xlabel = f"change of {metric.name} [%], linear within ±1 %"
         limit = 100 * check.limits.tolerance
         caption += " Dotted: what is tolerated."
-    figure = plots.costs(
+    return figure(
+        plots.costs,
         panels,
         title=f"What formats cost in {span.task or metric.name} at {span.stop} tokens",
+        caption=caption,
         xlabel=xlabel,
         logarithmic=metric.lower_is_better,
         limit=limit,
     )
-    return figure_image(figure, caption)
 
 
 def _formats(check: KVCheck) -> DataTable:
@@ -206,9 +209,12 @@ def _by_wavelength(check: KVCheck) -> Figure | Note:
     if not worst:
         tokens = min(ERROR_TOKENS, max(check.lengths))
         return Note(f"No key is rounded at {tokens} tokens: there is no error of pairs to draw.")
-    figure = plots.errors_by_wavelength(panels, list(names.values()), title="Which pairs carry the error")
-    caption = "Root mean square over heads, layers and queries of what rounding a pair of the keys adds to a logit."
-    return figure_image(figure, f"{caption} The pair with the largest: {'; '.join(worst)}.")
+    caption = (
+        "Root mean square over heads, layers and queries of what rounding a pair of the keys adds to a logit. The "
+        f"pair with the largest: {'; '.join(worst)}."
+    )
+    title = "Which pairs carry the error"
+    return figure(plots.errors_by_wavelength, panels, list(names.values()), title=title, caption=caption)
 
 
 def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:
@@ -223,8 +229,8 @@ def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:
 
 def _how(check: KVCheck) -> Section:
     answer = (
-        "Formats are simulated, not packed: keys and values are rounded exactly as decoding would round them. Memory "
-        "is computed from bits, and no time is measured."
+        f"{windows_text(check.windows, check.spec.longest)}. Formats are simulated, not packed: keys and values are "
+        "rounded exactly as decoding would round them. Memory is computed from bits, and no time is measured."
     )
     note = (
         "Scales and zero points are float32, except in formats of programs that store them in 16 bits. In half "

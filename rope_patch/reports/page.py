@@ -1,7 +1,8 @@
-"""The one model of every report: a page of sections, of tables, figures and notes, and how it becomes one HTML file.
+"""The one model of every result that is shown: a page of sections, of tables, figures and notes.
 
-A builder (``comparison``, ``kv``, ``analysis``) turns a result into a :class:`Page`; the template
-``assets/page.html.jinja`` turns a page into HTML that needs no script, no font and no network.
+A builder (``comparison``, ``kv``, ``analysis``) turns a result into a :class:`Page`. The template
+``assets/page.html.jinja`` turns a page into one HTML file that needs no script, no font and no network;
+``rope_patch.cli.printing.show_page`` prints it; :func:`markdown_table` writes a table of it into a model card.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.packaged import data_path
-from rope_patch.reports.plots.base import svg
 from rope_patch.runtime.folders import write_atomically
 
 INTERVALS = "How intervals are made: docs/measure.md, “How sure a difference is”."
@@ -71,17 +72,24 @@ class DataTable:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure as a self-contained image.
+    """A figure, which is drawn only where it is shown.
 
     Attributes:
-        source: the image, as a ``data:`` address.
+        draw: a function that returns the figure of matplotlib.
         title: the title, which says what the figure shows.
         caption: a caption that says how to read the figure, and what stands out, in one or two sentences.
     """
 
-    source: str
+    draw: Callable[[], Any]
     title: str
     caption: str
+
+    @property
+    def source(self) -> str:
+        """The figure as a self-contained image, as a ``data:`` address."""
+        from rope_patch.reports.plots.base import svg
+
+        return f"data:image/svg+xml;base64,{base64.b64encode(svg(self.draw()).encode()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -152,10 +160,16 @@ def write(path: str | Path, page: Page, command: str | None = None) -> None:
     write_atomically(path, render(page, command))
 
 
-def figure_image(figure: Any, caption: str) -> Figure:
-    """Return a matplotlib figure as a self-contained image, under the title that it was drawn with."""
-    data = base64.b64encode(svg(figure).encode()).decode()
-    return Figure(f"data:image/svg+xml;base64,{data}", figure.get_suptitle(), caption)
+def figure(draw: Callable[..., Any], *data: Any, title: str, caption: str, **options: Any) -> Figure:
+    """Return a figure that a function of ``rope_patch.reports.plots`` draws of some data, under a title."""
+    return Figure(partial(draw, *data, title=title, **options), title, caption)
+
+
+def markdown_table(table: DataTable) -> str:
+    """Return a table in Markdown, with the notes of its cells in brackets."""
+    lines = [list(table.columns), ["---", *["---:"] * (len(table.columns) - 1)]]
+    lines += [[f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row] for row in table.cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def facts(entries: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> DataTable:

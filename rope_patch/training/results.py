@@ -16,6 +16,7 @@ from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.verify import trained_length, verify_model
+from rope_patch.reports.page import Cells, DataTable, markdown_table
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.evaluate_run import changes, metrics
 from rope_patch.training.models import BUNDLED_MODELS
@@ -157,9 +158,9 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
 
 def scores_table(results: dict[str, Any]) -> str:
     """Return the metrics before and after training as a table."""
-    lines, before = ["| | before | after |", "|---|---|---|"], results["before"] or {}
+    before, rows = results["before"] or {}, list[Cells]()
     # The first number is the score that ranks checkpoints, a mixture that says little to a reader.
     for name, value in list(results["after"].items())[1:]:
         earlier = f"{before[name]:.3g}" if name in before else ""
-        lines.append(f"| {name.replace('_', ' ')} | {earlier} | {value:.3g} |")
-    return "\n".join(lines)
+        rows.append([name.replace("_", " "), earlier, f"{value:.3g}"])
+    return markdown_table(DataTable("Scores", ["", "before", "after"], rows, ""))

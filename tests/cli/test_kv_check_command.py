@@ -78,7 +78,7 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(kv_report, "page", fail)
     asked = ("--formats", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
     result = invoke("kv-check", folder, *asked)
-    assert "no such figure" in result.stderr and "default at 40 tokens: fp8" in result.stdout
+    assert "no such figure" in result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"finished.jsonl", "kv-check.json"}
     result = invoke("kv-check", folder, *asked, "--json")
     assert result.exit_code == 2 and json.loads(result.stdout)["spec"]["lengths"] == [40]
@@ -91,11 +91,11 @@ def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path
     data = json.loads((tmp_path / "out" / "kv-check.json").read_text())
     patch = data["methods"]["default"]
     assert data["model"] == "tuned" and patch["patch"] == "yarn:factor=4"
-    assert "default: yarn:factor=4, as loaded\n" in printed and "tuned at 40 tokens" in printed
+    assert "default: yarn:factor=4, as loaded\n" in printed and "Quantized caches: tuned\n" in printed
     page_text = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
     assert "Quantized caches: tuned" in page_text and "default: yarn:factor=4, as loaded" in page_text
     assert f"default: all {patch['tables']['all']}" in page_text
-    assert "\n1 window of 40 tokens; " in printed and "kivi-2 rounds nothing at 40 tokens" in printed
+    assert "\n1 window of 40 tokens. " in printed and "kivi-2 rounds nothing at 40 tokens" in printed
     assert "rounds nothing  " in printed and "undecided" not in printed
     assert "1 window of 40 tokens, read in one pass" in page_text and "1 sample at each" in page_text
     assert not re.search(r"\b1 (windows|samples|tokens|prompts)\b", printed + page_text)

@@ -7,55 +7,69 @@ from support.commands import DOMAINS, run
 from support.report_pages import row
 
 from rope_patch import data_path
-from rope_patch.cli.compare import print_table
+from rope_patch.cli.printing import show_page
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.shown_answers import EXACT_MATCH
+from rope_patch.reports.comparison import page
 
 
 def comparison(*rows):
     return Comparison(rows, rows[0].scores.spec, 4, "", "a text", None, model="Tiny")
 
 
+def printed_page(capsys, shown):
+    show_page(page([shown]))
+    return capsys.readouterr().out
+
+
 def test_compare_shows_a_wrong_answer_and_a_right_one(capsys):
-    print_table(comparison(row("default", [1.0, 1.1], {(8, 0.5): 0})))
-    printed = capsys.readouterr().out
+    printed = printed_page(capsys, comparison(row("default", [1.0, 1.1], {(8, 0.5): 0})))
     assert f"{EXACT_MATCH}, as in:\n  default, passkey, 8 tokens, depth 50 %: asked for 12, answered" in printed
     assert '"12" (wrong)\n  default, passkey, 4 tokens, depth 0 %: asked for 12, answered "12" (right)\n' in printed
 
 
-def test_compare_shows_differences_from_the_unpatched_model(capsys):
-    """+.1 nats in each of two windows is 10.5 %; four of 18 prompts of 8 tokens fewer are found."""
-    worse = row("pi:factor=2", [1.2, 1.3], {(8, 0.5): 2})
-    both = comparison(worse, row("default", [1.1, 1.2]))
-    print_table(both)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  pi:factor=2: ppl"))
+def test_compare_shows_the_answer_first_then_scores_and_differences(capsys):
+    """+.1 nats in each of two windows; four of 18 prompts of 8 tokens fewer are found."""
+    both = comparison(row("pi:factor=2", [1.2, 1.3], {(8, 0.5): 2}), row("default", [1.1, 1.2]))
+    printed = printed_page(capsys, both)
+    answer, table, changes = map(printed.index, ("Perplexity at positions 4-8", "Scores", "Change from"))
+    assert answer < table < changes
+    (line,) = (line.split() for line in printed[changes:].splitlines() if line.split()[:1] == ["pi:factor=2"])
+    assert line[1:5] == ["+10.5", "%", "+10.5", "%"] and "−0.22" in line
     first, *_, last = str(both).splitlines()  # what a notebook prints
-    assert (first, last) == ("Tiny, trained at 4 tokens", line)
+    assert first == "Tiny, trained at 4 tokens"
     assert "  default: ppl 0-4 3.16, ppl 4-8 3.16, passkey 4 1.00" in str(both)
-    assert line.startswith(
+    assert last.startswith(
         "  pi:factor=2: ppl 0-4: +10.5 % (+10.5 % to +10.5 %); ppl 4-8: +10.5 % (+10.5 % to +10.5 %); "
     )
-    assert "; passkey 4: +0.00 (" in line and "; passkey 8: −0.22 (" in line
+    assert "; passkey 4: +0.00 (" in last and "; passkey 8: −0.22 (" in last
 
 
-def test_compare_of_patched_models_alone_shows_differences_from_the_first(capsys):
-    print_table(comparison(row("yarn:factor=2", [1.0, 1.1]), row("pi:factor=2", [1.2, 1.4])))
-    printed = capsys.readouterr().out
+def test_patched_models_alone_show_differences_from_the_first():
+    both = comparison(row("yarn:factor=2", [1.0, 1.1]), row("pi:factor=2", [1.2, 1.4]))
     assert (
         "Against yarn:factor=2, paired by window and by prompt, with 95% intervals:\n  pi:factor=2: ppl 0-4: +"
-        in printed
+        in str(both)
     )
 
 
 def test_one_method_has_no_differences(capsys):
-    print_table(comparison(row("default", [1.0, 1.1])))
-    assert "Against" not in capsys.readouterr().out
+    assert "Change from" not in printed_page(capsys, comparison(row("default", [1.0, 1.1])))
 
 
 def test_compare_says_that_the_unpatched_model_was_not_measured(capsys):
-    print_table(comparison(row("yarn:factor=2", [1.0, 1.1], {(4, depth): 0 for depth in (0.0, 0.5, 1.0)})))
-    (note,) = capsys.readouterr().err.splitlines()
-    assert note.startswith("note: 0% of the passkey prompts of 4 tokens are answered") and "--methods" in note
+    shown = comparison(row("yarn:factor=2", [1.0, 1.1], {(4, depth): 0 for depth in (0.0, 0.5, 1.0)}))
+    (note,) = (line for line in printed_page(capsys, shown).splitlines() if line.startswith("Note: "))
+    assert note.startswith("Note: 0% of the passkey prompts of 4 tokens are answered") and "--methods" in note
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_narrow_terminal_keeps_names_and_numbers(capsys, monkeypatch, width):
+    monkeypatch.setattr("rope_patch.cli.printing.FILE_WIDTH", width)
+    both = comparison(row("yarn:factor=2", [1.0, 1.1]), row("default", [1.1, 1.2]))
+    table = printed_page(capsys, both).partition("Scores")[2].partition("ppl: perplexity")[0]
+    assert "  yarn:factor=2" in table and "  default" in table
+    assert table.count("2.72") == 0 and table.count("2.86") == 2 and table.count("3.16") == 2
 
 
 @pytest.mark.parametrize(

@@ -270,17 +270,18 @@ def test_unrotated_pairs_are_named():
     assert {row[-1].text for row in analysis_tables.outlier_pairs(analysis, "key").rows} == {"unrotated"}
 
 
-def test_a_view_shows_its_head(figures):
+def test_a_view_shows_its_head():
     analysis = random_analysis()
     (view,) = analysis.single_heads
     shown = analysis_figures.single_head(analysis, replace(view, window=6))
-    query, key, *_ = [axes.images[0] for axes in figures[0].axes if axes.images]
+    drawn = shown.draw()
+    query, key, *_ = [axes.images[0] for axes in drawn.axes if axes.images]
     numpy.testing.assert_allclose(query.get_array().data, view.query_norms.T)
     numpy.testing.assert_allclose(key.get_array().data, view.key_norms.T)
-    pattern = next(axes.images[0] for axes in figures[0].axes if axes.get_title(loc="left") == "Attention")
+    pattern = next(axes.images[0] for axes in drawn.axes if axes.get_title(loc="left") == "Attention")
     hidden = pattern.get_array().mask
     assert hidden[3, 4] and not hidden[3, 3] and not hidden[10, 5] and hidden[10, 4]
-    bars = [axes for axes in figures[0].axes if "adds to the logit" in axes.get_title(loc="left")]
+    bars = [axes for axes in drawn.axes if "adds to the logit" in axes.get_title(loc="left")]
     for axes, distance in zip(bars, (0, 1), strict=True):
         heights = [bar.get_height() for bar in axes.patches]
         numpy.testing.assert_allclose(heights, view.mean_terms(distance))
@@ -289,15 +290,14 @@ def test_a_view_shows_its_head(figures):
         assert f"{mean:.2f}".replace("-", "−") in shown.caption
 
 
-def test_layers_of_two_tables_are_apart(figures):
+def test_layers_of_two_tables_are_apart():
     analysis = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)))
     layer_kinds = kinds(analysis.capture)
     assert [(kind.name, kind.rows) for kind in layer_kinds] == [
         ("sliding_attention, 64 tokens", ["0", "2", "4"]),
         ("full_attention, 4096 tokens", ["1", "3"]),
     ]
-    analysis_figures.norms(analysis)
-    shown = [axes for axes in figures[0].axes if axes.images]
+    shown = [axes for axes in analysis_figures.norms(analysis).draw().axes if axes.images]
     assert sorted(axes.images[0].get_array().shape for axes in shown) == [(2, 16)] * 3 + [(3, 8)] * 3
     queries = next(axes for axes in shown if axes.get_title(loc="left") == "full_attention, 4096 tokens\nqueries")
     expected = torch.stack([analysis.capture.layer(i).query.mean_norm.mean(0) for i in (1, 3)])

@@ -216,7 +216,7 @@ def test_what_rounds_nothing_is_told_from_what_is_undecided(figures):
     check = check_cache(small(), TOKENIZER, ["kivi-2", "k=none;v=int2.token"], lengths=[40], **asked)
     page = shown(check)
     rows = {row[0]: row for row in page.table("40 tokens")[1:]}
-    assert rows["kivi-2"][1] == "undecidedrounds nothing"
+    assert rows["kivi-2"][1] == "rounds nothing"
     assert rows["k=none;v=int2.token"][1] in ("safe", "unsafe", "undecided")
     words = "".join(page.text)
     assert "kivi-2 rounds nothing at 40 tokens" in words and "No key is rounded at 40 tokens" in words

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib
 import numpy
-from matplotlib import patheffects
-from matplotlib.axes import Axes
-from matplotlib.colors import Normalize, PowerNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 from torch import Tensor
 
 from rope_patch.frequencies import offset_frequency_bound, wavelength
 from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, plain_axes, wrapped_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
 
 BOUND_LABEL = "2π/L"
 COLOUR_QUANTILE = 0.995
@@ -78,6 +77,8 @@ def heat_maps(
         label: the label of the colours, with their unit.
         limits: the values at the two ends of the colours; by default from 0 to the largest or nearly the largest.
     """
+    from matplotlib.figure import Figure
+
     heights = [min(3.4, max(0.85, 0.15 * max(len(panel.rows) for panel in line))) for line in grid]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(grid) + 1.3), layout="constrained")
     axes = figure.subplots(len(grid), len(grid[0]), squeeze=False, height_ratios=heights)
@@ -115,6 +116,8 @@ def head_view(
         window: the number of tokens that a query sees; None for all [tokens].
         title: the title of the figure.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
     spec = figure.add_gridspec(3, 2, width_ratios=(1.25, 1), height_ratios=(1, 1, 0.95))
     ticks = pair_ticks(inv_freq)
@@ -154,6 +157,8 @@ def head_view(
 
 def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | None) -> None:
     """Draw attention weights (queries, keys); keys that a query does not see are grey."""
+    from matplotlib.colors import PowerNorm
+
     hidden = numpy.triu(numpy.ones(tuple(pattern.shape), dtype=bool), 1)
     if window is not None:
         hidden |= numpy.tril(numpy.ones_like(hidden), -window)
@@ -173,6 +178,8 @@ def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | Non
 
 def pair_ticks(inv_freq: Tensor) -> dict[int, str]:
     """Return a few pairs, the first and the last among them, with wavelength [tokens] and number."""
+    from matplotlib.ticker import EngFormatter
+
     waves, short = wavelength(inv_freq.double()).tolist(), EngFormatter(places=1, sep="")
     last, most = len(waves) - 1, 5 if len(waves) >= 12 else 4
     chosen = sorted({round(i * last / (most - 1)) for i in range(most)})
@@ -223,6 +230,8 @@ def _name_bound(axes: Axes, edge: float) -> None:
 
 def _outlined(line: Any) -> None:
     """A white line is seen on dark and on bright colours."""
+    from matplotlib import patheffects
+
     line.set_path_effects([patheffects.withStroke(linewidth=2.4, foreground="black")])
 
 
@@ -231,11 +240,15 @@ def _masked(values: Tensor) -> Any:
 
 
 def _colors() -> Any:
-    return matplotlib.colormaps["viridis"].with_extremes(bad="0.88")
+    from matplotlib import colormaps
+
+    return colormaps["viridis"].with_extremes(bad="0.88")
 
 
 def _scale(panels: Sequence[Tensor], limits: tuple[float, float] | None) -> tuple[Normalize, str]:
     """Return the ends of the colours, and on which side values lie beyond them."""
+    from matplotlib.colors import Normalize
+
     if limits is not None:
         return Normalize(*limits), "neither"
     values = numpy.abs(numpy.concatenate([panel.numpy().ravel() for panel in panels]))
@@ -251,8 +264,10 @@ def add_bar(
     figure: Figure, image: Any, axes: Sequence[Axes], label: str, extend: str, *, vertical: bool = False
 ) -> Any:
     """Add a colour bar to a figure, below its panels or beside them."""
+    from matplotlib.ticker import MaxNLocator
+
     below: dict[str, Any] = {"location": "bottom", "aspect": 30, "fraction": 0.06, "pad": 0.02}
-    below["ticks"] = matplotlib.ticker.MaxNLocator(4)
+    below["ticks"] = MaxNLocator(4)
     beside: dict[str, Any] = {"location": "right", "aspect": 18, "fraction": 0.05, "pad": 0.01}
     bar = figure.colorbar(image, ax=list(axes), extend=extend, **(beside if vertical else below))
     bar.set_label(label, fontsize=9)

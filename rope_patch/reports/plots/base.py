@@ -10,15 +10,16 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from rope_patch.frequencies import unrotated, wavelength
+
+if TYPE_CHECKING:  # a page is printed without matplotlib, which only drawing needs
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH = 10.0
 """Width of every figure [inches]."""
@@ -71,6 +72,8 @@ def retrieval_heatmap(
         depths: the depths of the needle, top to bottom; 0 for the start of the prompt.
         title: the title of the figure.
     """
+    import matplotlib
+
     figure, panels = new_panels(list(grids), title, width=0.6 + 0.52 * len(lengths), height=0.5 + 0.27 * len(depths))
     colors = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")
     for axes, grid in zip(panels, grids.values(), strict=True):
@@ -136,6 +139,8 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
 
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG document that needs no fonts; figures made alike give the same text."""
+    import matplotlib
+
     out = io.StringIO()
     # Without the salt and the date, matplotlib would write random identifiers and the time into the file.
     with matplotlib.rc_context({"svg.hashsalt": "rope_patch", "svg.fonttype": "path"}):
@@ -145,6 +150,8 @@ def svg(figure: Figure) -> str:
 
 def new_figure(title: str) -> tuple[Figure, Axes]:
     """Return an empty figure with a title, and its axes."""
+    from matplotlib.figure import Figure
+
     # Figure, not pyplot, which keeps figures alive and may look for a screen.
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     axes = figure.subplots()
@@ -162,6 +169,8 @@ def new_panels(names: Sequence[str], title: str, *, width: float, height: float)
         width: the least width of a panel [inches].
         height: the height of a panel [inches].
     """
+    from matplotlib.figure import Figure
+
     down = math.ceil(len(names) / max(1, min(4, int(WIDTH / width))))
     across = math.ceil(len(names) / down)
     labels = [wrapped_name(name, int(12 * (WIDTH - 1.2) / across)) for name in names]
@@ -199,15 +208,17 @@ def mark_position(axes: Axes, at: float, label: str, *, low: bool = False) -> No
 
 def few_log_ticks(axis: Any) -> None:
     """Write numbers, not powers, on a logarithmic axis, between its decades too where it shows few of them."""
-    axis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-    axis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
+
+    axis.set_major_formatter(ScalarFormatter())
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def signed_percent(axis: Any) -> None:
     """Write changes with their sign, a true minus, on an axis."""
-    axis.set_major_formatter(
-        matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "\N{MINUS SIGN}") if x else "0")
-    )
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "\N{MINUS SIGN}") if x else "0"))
 
 
 def line_styles(names: Sequence[str] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
 from torch import Tensor
 
 from rope_patch.reports.plots.base import (
@@ -23,6 +19,9 @@ from rope_patch.reports.plots.base import (
     signed_percent,
     wrapped_name,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": ("X", "#D55E00"), "": ("s", "0.35")}
 """Marker and colour of each verdict; full precision has none."""
@@ -64,6 +63,8 @@ def costs(
         logarithmic: whether changes beyond ±:data:`LINEAR_LIMIT` are drawn by their logarithm.
         limit: the largest change that is tolerated, drawn as a line.
     """
+    from matplotlib.lines import Line2D
+
     bits = {cost.format: cost.bits for costs in panels.values() for cost in costs}
     rows = {name: i for i, name in enumerate(sorted(bits, key=lambda name: -bits[name]))}
     figure, grid = new_panels(list(panels), title, width=3.2, height=0.5 + 0.3 * len(rows))
@@ -121,6 +122,9 @@ def errors_by_wavelength(panels: Mapping[str, Waves], formats: Sequence[str], *,
         formats: the names of the formats in the order of their colours.
         title: the title of the figure.
     """
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogFormatter, LogLocator
+
     figure, grid = new_panels(list(panels), title, width=4.0, height=2.6)
     finite = [float(length) for panel in panels.values() for length in panel.wavelength.tolist() if length < math.inf]
     longest = max([*finite, *(panel.context for panel in panels.values())])
@@ -154,9 +158,9 @@ def errors_by_wavelength(panels: Mapping[str, Waves], formats: Sequence[str], *,
         for axes in grid:
             axes.set_yscale("linear")
     else:
-        grid[0].yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=range(1, 10)))
-        grid[0].yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        grid[0].yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(1.5, 0.5)))
+        grid[0].yaxis.set_minor_locator(LogLocator(subs=range(1, 10)))
+        grid[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        grid[0].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     figure.supxlabel("wavelength of the pair [tokens], log scale", fontsize=10)
     figure.supylabel("rms error of the logit", fontsize=10)
     lines["one turn in the context"] = Line2D([], [], color="0.25", linewidth=1, linestyle="--")
