@@ -1,4 +1,4 @@
-"""Stage e: quantized caches in one pass, compared with decoding token by token."""
+"""Stage e: quantized caches in one pass, compared with decoding token by token, and by the size of its blocks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from gpu_stages.base import Cell, Results, Setting, Stage
 from measuring import peak_of, synchronize
+from rope_patch.kv_cache import attention
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.patching.cache_argument import cache_argument
 
@@ -20,6 +21,8 @@ MODEL = "Llama-3.2-1B"
 FORMATS = ("int4-token", "kivi-2;flush=0")
 WHOLE, LONG, LAST = 1024, 32768, 256
 """Length of a text that is decoded whole; length of a long text; number of its last tokens that are decoded."""
+BLOCKS = ((24, 8192), (26, 8192), (28, 8192), (26, 32768), (28, 32768), (30, 32768))
+"""Logarithm of the size of a block [bytes], and the number of tokens of the pass."""
 
 
 def losses(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -90,9 +93,26 @@ def compare(setting: Setting, scheme: str, tokens: int, last: int, _: Results) -
     }
 
 
+@torch.no_grad()
+def blocks(setting: Setting, bits: int, tokens: int, _: Results) -> dict[str, Any]:
+    """Time one pass in blocks of 2**bits bytes, after a short one that loads kernels and libraries."""
+    model = setting.held("blocks", lambda: setting.random_model(MODEL))
+    ids = setting.ids(tokens, model.config.vocab_size)
+    size, attention.GPU_BLOCK_BYTES = attention.GPU_BLOCK_BYTES, 1 << bits
+    try:
+        in_one_pass(model, ids[: tokens // 4], FORMATS[0], 8)
+        _losses, usage = peak_of(lambda: in_one_pass(model, ids, FORMATS[0], 8), setting.device)
+    finally:
+        attention.GPU_BLOCK_BYTES = size
+    return {"tokens": tokens, "seconds_of_pass": round(usage["seconds"], 4), "peak_bytes": usage["peak_bytes"]}
+
+
 def cells(setting: Setting) -> list[Cell]:
-    """Return the cells: a text that is decoded whole, and the end of a long one."""
+    """Return the cells: blocks of several sizes, a text that is decoded whole, and the end of a long one."""
     listed = []
+    for bits, tokens in BLOCKS:
+        measure = partial(blocks, setting, bits, setting.size(tokens, 96))
+        listed.append(Cell(f"blocks-{tokens}-2**{bits}", setting.seconds(10), measure))
     for scheme in FORMATS:
         whole, long, last = setting.size((WHOLE, LONG, LAST), (48, 96, 16))
         for tokens, count, seconds in ((whole, whole - 1, 40), (long, last, 40)):

@@ -17,7 +17,7 @@ from rope_patch.evaluation.retrieval import retrieval
 MODEL = "Llama-3.1-8B"
 LENGTHS = (32768, 131072)
 SIDES = ("one_pass", "chunked", "whole_logits", "lm_eval")
-ASKING = ("ours", "generate")
+ASKING = ("ours", "chunked", "generate")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CHUNK = 4096
 TASK = "passkey"
@@ -85,7 +85,7 @@ def asked(setting: Setting, side: str, length: int, _: Results) -> dict[str, Any
             depths=DEPTHS,
             samples=1,
             haystack="noise",
-            chunk=min(chunk, tokens),
+            chunk=min(chunk, tokens) if side == "chunked" else None,
             batch_tokens=1,
         )
         return [sample.output for sample in found.samples(tokens)]
@@ -128,7 +128,9 @@ def cells(setting: Setting) -> list[Cell]:
             listed.append(Cell(f"perplexity-{side}-{length}", setting.seconds(4 * factor), measure, needs, about))
         for side in ASKING:
             seconds = setting.seconds(14 * factor)
-            listed.append(Cell(f"retrieval-{side}-{length}", seconds, partial(asked, setting, side, length)))
+            given = {"chunk": CHUNK if side == "chunked" else None}
+            measure = partial(asked, setting, side, length)
+            listed.append(Cell(f"retrieval-{side}-{length}", seconds, measure, settings=given))
     return listed
 
 
