@@ -59,8 +59,11 @@ def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
         for side in ("one_pass", "chunked"):
             assert cells["d"][f"perplexity-{side}-{length}"]["nll"] == pytest.approx(whole, abs=0.01)  # bfloat16
         answers = cells["d"][f"retrieval-generate-{length}"]["answers"]
-        assert len(answers) == 5 and cells["d"][f"retrieval-ours-{length}"]["answers"] == answers
-    for cell in cells["e"].values():
+        assert len(answers) == 5
+        assert all(cells["d"][f"retrieval-{side}-{length}"]["answers"] == answers for side in ("ours", "chunked"))
+    blocks, decoded = ([c for name, c in cells["e"].items() if name.startswith("blocks") is b] for b in (True, False))
+    assert len(blocks) == 6 and all(cell["seconds_of_pass"] > 0 for cell in blocks)
+    for cell in decoded:
         assert cell["largest_loss_difference"] < 1e-4 and cell["mean_loss"] > 0
 
 
