@@ -43,7 +43,9 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, AssertionError) and not message:
         # A bare `assert` of a library has no message.
         return type(error).__name__
-    return f"{type(error).__name__}: {message if len(message) <= 400 else message[:400] + ' …'}"
+    if len(message) > 400:
+        message = message[:400] + " …"
+    return f"{type(error).__name__}: {message}"
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -239,7 +239,12 @@ def mrrope(
 
     def divisor(i: int) -> float:
         t = i - low
-        return 1.0 if t <= 0 else factor if t >= n else factor ** (t * (t + 1) / (n * (n + 1)))
+        if t <= 0:
+            return 1.0
+        if t >= n:
+            return factor
+        grown: float = factor ** (t * (t + 1) / (n * (n + 1)))
+        return grown
 
     return plain / table_of([divisor(i) for i in range(len(plain))])
 
@@ -287,11 +292,11 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
         candidates += [up, down]
     factors = torch.stack(candidates)
     miss = (1.0 / (factors * base) - target).abs().double()
-    best = factors[miss.argmin(dim=0), torch.arange(len(target), device="cpu")]
-    return [
-        UNROTATED_FACTOR if rests else value
-        for value, rests in zip(best.tolist(), unrotated(target).tolist(), strict=True)
-    ]
+    best: list[float] = factors[miss.argmin(dim=0), torch.arange(len(target), device="cpu")].tolist()
+    for i, rests in enumerate(unrotated(target).tolist()):
+        if rests:
+            best[i] = UNROTATED_FACTOR
+    return best
 
 
 def fingerprint(inv_freq: Table, attention_scaling: float) -> str:

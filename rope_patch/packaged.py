@@ -42,10 +42,13 @@ def data_path(name: str) -> Path:
 
 
 def _find_folder(name: str, package: Path) -> Path | None:
-    candidates = [package / name] if name == "assets" else [package / "_data" / name]
-    # Beside an installed package lies site-packages, where a folder called "recipes" would be someone else's.
-    if name != "assets" and (package.parent / "pyproject.toml").is_file():
-        candidates.append(package.parent / name)
+    if name == "assets":
+        candidates = [package / name]
+    else:
+        candidates = [package / "_data" / name]
+        # Beside an installed package lies site-packages, where a folder called "recipes" would be someone else's.
+        if (package.parent / "pyproject.toml").is_file():
+            candidates.append(package.parent / name)
     return next((path for path in candidates if path.is_dir()), None)
 
 

@@ -112,7 +112,9 @@ class Registry(UserDict[str, Entry]):
                 with unchanged_on_error():
                     entry.load()
             except (Exception, SystemExit) as error:  # a package may raise anything
-                package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "a package"
+                package = "a package"
+                if entry.dist is not None:
+                    package = f"{entry.dist.name} {entry.dist.version}"
                 self.broken[entry.name] = f"{package} (entry point {entry.value}): {in_one_line(error)}"
                 warnings.warn(
                     f"the {self.noun} {entry.name!r} is missing: it cannot be loaded from {self.broken[entry.name]}. "

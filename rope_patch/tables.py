@@ -132,14 +132,19 @@ class RotaryTable:
             raise ValueError(f"the table of {self.path} would hold infinite, NaN or negative frequencies")
         if not (math.isfinite(scaling) and scaling > 0):
             raise ValueError(f"attention_scaling must be a finite number > 0, got {scaling}")
-        encoding = rope_parameters
+        rope_theta = self.rope_theta
+        rope_type = "custom"
+        if rope_parameters is not None:
+            rope_theta = float(rope_parameters["rope_theta"])
+            rope_type = str(rope_parameters["rope_type"])
+            rope_parameters = {**self.other_keys, **rope_parameters}
         return replace(
             self,
             inv_freq=zero_unrotated(inv_freq),
             attention_scaling=scaling,
-            rope_theta=self.rope_theta if encoding is None else float(encoding["rope_theta"]),
-            rope_type="custom" if encoding is None else str(encoding["rope_type"]),
-            rope_parameters=None if encoding is None else {**self.other_keys, **encoding},
+            rope_theta=rope_theta,
+            rope_type=rope_type,
+            rope_parameters=rope_parameters,
         )
 
     def __str__(self) -> str:
@@ -173,9 +178,12 @@ def choose_layer_types(
             raise ValueError(f"this model has one table for all layers: leave out the layer type {', '.join(named)}")
         return (None,)
     # Layers with a sliding window never see distances beyond it, so a longer context changes nothing for them.
-    chosen = ("full_attention",) if layer_types is None else layer_types
+    if layer_types is None:
+        layer_types = ("full_attention",)
     # A single name is a string, which `tuple` would take apart into letters.
-    chosen = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+    if isinstance(layer_types, str):
+        layer_types = (layer_types,)
+    chosen = tuple(layer_types)
     if not chosen:
         raise ValueError(f"layer_types is empty, so nothing would be patched. Known: {', '.join(map(str, tables))}")
     for kind in (*chosen, *needed):

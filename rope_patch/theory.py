@@ -56,13 +56,18 @@ def previous_token_factor(inv_freq: Table, *, mass: float, length: int) -> float
     def reached(factor: float) -> bool:
         return float(torch.exp(-torch.logsumexp(factor * behind, dim=0))) >= mass
 
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     # This ends: every other logit is smaller, so the weight tends to 1.
     while not reached(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * low
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
+        if reached(middle):
+            high = middle
+        else:
+            low = middle
     return high
 
 

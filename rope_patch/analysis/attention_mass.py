@@ -189,12 +189,16 @@ def _attend(
             raise ValueError(f"{type(module).__name__} attends with {name}: this pass knows logits of q·k alone")
     current = _PASS.get()
     heads, tokens, head_dim = query.shape[1:]  # without the dimension of rows, which are read one at a time
-    sums = None if current is None else current.begin_layer(module, heads)
+    sums = None
+    size = None
+    if current is not None:
+        sums = current.begin_layer(module, heads)
+        size = current.block
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
     window = window_of(attention_mask) or tokens
     # Weights are float32, of 4 bytes each.
-    size = (current.block if current else None) or max(16, min(512, BLOCK_BYTES // (4 * heads * tokens)))
+    size = size or max(16, min(512, BLOCK_BYTES // (4 * heads * tokens)))
     out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     queries, keys, values = query[0].float(), key[0].float(), value[0].float()
     places = torch.arange(tokens, device=query.device)
@@ -207,7 +211,9 @@ def _attend(
         logits = (grouped @ keys[:, low:stop].mT).view(heads, stop - start, stop - low) * scaling
         distance = places[start:stop, None] - places[low:stop]
         hidden = (distance < 0) | (distance >= window)
-        capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        capped = logits
+        if softcap is not None:
+            capped = softcap * torch.tanh(logits / softcap)
         weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
         if sums is not None:
             sums.add(start, low, logits, weights, distance, hidden)
@@ -236,7 +242,9 @@ def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
     original = read()
     with attending_with(root, ATTENTION_NAME):
         ours = read()
-    allowed = STATE_TOLERANCE * (50 if root.dtype in (torch.float16, torch.bfloat16) else 1)
+    allowed = STATE_TOLERANCE
+    if root.dtype in (torch.float16, torch.bfloat16):
+        allowed *= 50
     # Compared token by token: in half precision a few tokens are far off between transformers' own kernels, too.
     lengths = original.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # the states of padding tokens may be 0
     off = float(((ours - original).norm(dim=-1) / lengths).flatten().quantile(REPRODUCED_SHARE))

@@ -117,17 +117,29 @@ def outlier_pairs(capture: Capture, states: str = "key", *, ratio: float = OUTLI
         raise ValueError(f"ratio must be > 0, got {ratio}")
     if states not in ("key", "query"):
         raise ValueError(f"states must be 'key' or 'query', got {states!r}")
-    means = [layer.key_by_query_head if states == "key" else layer.query for layer in capture.layers]
+    if states == "key":
+        means = [layer.key_by_query_head for layer in capture.layers]
+    else:
+        means = [layer.query for layer in capture.layers]
     median = float(torch.cat([mean.radius.flatten() for mean in means]).median())
     pairs = []
     for layer, mean in zip(capture.layers, means, strict=True):
         table = layer.inv_freq.double()
-        rests, waves = frequencies.unrotated(table), frequencies.wavelength(table)
-        turns, radius = frequencies.turns(table, layer.context), mean.radius
+        rests = frequencies.unrotated(table)
+        waves = frequencies.wavelength(table)
+        turns = frequencies.turns(table, layer.context)
+        radius = mean.radius
         below, limit = bounds(table, layer.context)
         angle = phi(layer.query.mean_pairs, layer.key_by_query_head.mean_pairs)
         for head, pair in (radius > ratio * median).nonzero().tolist():
-            inside = "offset feature" if angle[head, pair] > limit[pair] else "partial turn"
+            if rests[pair]:
+                kind = "unrotated"
+            elif not below[pair]:
+                kind = "full turns"
+            elif angle[head, pair] > limit[pair]:
+                kind = "offset feature"
+            else:
+                kind = "partial turn"
             pairs.append(
                 OutlierPair(
                     layer=layer.index,
@@ -140,7 +152,7 @@ def outlier_pairs(capture: Capture, states: str = "key", *, ratio: float = OUTLI
                     deviation=float(mean.circular_deviation[head, pair]),
                     phi=float(angle[head, pair]),
                     angle=float(limit[pair]),
-                    kind="unrotated" if rests[pair] else inside if below[pair] else "full turns",
+                    kind=kind,
                 )
             )
     return tuple(sorted(pairs, key=lambda pair: pair.radius, reverse=True))

@@ -77,7 +77,9 @@ def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) ->
         for i, (part, whole) in enumerate(((query, query), (keys, keys), (product, product), (moved, product))):
             share = part[:, stopped].sum(-1) / whole.sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
             sums[i] = torch.cat((sums[i], share))
-    query_share, key_share, logit_share, turned = (float(part.mean()) if len(part) else 0.0 for part in sums)
+    if not len(sums[0]):
+        return 0.0, 0.0, 0.0, 0.0
+    query_share, key_share, logit_share, turned = (float(part.mean()) for part in sums)
     return query_share, key_share, logit_share, turned
 
 

@@ -100,7 +100,9 @@ def findings(analysis: Analysis) -> list[str]:
     ):
         names = [f"{layer}.{head}" for layer, head, types in heads if head_type in types]
         if names:
-            listed = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+            listed = ", ".join(names[:12])
+            if len(names) > 12:
+                listed += f" and {len(names) - 12} more"
             sentences.append(
                 f"Heads that {what} with most of their attention: {len(names)} of {total} (layer.head {listed})."
             )

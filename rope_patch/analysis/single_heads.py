@@ -72,10 +72,14 @@ class SingleHead:
     @functools.cached_property
     def pattern(self) -> Tensor:
         """Attention weights: (queries, keys), each query's summing to 1 over what it sees."""
-        capped = self.logits if self.softcap is None else self.softcap * torch.tanh(self.logits / self.softcap)
+        capped = self.logits
+        if self.softcap is not None:
+            capped = self.softcap * torch.tanh(capped / self.softcap)
         places = torch.arange(len(capped))
         distance = places[:, None] - places
-        hidden = (distance < 0) if self.window is None else (distance < 0) | (distance >= self.window)
+        hidden = distance < 0
+        if self.window is not None:
+            hidden = hidden | (distance >= self.window)
         return capped.masked_fill(hidden, -torch.inf).softmax(-1)
 
     def mean_terms(self, distance: int) -> Tensor:

@@ -24,9 +24,11 @@ def saved_folder(args: Any, state: Any) -> Path | None:
 
     In a hyperparameter search it lies in the folder of a run.
     """
-    name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
-    folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))
-    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
+    name = f"checkpoint-{state.global_step}"
+    root = Path(args.output_dir)
+    if (root / name).is_dir():
+        return root / name
+    return max(root.glob(f"run-*/{name}"), key=lambda folder: folder.stat().st_mtime, default=None)
 
 
 class RopePatchCallback(TrainerCallback, ExportableState):
@@ -57,7 +59,8 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         if state.global_step:  # the run is resumed
             # A run that was begun without this callback has no entry, and Trainer looks for one when it saves.
             entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-            entry = entry[-1] if isinstance(entry, list) else entry
+            if isinstance(entry, list):
+                entry = entry[-1]
             saved = entry["attributes"]["record"]
             begun = PatchRecord.from_dict(saved) if saved else None
             if begun is None:

@@ -120,7 +120,10 @@ def weights_in_file(model: nn.Module) -> dict[str, str]:
     if not (is_gguf(source) and source.is_file()):
         return {}
     opened = open_gguf(source)
-    return {"weights": f"dequantized {opened.weights}" if opened.is_quantized else opened.weights}
+    weights = opened.weights
+    if opened.is_quantized:
+        weights = f"dequantized {weights}"
+    return {"weights": weights}
 
 
 def unpack(path: Path, folder: Path, dtype: str) -> None:

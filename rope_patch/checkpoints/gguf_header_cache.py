@@ -56,7 +56,8 @@ def cached_headers(source: str | Path) -> Iterator[None]:
     package = gguf()
     with _ALONE:
         original = package.GGUFReader
-        package.GGUFReader = original if hasattr(original, "headers") else _keeping(original)
+        if not hasattr(original, "headers"):
+            package.GGUFReader = _keeping(original)
         try:
             yield
         finally:

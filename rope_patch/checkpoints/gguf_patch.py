@@ -76,7 +76,9 @@ def patch_gguf(
     opened = open_gguf(source)
     inspection = table_in(opened, source)
     if inspection.record is not None or inspection.warnings:
-        name = inspection.record.to_method() if inspection.record is not None else "a method that cannot be read"
+        name = "a method that cannot be read"
+        if inspection.record is not None:
+            name = str(inspection.record.to_method())
         raise PatchError(f"{source} is already patched with {name}: patch the file that it was made from")
     graph = _graph(opened, inspection.tables[0], source)
     bases = {table.layer_type: _base(table) for table in inspection.tables}

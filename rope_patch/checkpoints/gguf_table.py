@@ -302,7 +302,8 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
             raise ValueError(f"{path} has no table that can be read: {architecture}.{name} is {value!r}, no number")
         return value
 
-    pairs, theta = _rotary_dim(value_in, path) // 2, number("rope.freq_base", 10000.0)
+    pairs = _rotary_dim(value_in, path) // 2
+    theta = number("rope.freq_base", 10000.0)
     if theta <= 0:
         raise ValueError(f"{path} has no table that can be read: {architecture}.rope.freq_base is {theta:g}")
     context = int(number("context_length", 0))
@@ -330,8 +331,10 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     elif factors is None and (kind == "none" or stretch == 1.0):
         inv_freq = frequencies.geometric(theta, 2 * pairs)  # the very bits that transformers computes
     else:
-        divisor = torch.ones(pairs, dtype=torch.float64) if factors is None else factors.double()
-        inv_freq = (_plain(theta, pairs) / divisor / (1.0 if kind == "none" else stretch)).float()
+        inv_freq = _plain(theta, pairs)
+        if factors is not None:
+            inv_freq = inv_freq / factors.double()
+        inv_freq = (inv_freq / (1.0 if kind == "none" else stretch)).float()
     table = RotaryTable(
         inv_freq=frequencies.zero_unrotated(inv_freq),
         attention_scaling=scaling,
@@ -362,9 +365,11 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
 def _rotary_dim(value_in: Any, path: str | Path) -> int:
     rotary_dim = value_in("rope.dimension_count")
     if rotary_dim is None:
-        width, heads = value_in("embedding_length"), value_in("attention.head_count")
-        counted = isinstance(width, int) and isinstance(heads, int) and heads > 0
-        rotary_dim = value_in("attention.key_length") or (width // heads if counted else 0)
+        width = value_in("embedding_length")
+        heads = value_in("attention.head_count")
+        rotary_dim = value_in("attention.key_length")
+        if not rotary_dim and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+            rotary_dim = width // heads
     if not isinstance(rotary_dim, int) or not 2 <= rotary_dim <= WIDEST:
         raise ValueError(f"{path} does not say how many features rotate: it holds no rotary table")
     return rotary_dim

@@ -95,10 +95,11 @@ def save(
     if tokenizer not in (None, False) and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer of transformers, False, or left out, got {tokenizer!r}")
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
-    trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
+    if isinstance(trust_adapters, str):
+        trust_adapters = [trust_adapters]
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
-    check_adapters_in_model(model, record, trusted, save_options.get("selected_adapters"))
+    check_adapters_in_model(model, record, trust_adapters, save_options.get("selected_adapters"))
     if peft_model(model) is None:  # of a PeftModel only the adapter is written
         refuse_repacked_weights(model)
     forget_quantization(locate(model).model)
@@ -191,7 +192,9 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
             patch(model)
         return model
     source, from_pretrained = _in_subfolder(source, from_pretrained)
-    hub = {} if Path(source).is_dir() else {key: v for key, v in from_pretrained.items() if key in HUB_OPTIONS}
+    hub: dict[str, Any] = {}
+    if not Path(source).is_dir():
+        hub = {key: value for key, value in from_pretrained.items() if key in HUB_OPTIONS}
     if is_adapter(source, **hub):
         return _load_under_adapter(source, patch, from_pretrained, hub)
     config = config_json(source, **from_pretrained)
@@ -248,9 +251,11 @@ def _load_under_adapter(
     source: str | Path, patch: Callable[[Any], Any] | None, from_pretrained: dict[str, Any], hub: dict[str, Any]
 ) -> Any:
     """Load an adapter's base model, patch it as the adapter's record says, and load the adapter onto it."""
-    base, record = adapter_base(source, **hub), read_record(source, **hub)
-    for name in () if Path(source).is_dir() else ("revision", "subfolder"):  # on the hub they are the adapter's
-        from_pretrained.pop(name, None)
+    base = adapter_base(source, **hub)
+    record = read_record(source, **hub)
+    if not Path(source).is_dir():  # on the hub they are the adapter's
+        for name in ("revision", "subfolder"):
+            from_pretrained.pop(name, None)
     if revision := adapter_config(source, **hub).revision:
         from_pretrained.setdefault("revision", revision)  # the revision of the base that it was trained on
     for_peft = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}

@@ -86,8 +86,11 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _settings_below(folder: Path, record: PatchRecord) -> dict[str, Any] | None:
     """Return the settings of a folder's tokenizer if its length is below the stated context; otherwise None."""
-    stated, own = record.target_length, stated_length(folder)
-    return _settings(folder) if stated is not None and own is not None and own < stated else None
+    stated = record.target_length
+    own = stated_length(folder)
+    if stated is not None and own is not None and own < stated:
+        return _settings(folder)
+    return None
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

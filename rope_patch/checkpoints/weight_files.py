@@ -122,7 +122,10 @@ def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:
 
 def _first(names: Iterable[str]) -> str:
     listed = sorted(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+    first = ", ".join(listed[:3])
+    if len(listed) > 3:
+        return f"{first} and {len(listed) - 3} more"
+    return first
 
 
 def model_files(folder: Path) -> list[Path]:

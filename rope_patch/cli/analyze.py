@@ -70,7 +70,9 @@ def read_config(source: str) -> Any:
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
     from rope_patch.checkpoints.source_files import load_config
 
-    return load_config(adapter_base(source) if is_adapter(source) else source).get_text_config()
+    if is_adapter(source):
+        source = adapter_base(source)
+    return load_config(source).get_text_config()
 
 
 def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:

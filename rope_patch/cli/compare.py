@@ -55,8 +55,10 @@ def compare(words: Sequence[str]) -> None:
         with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=hidden):
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:
-        adapter = {"adapter": name_of(options.model)} if hasattr(loaded, "peft_config") else {}
-        _show(replace(comparison, environment=comparison.environment | adapter), options)
+        if hasattr(loaded, "peft_config"):
+            adapter = {"adapter": name_of(options.model)}
+            comparison = replace(comparison, environment=comparison.environment | adapter)
+        _show(comparison, options)
 
 
 def _show(comparison: Any, options: CompareOptions) -> None:
@@ -74,4 +76,7 @@ def _show(comparison: Any, options: CompareOptions) -> None:
         print(comparison.to_json())
         return
     show_page(shown)
-    print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if options.report else ""))
+    files = str(output / "comparison.json")
+    if options.report:
+        files += f" and {output / 'report.html'}"
+    print(f"wrote {files}")

@@ -30,8 +30,10 @@ def demo(words: Sequence[str]) -> int:
     from rope_patch.packaged import data_path
 
     checkpoint = data_path("assets") / options.shape
-    # A short path from a checkout, since the command is printed for the user to copy.
-    model = os.path.relpath(checkpoint) if checkpoint.is_relative_to(Path.cwd()) else str(checkpoint)
+    model = str(checkpoint)
+    if checkpoint.is_relative_to(Path.cwd()):
+        # A short path from a checkout, since the command is printed for the user to copy.
+        model = os.path.relpath(checkpoint)
     methods = " ".join(("yarn", "nope") if options.quick else DEMO_METHODS)
     arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods]
     arguments += ["--threads", str(options.threads), "--force"]

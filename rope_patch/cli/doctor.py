@@ -38,7 +38,8 @@ def _print_flags(options: DoctorOptions, method: str) -> int:
     checkpoint = checkpoint_under(
         options.model, method, target_length=patching.target_length, layer_types=patching.layer_types
     )
-    written, refused = {}, {}
+    written = {}
+    refused = {}
     for program in options.for_programs or WRITERS:
         try:
             written[program] = flags_of(checkpoint, program)
@@ -51,7 +52,9 @@ def _print_flags(options: DoctorOptions, method: str) -> int:
         print_json([one.to_dict() for one in written.values()] + without)
     else:
         for program, one in written.items():
-            shown = one.shown_by if UNVERIFIED in one.shown_by else f"checked against {one.shown_by}"
+            shown = one.shown_by
+            if UNVERIFIED not in shown:
+                shown = f"checked against {shown}"
             print(f"{program}:")
             for line in (*one.lines, f"# {shown}", *(f"# {note}" for note in one.notes)):
                 print(f"  {line}")

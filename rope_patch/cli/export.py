@@ -40,8 +40,10 @@ def export(words: Sequence[str]) -> None:
 def _print(written: dict[str, Any], output: Path) -> None:
     checked = written.get("checked_against")
     for table in written.get("tables", ()):
-        where = f" [{table['layer_type']}]" if table["layer_type"] else ""
-        print(f"table{where}: written as {table['rope_type']}, {table['hash']}")
+        name = "table"
+        if table["layer_type"]:
+            name += f" [{table['layer_type']}]"
+        print(f"{name}: written as {table['rope_type']}, {table['hash']}")
     if checked == "unverified":
         print(
             f"unverified: no version of {written['engine']} was checked to read such tables on {written['model_type']}"

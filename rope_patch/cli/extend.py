@@ -76,8 +76,9 @@ def extend(words: Sequence[str]) -> int:
         add_report(outcome, outcome.work)
     if options.as_json:
         print_json(
-            {"output": None if outcome.output is None else str(output), "chosen": outcome.choice.label}
-            | {
+            {
+                "output": None if outcome.output is None else str(output),
+                "chosen": outcome.choice.label,
                 "reason": outcome.choice.reason,
                 "cost": outcome.choice.cost,
                 "unconfirmed": outcome.choice.unconfirmed,

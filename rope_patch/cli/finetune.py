@@ -56,7 +56,9 @@ def finetune(words: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing(_enable)?` is deprecated")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    again = "the same command without --restart" if options.restart else "the same command"
+    again = "the same command"
+    if options.restart:
+        again += " without --restart"
     with resumable(options.recipe.output, again=again):
         try:
             result = train(options.recipe, command=command, restart=options.restart, dry_run=options.dry_run)
@@ -70,7 +72,9 @@ def finetune(words: Sequence[str]) -> int:
         print(change["sentence"])
     for note in result.results["notes"]:
         print(f"note: {note}", file=sys.stderr)
-    verb = "nothing was trained, since an earlier command finished" if result.finished_before else "wrote"
+    verb = "wrote"
+    if result.finished_before:
+        verb = "nothing was trained, since an earlier command finished"
     print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")
     return 0
 
@@ -81,7 +85,13 @@ def smaller(options: RecipeOptions) -> Iterator[str]:
 
     yield from SMOKE_OVERRIDES
     yield f"model.name={BUNDLED_MODELS['gemma' in options.model.name.lower()]}"
-    yield f"data.length={512 if options.data.positions == 'full' else 256}"
+    if options.data.positions == "full":
+        yield "data.length=512"
+    else:
+        yield "data.length=256"
     # On a CPU, quantized weights can only be evaluated at the end (see training/trainer_arguments.py).
-    yield f"evaluation.every={2 if options.model.quantization == 'none' else 0}"
+    if options.model.quantization == "none":
+        yield "evaluation.every=2"
+    else:
+        yield "evaluation.every=0"
     yield f"output={options.output}-smoke"

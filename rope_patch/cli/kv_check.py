@@ -38,11 +38,9 @@ def kv_check(words: Sequence[str]) -> None:
 
     if options.report:
         require_matplotlib()
-    names, compared, machine = (
-        engine.parse_formats(options.formats),
-        list(map(as_method, options.methods)),
-        options.machine,
-    )
+    names = engine.parse_formats(options.formats)
+    compared = list(map(as_method, options.methods))
+    machine = options.machine
     # Perplexity is compared over all positions up to a length, so the text needs no finer position buckets.
     spec = replace(options.evaluation, bucket=options.evaluation.longest)
     engine.check_spec(spec)

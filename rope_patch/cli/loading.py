@@ -74,7 +74,9 @@ def choose_device(device: str) -> str:
 
     if device not in ("auto", "cuda"):
         return device
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
 
 
 def check_patch(method: str | None, options: Mapping[str, Any]) -> None:
@@ -137,8 +139,11 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
     from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.checkpoints.save_load import load
 
-    device, dtype = machine.device, machine.dtype
-    spread: dict[str, Any] = {"device_map": BALANCED} if device == BALANCED else {}
+    device = machine.device
+    dtype = machine.dtype
+    spread: dict[str, Any] = {}
+    if device == BALANCED:
+        spread["device_map"] = BALANCED
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     loaded: Any = load(source, method, dtype=kind, **apply_options, **spread)
     for weights in weights_in_file(loaded).values():
@@ -169,7 +174,9 @@ def cpu_type(stored: Any, capabilities: Mapping[str, Any]) -> Any:
     needed = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
     if stored not in needed or capabilities.get("architecture") != "x86_64":
         return stored
-    return stored if any(capabilities.get(name) for name in needed[stored]) else torch.float32
+    if any(capabilities.get(name) for name in needed[stored]):
+        return stored
+    return torch.float32
 
 
 def in_cpu_type(source: str, loaded: Any) -> Any:
@@ -202,10 +209,15 @@ def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str |
         budget: the time that the user gave [s]; None if the size of the model decides how much is read.
         more: text that follows the number of tokens; by default the advice to give a time, if none was given.
     """
+    limited_by = "--budget"
+    advice = ""
+    if budget is None:
+        limited_by = "for a model of this size"
+        advice = "; --budget 10m aims at a time"
     if lost:
-        print(f"{'for a model of this size' if budget is None else '--budget'}: {lost}", file=sys.stderr)
+        print(f"{limited_by}: {lost}", file=sys.stderr)
     if more is None:
-        more = "; --budget 10m aims at a time" if budget is None else ""
+        more = advice
     print(f"reads {tokens:,} tokens{more}", file=sys.stderr)
 
 

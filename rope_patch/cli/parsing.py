@@ -92,9 +92,12 @@ def _divided(
     kind: type[OptionSet], known: Sequence[Option], words: Sequence[str]
 ) -> tuple[dict[tuple[str, ...], Any], list[str]]:
     """Return the values that words give to options, by the path of the option, and the words that belong to none."""
-    arguments = [leaf.flag if leaf.default is MISSING else f"[{leaf.flag}]" for leaf in known if leaf.positional]
+    usage = ["rope-patch", kind.command, "[options]"]
+    for leaf in known:
+        if leaf.positional:
+            usage.append(leaf.flag if leaf.default is MISSING else f"[{leaf.flag}]")
     parser = _Parser(
-        usage=" ".join(["rope-patch", kind.command, "[options]", *arguments]),
+        usage=" ".join(usage),
         description=described(kind),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -103,13 +106,19 @@ def _divided(
     # argparse takes -16k for an option, unlike -16: then it would say that the option before has no value.
     parser._negative_number_matcher = re.compile("-[0-9.]")
     for i, option in enumerate(known):
-        hint = f" (default: {option.shown})" if option.shown else " (required)" if option.default is MISSING else ""
+        hint = ""
+        if option.shown:
+            hint = f" (default: {option.shown})"
+        elif option.default is MISSING:
+            hint = " (required)"
         # argparse formats the help with %, so a percent sign is doubled.
         more: dict[str, Any] = {"help": option.help.replace("%", "%%") + hint}
-        if option.kind is bool:
-            more["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
-        else:
+        if option.kind is not bool:
             more["metavar"] = option.metavar
+        elif option.default:
+            more["action"] = argparse.BooleanOptionalAction
+        else:
+            more["action"] = "store_true"
         if option.positional:
             # Optional for argparse, since a value may also come from a file.
             parser.add_argument(f"option{i}", nargs="*" if option.repeated else "?", **more)
@@ -146,15 +155,18 @@ def _stated(word: str, known: Mapping[str, Option]) -> Iterator[tuple[tuple[str,
         OSError: there is no such file.
     """
     name, equals, text = word.partition("=")
-    where = "" if equals else f"{word}: "
+    where = ""
     try:
         if not equals:
+            where = f"{word}: "
             values = yaml.load(Path(word).read_text(encoding="utf-8"), _Words)
         else:
             option = known.get(name)
             # Only a list in brackets is read as YAML: other text may hold characters that mean something else in YAML.
             listed = option is not None and (option.several or option.repeated) and text[:1] == "["
-            values = {name: yaml.load(text, _Words) if listed or text == "null" else text}
+            values = {name: text}
+            if listed or text == "null":
+                values[name] = yaml.load(text, _Words)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{word} is no YAML: {error}") from None
     if not isinstance(values, dict):

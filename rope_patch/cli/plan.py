@@ -14,7 +14,9 @@ def plan(words: Sequence[str]) -> None:
     options = parse(PlanOptions, words)
     from rope_patch import planning
 
-    step = asdict(options.step) | ({"lora_rank": None} if options.full else {})
+    step = asdict(options.step)
+    if options.full:
+        step["lora_rank"] = None
     planned = planning.plan(options.model, **step)
     if options.as_json:
         print(planned.to_json(options.gpu_memory))

@@ -79,7 +79,9 @@ def cause(
         )
     if (known := plain(found, table) or _scaled(found, expected)) is not None:
         return known
-    return _NEVER_FILLED if _is_garbage(found, expected) else ("it is a table of another kind", RELOAD)
+    if _is_garbage(found, expected):
+        return _NEVER_FILLED
+    return "it is a table of another kind", RELOAD
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -56,18 +57,11 @@ class Check:
         for name in ("expected", "meaning", "fix"):
             if text := getattr(self, name):
                 lines.append(f"{name}: {text}")
-        indent = " " * 9
-        return "\n".join(
-            textwrap.fill(
-                line,
-                WIDTH,
-                initial_indent=indent if number else "",
-                subsequent_indent=f"{indent}  " if number else indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for number, line in enumerate(lines)
-        )
+        fill = functools.partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+        first, *others = lines
+        filled = [fill(first, subsequent_indent=" " * 9)]
+        filled += [fill(line, initial_indent=" " * 9, subsequent_indent=" " * 11) for line in others]
+        return "\n".join(filled)
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,17 +121,23 @@ class Diagnosis:
         return f"<Diagnosis of {self.source}: {self.verdict}>"
 
     def __str__(self) -> str:
-        lines = [f"{self.source}: {'not patched' if self.method is None else f'patched with {self.method}'}"]
+        patched = "not patched"
+        if self.method is not None:
+            patched = f"patched with {self.method}"
+        lines = [f"{self.source}: {patched}"]
         for kind, table in self.tables.items():
             context = table.max_position_embeddings
-            partial, layers = int((turns(table.inv_freq, context) < 1).sum()), self.layers.get(kind, "all")
+            partial = int((turns(table.inv_freq, context) < 1).sum())
+            layers = self.layers.get(kind, "all")
             lines.append(f"  {table}")
             lines.append(f"    {layers} layers, context {context}; {partial} pairs make no full turn within it")
         own = [check for check in self.checks if check.program is None or check.counts]
         others = [check for check in self.checks if check not in own]
         differing = [check.name.partition(" [")[0] for check in others if check.state == DIFFERS and self.ok]
-        elsewhere = f"; other tables in {', '.join(dict.fromkeys(differing))} (see below)" if differing else ""
-        lines.append(self.verdict + elsewhere)
+        verdict = self.verdict
+        if differing:
+            verdict += f"; other tables in {', '.join(dict.fromkeys(differing))} (see below)"
+        lines.append(verdict)
         order = (DIFFERS, UNKNOWN, NOTE, HOLDS)
         lines += map(str, sorted(own, key=lambda check: order.index(check.state)))
         if others:

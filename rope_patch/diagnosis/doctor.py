@@ -118,10 +118,14 @@ def _of_model(
         subject = Subject(model, location, tokenizer_length, in_memory, stated)
         record, tables = location.record, location.tables
     except PatchError as error:
-        wrong = Check("patch record", DIFFERS, str(error), fix=LOAD_AGAIN if in_memory else WRITE_AGAIN)
-        return _unread(source, wrong, *more)
+        fix = WRITE_AGAIN
+        if in_memory:
+            fix = LOAD_AGAIN
+        return _unread(source, Check("patch record", DIFFERS, str(error), fix=fix), *more)
     except ValueError as error:
-        unknown = Check("rotary module", UNKNOWN, str(error)) if subject is None else unreadable(subject, error)
+        unknown = Check("rotary module", UNKNOWN, str(error))
+        if subject is not None:
+            unknown = unreadable(subject, error)
         return _unread(source, unknown, *more)
     checks = [check for function in in_memory_checks.CHECKS for check in _made(function, subject)]
     method = None if record is None else shortened(str(record.to_method()))
@@ -155,7 +159,9 @@ def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
     else:
         more = [Check("weights files", NOTE, f"{source} is no folder, and its weights are not downloaded")]
     found = _of_model(source, model, length, in_memory=False, more=more)
-    return replace(found, checks=(*found.checks, *(_made(programs_agree, source) if found.tables else ())))
+    if found.tables:
+        return replace(found, checks=(*found.checks, *_made(programs_agree, source)))
+    return found
 
 
 def _on_disk(folder: Path, model: nn.Module) -> list[Check]:
@@ -188,11 +194,10 @@ def _of_adapter(source: str) -> Diagnosis:
         )
         return _unread(source, wrong, *beside)
     if record is None:
-        own = Check(
-            "adapter",
-            NOTE if locate(model).record is None else UNKNOWN,
-            f"no record says under which tables it was trained; its base is {base}",
-        )
+        state = UNKNOWN
+        if locate(model).record is None:
+            state = NOTE
+        own = Check("adapter", state, f"no record says under which tables it was trained; its base is {base}")
     else:
         own = Check("adapter", HOLDS, f"trained under {record.to_method()}, whose tables fit the base {base}")
     return _of_model(source, model, stated_length(Path(source)), in_memory=False, more=[own, *beside])

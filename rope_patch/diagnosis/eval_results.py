@@ -66,7 +66,9 @@ def check_results(source: str | Path, tokenizer: Any) -> Iterator[Check]:
 
 def _checks(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]], tokenizer: Any) -> Iterator[Check]:
     config = results.get("config") or {}
-    longest = max(0, int(results.get("max_length") or 0)) if config.get("model") in CUTTING else 0
+    longest = 0
+    if config.get("model") in CUTTING:
+        longest = max(0, int(results.get("max_length") or 0))
     if longest:
         yield from _lengths(results, longest)
     if not samples:
@@ -105,7 +107,9 @@ def _read(source: Path) -> tuple[Path, dict[str, Any], dict[str, list[dict[str, 
         raise ValueError(f"{source} is not named results_….json or samples_….jsonl, as lm_eval names its files")
     file = source.with_name(f"results_{name[1]}.json")
     one = source.suffix == ".jsonl"
-    results = _json(file, file.read_text(encoding="utf-8")) if file.is_file() or not one else {}
+    results: dict[str, Any] = {}
+    if file.is_file() or not one:
+        results = _json(file, file.read_text(encoding="utf-8"))
     files = [source] if one else sorted(source.parent.glob(f"samples_*_{name[1]}.jsonl"))
     samples = {}
     for path in files:
@@ -147,8 +151,10 @@ def _prompts(task: str, requests: list[dict[str, Any]], longest: int, tokenize: 
     sizes = []
     for request in requests:
         text = request["arg_0"]
-        begun = {"add_special_tokens": False} if start and text.startswith(start) else {}
-        sizes.append(len(tokenize(text, verbose=False, **begun)["input_ids"]))
+        options = {"verbose": False}
+        if start and text.startswith(start):
+            options["add_special_tokens"] = False
+        sizes.append(len(tokenize(text, **options)["input_ids"]))
     room = [_room(request["arg_1"], longest, tokenize) for request in requests]
     cut = [size - most for size, most in zip(sizes, room, strict=True) if size > most]
     if not cut:

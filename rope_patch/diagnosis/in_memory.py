@@ -74,16 +74,20 @@ class Subject:
         record = self.location.record
         if record is None:
             return self.described
-        return {
-            kind: replace(
+        meant = {}
+        for kind, table in self.described.items():
+            recorded = record.tables[key_of(kind)]
+            rope_type = table.rope_type
+            if kind in record.layer_types:
+                rope_type = "patched"
+            meant[kind] = replace(
                 table,
-                inv_freq=frequencies.table_of(record.tables[key_of(kind)].inv_freq),
-                attention_scaling=record.tables[key_of(kind)].attention_scaling,
-                rope_type="patched" if kind in record.layer_types else table.rope_type,
+                inv_freq=frequencies.table_of(recorded.inv_freq),
+                attention_scaling=recorded.attention_scaling,
+                rope_type=rope_type,
                 max_position_embeddings=record.stated_length,
             )
-            for kind, table in self.described.items()
-        }
+        return meant
 
     @property
     def context(self) -> int:
@@ -103,17 +107,20 @@ def unreadable(subject: Subject, reason: ValueError) -> Check:
         reason: the error that reading them has raised.
     """
     location = subject.location
-    parameters, own = settings_of(location.config).get("rope_parameters"), location.rotary_class
+    parameters = settings_of(location.config).get("rope_parameters")
+    own = location.rotary_class
     for name, base in leaves(parameters or {}):
         if not name.endswith("rope_theta") or (isinstance(base, int | float) and base > 0):
             continue
-        older = "rope_scaling is the older name of rope_parameters: setting it on a config replaces all of them"
+        meaning = ""
+        if base is None:
+            meaning = "rope_scaling is the older name of rope_parameters: setting it on a config replaces all of them"
         return Check(
             "config",
             DIFFERS,
             f"the base rope_theta is {base}: {parameters}",
             "a number above 0, without which no table can be computed",
-            older if base is None else "",
+            meaning,
             subject.fix(
                 "set config.rope_parameters, with rope_theta among them, before the model is built",
                 "write rope_theta, the base that the model was trained with, into rope_parameters of config.json",
@@ -218,15 +225,19 @@ def config_describes_table(subject: Subject) -> Iterator[Check]:
 
 def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:
     """Compare the table that the model's class computes with that of transformers' own function for the rope type."""
-    config, name = subject.location.config, _named("config", kind)
+    config = subject.location.config
+    name = _named("config", kind)
     stated = str(dict(table.rope_parameters or {}).get("rope_type", "default"))
     # HunYuan calls a type of its own dynamic.
     if table.rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
         stated = table.rope_type
-    build, computed = ROPE_INIT_FUNCTIONS.get(stated), plain(table.inv_freq, table)
+    build = ROPE_INIT_FUNCTIONS.get(stated)
+    computed = plain(table.inv_freq, table)
     if build is None or "proportional" in stated:
         if stated != "default" or table.is_geometric or computed is None:
-            computes = f"plain RoPE of base {table.rope_theta:g}" if table.is_geometric else "a table of its own"
+            computes = "a table of its own"
+            if table.is_geometric:
+                computes = f"plain RoPE of base {table.rope_theta:g}"
             yield Check(name, HOLDS, f"the model's class computes {computes} (rope_type {stated!r})")
             return
         expected = f"plain RoPE with a base of {table.rope_theta:g}"
@@ -339,15 +350,19 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
     """Check that the tokenizer and the generation config state no other context than the config."""
     context, cut = subject.context, subject.tokenizer_length
     if cut is not None and cut >= context:
-        # transformers gives a tokenizer that states no length one of 10**30 tokens.
-        yield Check("tokenizer", HOLDS, f"it cuts texts at {int(cut)} tokens" if cut < 1e15 else "it cuts no texts")
+        found = "it cuts no texts"
+        if cut < 1e15:  # transformers gives a tokenizer that states no length one of 10**30 tokens
+            found = f"it cuts texts at {int(cut)} tokens"
+        yield Check("tokenizer", HOLDS, found)
     elif cut is not None:
         # Many published tokenizers cut earlier than their model; but an extended context is meant to be used.
         trained = min(table.original_max_position_embeddings or 0 for table in subject.meant.values())
-        extended = subject.location.record is not None or cut <= trained
+        state = NOTE
+        if subject.location.record is not None or cut <= trained:
+            state = DIFFERS
         yield Check(
             "tokenizer",
-            DIFFERS if extended else NOTE,
+            state,
             f"it cuts texts at {int(cut)} tokens",
             f"{context} tokens, the context of the config",
             "with truncation=True a text is cut before the model reads it",

@@ -123,9 +123,9 @@ def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     without_patch = unpatched and (folder / RECORD_FILE).is_file()
     if (folder / ADAPTER_FILE).is_file():
         beside = f"{ADAPTER_FILE} lies beside the model: transformers puts that adapter on it when it loads"
-        left.append(
-            (f"{beside}, without the patch that it was trained under" if without_patch else beside, without_patch)
-        )
+        if without_patch:
+            beside += ", without the patch that it was trained under"
+        left.append((beside, without_patch))
     elif without_patch:
         left.append((f"{RECORD_FILE} is there, and the config says nothing of a patch", True))
     if any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):

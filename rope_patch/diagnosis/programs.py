@@ -25,15 +25,20 @@ def programs_agree(source: str | Path) -> Iterator[Check]:
         kinds = {_check(row, tables.get(row.layer_type)): row.layer_type for row in rows if row.program == program}
         for check, kind in kinds.items():
             # A program that treats all layer types alike gets one line.
-            yield check if len(kinds) == 1 or kind is None else replace(check, name=f"{check.name} [{kind}]")
+            if len(kinds) != 1 and kind is not None:
+                check = replace(check, name=f"{check.name} [{kind}]")
+            yield check
     for note in comparison.notes:
         yield Check("table", NOTE, note)
 
 
 def _check(row: ProgramReading, own: Built | None) -> Check:
     known = PROGRAMS.get(row.program)
-    name = f"{known.name} {known.version}" if known else f"transformers {transformers.__version__}"
-    reasons, fix = "; ".join(row.reasons), row.fix or ""
+    name = f"transformers {transformers.__version__}"
+    if known:
+        name = f"{known.name} {known.version}"
+    reasons = "; ".join(row.reasons)
+    fix = row.fix or ""
     check = Check(name, HOLDS, "it computes the same table", program=row.program, counts=False)
     if row.verdict in (AGREES, REFERENCE):
         return check

@@ -85,7 +85,9 @@ def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAM
         OSError: there is nothing that can be read.
         ValueError: the source is an adapter, or the model's rotary table cannot be read.
     """
-    return _of_gguf(source, programs) if is_gguf(source) else _of_folder(source, programs)
+    if is_gguf(source):
+        return _of_gguf(source, programs)
+    return _of_folder(source, programs)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -169,11 +171,15 @@ def _rows(
     fix: Callable[[], str],
 ) -> list[ProgramReading]:
     if (reason := reading.refused or reading.unverified) is not None:
-        verdict = REFUSES if reading.refused else UNVERIFIED
-        needed = fix() if reading.refused else None
+        verdict = UNVERIFIED
+        needed: str | None = None
+        if reading.refused:
+            verdict = REFUSES
+            needed = fix()
         return [ProgramReading(program, kind, layers[kind], verdict, reasons=(reason,), fix=needed) for kind in tables]
-    agree = all(built.is_table(tables[kind]) for kind, built in reading.tables.items())
-    needed = "" if agree else fix()
+    needed = ""
+    if not all(built.is_table(tables[kind]) for kind, built in reading.tables.items()):
+        needed = fix()
     return [_row(program, built, tables[kind], layers[kind], needed) for kind, built in reading.tables.items()]
 
 
@@ -181,8 +187,10 @@ def _row(program: str, built: Built, table: RotaryTable, layers: tuple[int, ...]
     difference = relative_difference(built.inv_freq, table.inv_freq)
     if built.is_table(table):
         return ProgramReading(program, table.layer_type, layers, AGREES, built, difference)
-    pairs = f"it rotates {len(built.inv_freq)} pairs of features, and transformers 5 {table.pairs}"
-    reasons = (*([pairs] if difference is None else []), *built.reasons) or (OTHER_KEYS,)
+    reasons = built.reasons or (OTHER_KEYS,)
+    if difference is None:
+        pairs = f"it rotates {len(built.inv_freq)} pairs of features, and transformers 5 {table.pairs}"
+        reasons = (pairs, *built.reasons)
     return ProgramReading(program, table.layer_type, layers, DIFFERS, built, difference, reasons, fix)
 
 
@@ -254,12 +262,16 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
     for own in _own_rows(plain, layers):
         if own.layer_type == SLIDING and len(found.tables) > 1:
             row = _row("llama.cpp", _built(found.tables[1]), tables[SLIDING], own.layers, _SLIDING_FIX)
-            rows += [own, row if row.verdict == AGREES else replace(row, reasons=(_SCALED_TOO,))]
+            if row.verdict != AGREES:
+                row = replace(row, reasons=(_SCALED_TOO,))
+            rows += [own, row]
             continue
         in_file = replace(found.tables[0], layer_type=own.layer_type)
         rows.append(replace(own, program="llama.cpp", built=_built(in_file)))
         row = _row(OURS, _built(tables[own.layer_type]), in_file, own.layers, f"rope_patch.load({str(source)!r})")
-        rows.append(row if row.verdict == AGREES else replace(row, reasons=(_BASE_ALONE,)))
+        if row.verdict != AGREES:
+            row = replace(row, reasons=(_BASE_ALONE,))
+        rows.append(row)
     for name in programs:
         if name == "llama.cpp":
             continue

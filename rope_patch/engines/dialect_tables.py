@@ -291,8 +291,10 @@ def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[
         reasons.append("it obeys attn_factor, which transformers does not know")
     if "attention_factor" in obeyed:
         return float(obeyed["attention_factor"])
-    both = MSCALE if all(key in obeyed for key in MSCALE) else ()
-    factor = frequencies.yarn_scaling(parameters["factor"], *(obeyed[key] for key in both))
+    mscales = []
+    if all(key in obeyed for key in MSCALE):
+        mscales = [obeyed[key] for key in MSCALE]
+    factor = frequencies.yarn_scaling(parameters["factor"], *mscales)
     return float(factor * obeyed.get("attn_factor", 1.0))
 
 
@@ -313,7 +315,9 @@ def _longrope_factor(parameters: Mapping[str, Any], context: int, dialect: Diale
     if "attention_factor" in dialect.longrope_keys and "original_max_position_embeddings" not in parameters:
         # transformers takes the stated factor where no original context is stated, since it cannot compute one.
         grown = float(parameters.get("factor") or 1.0)
-    return math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
+    if grown > 1:
+        return math.sqrt(1 + math.log(grown) / math.log(original))
+    return 1.0
 
 
 def _proportional(

@@ -82,7 +82,9 @@ def config_keys(location: Location, tables: Sequence[RotaryTable], *, everywhere
     reason = "the table is another"
     # Some families read further keys of the dictionary than those of the table, so that fuller ones are tried in turn.
     for variant in zip(*(completed(location, name, each) for name, each in encoded.items()), strict=False):
-        parameters: dict[Any, Any] = dict(zip(encoded, variant, strict=True)) if None not in encoded else variant[0]
+        parameters: dict[Any, Any] = variant[0]
+        if None not in encoded:
+            parameters = dict(zip(encoded, variant, strict=True))
         settings = settings_of(location.config) | {"rope_parameters": parameters}
         if getattr(location.config, "is_heterogeneous", False) and any(s["rope_type"] == "longrope" for s in variant):
             settings[READ_GLOBAL] = True

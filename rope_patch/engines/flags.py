@@ -108,8 +108,9 @@ class PatchedCheckpoint:
 
     def option(self, name: str, settings: Mapping[str, Any]) -> str:
         """Return an option that states settings, which reach the text config."""
-        placed = {"text_config": settings} if self.multimodal else settings
-        return f"{name} {shlex.quote(json.dumps(placed, sort_keys=True))}"
+        if self.multimodal:
+            settings = {"text_config": settings}
+        return f"{name} {shlex.quote(json.dumps(settings, sort_keys=True))}"
 
     def shown_by(self, program: str, settings: Mapping[str, Any]) -> str:
         """Return how it is known that a program computes the tables from the config with these settings.
@@ -130,7 +131,9 @@ class PatchedCheckpoint:
         if reading.unverified is not None:
             return f"{UNVERIFIED}: {reading.unverified}"
         compared = f"{name}: what it makes of these keys was compared with its code (benchmarks/reading_rules.py)"
-        return f"{compared}; how they get into text_config was read in its source" if self.multimodal else compared
+        if self.multimodal:
+            return f"{compared}; how they get into text_config was read in its source"
+        return compared
 
 
 def checkpoint_under(
@@ -200,11 +203,16 @@ def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
 
 
 def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
-    settings, before = checkpoint.settings(everywhere=True), checkpoint.stated.complete["rope_parameters"]
+    settings = checkpoint.settings(everywhere=True)
+    before = checkpoint.stated.complete["rope_parameters"]
     parameters = settings["rope_parameters"]
     if checkpoint.multimodal:  # what it finds in text_config is merged into the old dictionaries
         for kind in checkpoint.stated.tables:
-            new, old = (parameters, before) if kind is None else (parameters[kind], before[kind])
+            new = parameters
+            old = before
+            if kind is not None:
+                new = parameters[kind]
+                old = before[kind]
             if SHARE in old:
                 new.setdefault(SHARE, 1.0)
         parameters = _merged(before, parameters)
@@ -251,16 +259,18 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
             f"{checkpoint.source} holds factors or a scaling of its own, and the options would come on top of them"
         )
     encoded = dict(table.rope_parameters or {})
-    kind = str(encoded.get("rope_type", "default")) if encoded else "custom"
+    kind = "custom"
+    if encoded:
+        kind = str(encoded.get("rope_type", "default"))
     options: dict[str, Any] = {"--rope-freq-base": table.rope_theta}
     if kind == "linear":
         options |= {"--rope-scaling": "linear", "--rope-scale": encoded["factor"]}
     elif kind == "yarn":
         options |= {"--rope-scaling": "yarn", "--rope-scale": encoded["factor"]}
         options |= {"--yarn-orig-ctx": encoded["original_max_position_embeddings"]}
-        options |= {
-            f"--yarn-{key.replace('_', '-')}": encoded[key] for key in ("beta_fast", "beta_slow") if key in encoded
-        }
+        for key in ("beta_fast", "beta_slow"):
+            if key in encoded:
+                options[f"--yarn-{key.replace('_', '-')}"] = encoded[key]
     elif kind == "default":
         options |= {"--rope-scaling": "none"}
     # The options are read back as llama.cpp reads them: those that do not give the very table are not printed.
@@ -274,18 +284,18 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     # The server gives a prompt no more than the context that the file states.
     if checkpoint.context > checkpoint.stated.complete["max_position_embeddings"]:
         options |= {"--override-kv": f"{graph.architecture}.context_length=int:{checkpoint.context}"}
-    lines = tuple(
-        f"{name} {value:.9g}" if isinstance(value, float) else f"{name} {value}" for name, value in options.items()
-    )
+    lines = []
+    for name, value in options.items():
+        if isinstance(value, float):
+            value = f"{value:.9g}"
+        lines.append(f"{name} {value}")
     shown = f"{UNVERIFIED}: read in llama.cpp's source at 0c1e57098, and run on Llama alone"
     if checkpoint.stated.model_type == "llama":
         shown = "llama.cpp 0c1e57098, whose logits with such options are those of the table (make test-engines)"
-    notes = (
-        ()
-        if is_gguf(checkpoint.source)
-        else ("use them with a GGUF file of this checkpoint that holds no rotary factors and no scaling",)
-    )
-    return Flags("llama.cpp", lines, options, (rebuilt,), shown, notes)
+    notes: tuple[str, ...] = ()
+    if not is_gguf(checkpoint.source):
+        notes = ("use them with a GGUF file of this checkpoint that holds no rotary factors and no scaling",)
+    return Flags("llama.cpp", tuple(lines), options, (rebuilt,), shown, notes)
 
 
 def _in_a_file(model_type: str, table: RotaryTable) -> str:
@@ -300,8 +310,10 @@ def _in_a_file(model_type: str, table: RotaryTable) -> str:
 def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable | None:
     """Return the table that llama.cpp computes from its options; None where it is not the one of the method."""
     # As they are printed: nine digits, by which float32 numbers are told apart.
-    theta, factor = float(f"{options['--rope-freq-base']:.9g}"), float(f"{options.get('--rope-scale', 1.0):.9g}")
-    inv_freq, attention = frequencies.geometric(theta, table.rotary_dim) / factor, 1.0
+    theta = float(f"{options['--rope-freq-base']:.9g}")
+    factor = float(f"{options.get('--rope-scale', 1.0):.9g}")
+    inv_freq = frequencies.geometric(theta, table.rotary_dim) / factor
+    attention = 1.0
     if options.get("--rope-scaling") == "yarn":
         inv_freq = frequencies.yarn(
             theta,
@@ -316,7 +328,9 @@ def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable |
         return None
     rebuilt = replace(table, inv_freq=frequencies.zero_unrotated(inv_freq), attention_scaling=attention)
     off = (rebuilt.inv_freq - table.inv_freq).abs() <= 1e-5 * table.inv_freq
-    return rebuilt if bool(off.all()) and abs(attention - table.attention_scaling) < 1e-5 else None
+    if bool(off.all()) and abs(attention - table.attention_scaling) < 1e-5:
+        return rebuilt
+    return None
 
 
 WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {

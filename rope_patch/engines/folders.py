@@ -84,17 +84,21 @@ def export_folder(
     config, parameters, config_notes = exported_config(model, tables, to)
     if is_gguf(source):
         config["dtype"] = dtype
+    table_summaries = []
+    for table in tables:
+        encoded = parameters
+        if table.layer_type is not None:
+            encoded = parameters[table.layer_type]
+        table_summaries.append(
+            {"layer_type": table.layer_type, "rope_type": encoded["rope_type"], "hash": table.fingerprint}
+        )
     summary: dict[str, Any] = {
         "engine": ENGINES[to].name,
         "checked_against": version,
         "shown_by": ENGINES[to].shown_by if version != UNVERIFIED else None,
         "model_type": model.config.model_type,
         "context": tables[0].max_position_embeddings,
-        "tables": [
-            {"layer_type": table.layer_type, "rope_type": encoded["rope_type"], "hash": table.fingerprint}
-            for table in tables
-            for encoded in [parameters if table.layer_type is None else parameters[table.layer_type]]
-        ],
+        "tables": table_summaries,
         "notes": [*notes, *config_notes],
         "rope_patch": __version__,
     }
@@ -129,8 +133,8 @@ def exported_config(
     older = older_keys(location.config.model_type, parameters)
     notes = []
     text |= {key: value for key, value in older.items() if value != OLDER_FAIL or to == "hf"}
-    in_version_4 = bool(older) and OLDER_FAIL not in older.values()
-    notes += [] if in_version_4 else ["transformers 4 cannot express these tables"]
+    if not older or OLDER_FAIL in older.values():
+        notes.append("transformers 4 cannot express these tables")
     longrope = any(p.get("rope_type") == "longrope" for p in _each(parameters))
     if to != "hf" and "original_max_position_embeddings" in text and longrope:
         # Phi-3 keeps the original context here, where it wins over the one in rope_parameters. vLLM takes it for the

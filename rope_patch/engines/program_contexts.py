@@ -94,11 +94,18 @@ def vllm(stated: StatedContext) -> Derived:
     """
     lengths = {"max_position_embeddings": stated.length}
     lengths |= {key: stated.others[key] for key in _VLLM_KEYS if key in stated.others}
-    chosen = "model_max_length" if lengths.get("model_max_length") else min(lengths, key=lambda key: lengths[key])
+    chosen = "model_max_length"
+    if not lengths.get(chosen):
+        chosen = min(lengths, key=lambda key: lengths[key])
     derived, why = _length_at(chosen, lengths)
-    length, factor, reasons = float(derived), 1.0, [*why]
+    length = float(derived)
+    factor = 1.0
+    reasons = [*why]
+    scaling = stated.parameters
     # vLLM leaves Gemma 3 out, whose stated context is scaled already.
-    for parameters in () if "gemma3" in stated.model_type else stated.parameters:
+    if "gemma3" in stated.model_type:
+        scaling = ()
+    for parameters in scaling:
         kind = kind_of(parameters)
         if kind in ("longrope", "llama3", "yarn"):
             continue

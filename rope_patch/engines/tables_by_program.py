@@ -218,24 +218,34 @@ _TOP_SHARE = ("llama", "mistral", "phi3", "phi", "stablelm")
 
 
 def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
-    parameters, table, family = stated.parameters(kind), stated.tables[kind], stated.model_type
+    parameters = stated.parameters(kind)
+    table = stated.tables[kind]
+    family = stated.model_type
     if family == "gemma3_text" and kind != SLIDING:  # its model calls transformers' functions, on one dictionary
         return build(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
-    dialect, head_dim = DIALECTS[program], stated.head_dim(kind)
-    share = stated.raw.get(SHARE, _OLDER[family][1]) if family in _TOP_SHARE else 1.0
-    dims, reasons = int(head_dim * share), []
+    dialect = DIALECTS[program]
+    head_dim = stated.head_dim(kind)
+    share = 1.0
+    reading = f"it reads no {SHARE}"
+    if family in _TOP_SHARE:
+        share = stated.raw.get(SHARE, _OLDER[family][1])
+        reading = f"it reads {SHARE} at the top of config.json alone"
+    dims = int(head_dim * share)
+    reasons = []
     if kind_of(parameters) == "proportional" and (family, kind) not in ENGINES["sglang"].base_only:
         dims = head_dim  # every pair is in that table, and the share says how many of them turn
         if share < 1.0:
-            parameters, dialect = {**parameters, SHARE: share}, replace(dialect, proportional_share=True)
+            parameters = {**parameters, SHARE: share}
+            dialect = replace(dialect, proportional_share=True)
     if dims != table.rotary_dim:
-        where = f"reads {SHARE} at the top of config.json alone" if family in _TOP_SHARE else f"reads no {SHARE}"
-        reasons.append(f"it {where}, and takes {share:g}")
+        reasons.append(f"{reading}, and takes {share:g}")
     if (family, kind) not in ENGINES["sglang"].base_only:
         built = build(parameters, dims, stated.context, dialect, stated=stated.whole_context)
         return replace(built, reasons=(*reasons, *built.reasons))
     if kind_of(parameters) != "default":
-        where = f"the {kind} layers of {family}" if kind else f"{family} models"
+        where = f"{family} models"
+        if kind:
+            where = f"the {kind} layers of {family}"
         reasons.append(f"it reads nothing but rope_theta on {where}, and computes plain RoPE")
     context, why = dialect.context(stated.whole_context)
     return _plain(parameters["rope_theta"], dims, context, *reasons, *why)
@@ -249,7 +259,9 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
     scaling = _older_scaling(raw, family)
     theta, share, reasons = _at_the_top(raw, family, kind, *_OLDER[family])
     dims = int(stated.head_dim(kind) * share)
-    parameters = {**(_UNSCALED if kind == SLIDING else scaling), "rope_theta": theta}
+    parameters = {**scaling, "rope_theta": theta}
+    if kind == SLIDING:
+        parameters = {**_UNSCALED, "rope_theta": theta}
     if kind_of(scaling) == "longrope":
         # For longrope, transformers 4 looks for the original context at the top of config.json alone.
         parameters.pop("original_max_position_embeddings", None)
@@ -269,12 +281,17 @@ def _at_the_top(
     raw: Mapping[str, Any], family: str, kind: str | None, base: float, share: float
 ) -> tuple[Any, float, list[str]]:
     """Return the base and the share at the top of config.json, or their defaults, and sentences on keys not read."""
-    # GPT-NeoX has names of its own for the base and the share.
-    names = ("rotary_emb_base", "rotary_pct") if family == "gpt_neox" else ("rope_theta", SHARE)
+    base_key = "rope_theta"
+    share_key = SHARE
+    if family == "gpt_neox":  # it has names of its own
+        base_key = "rotary_emb_base"
+        share_key = "rotary_pct"
     if family == "gemma3_text" and kind == SLIDING:
-        names, base = ("rope_local_base_freq", SHARE), 1e4
-    theta, share = raw.get(names[0], base), raw.get(names[1], share)
-    if names[0] not in raw and "rope_parameters" in raw:
+        base_key = "rope_local_base_freq"
+        base = 1e4
+    theta = raw.get(base_key, base)
+    share = raw.get(share_key, share)
+    if base_key not in raw and "rope_parameters" in raw:
         reason = (
             f"it reads rope_theta and rope_scaling at the top of config.json, and not rope_parameters: its base is "
             f"{base:g}, and it scales nothing"
@@ -339,12 +356,16 @@ _MLX_UNSCALED = ("gemma", "gemma2", "phi", "stablelm", "gpt_neox")
 
 
 def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
-    raw, family, head_dim = dict(stated.raw), stated.model_type, stated.head_dim(kind)
+    raw = dict(stated.raw)
+    family = stated.model_type
+    head_dim = stated.head_dim(kind)
     written = raw.get("rope_parameters")
     if family == "gemma4_text":  # its own defaults are those of transformers
         parameters = written.get(kind, {}) if written else stated.parameters(kind)
         # transformers 5 saves no global_head_dim, but a per_layer_config.
-        head_dim = raw.get("head_dim") or 256 if kind == SLIDING else raw.get("global_head_dim") or 512
+        head_dim = raw.get("global_head_dim") or 512
+        if kind == SLIDING:
+            head_dim = raw.get("head_dim") or 256
         return _mlx_rope(stated, {"rope_theta": 1e4, **parameters}, head_dim, [])
     if family in ("qwen2", "phi3", "phi", "stablelm", "gpt_neox"):  # which read no head_dim
         head_dim = stated.complete["hidden_size"] // stated.complete["num_attention_heads"]
@@ -370,7 +391,9 @@ def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
         reasons.append(f"it scales nothing on {family} models, and computes plain RoPE")
     if family in _MLX_UNSCALED or kind == SLIDING:
         scaling = _UNSCALED
-    turned = int(head_dim * share) if family in (*_MLX_UNSCALED, "phi3") else head_dim  # Llama and its like turn all
+    turned = head_dim  # Llama and its like turn all
+    if family in (*_MLX_UNSCALED, "phi3"):
+        turned = int(head_dim * share)
     if turned % 2:
         raise RefusesError(f"it fails on an odd number of features that rotate: {turned}, a share of {share:g}")
     return _mlx_rope(stated, {**scaling, "rope_theta": theta}, turned, reasons)
@@ -411,32 +434,42 @@ def _mlx_rope(stated: StatedConfig, parameters: Mapping[str, Any], dims: int, re
 
 
 def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
-    raw, family = stated.raw, stated.model_type
-    context, table = stated.context, stated.tables[kind]
+    raw = stated.raw
+    family = stated.model_type
+    context = stated.context
+    table = stated.tables[kind]
     if family in _NO_KEYS:
         reason = f"its converter writes no base and no scaling for {family}: it takes 10000, and scales nothing"
         return _plain(1e4, stated.head_dim(kind), context, reason)
     parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     if not any(name in parameters for name in (FULL, SLIDING)):
         local = raw.get("rope_local_base_freq")
-        parameters = {**parameters, SLIDING: {"rope_theta": local}} if local is not None else parameters
+        if local is not None:
+            parameters[SLIDING] = {"rope_theta": local}
         if "type" in parameters:  # rope_scaling has gone through transformers 4 before the converter reads it
             wins = family in _TYPE_WINS and not raw.get("rope_parameters")
-            parameters["rope_type"] = parameters["type"] if wins else parameters.get("rope_type", parameters["type"])
+            if wins or "rope_type" not in parameters:
+                parameters["rope_type"] = parameters["type"]
         for key in ("rope_theta", SHARE, "original_max_position_embeddings"):
             if raw.get(key) is not None:
                 parameters.setdefault(key, raw[key])
-    full = {"rope_theta": 1e6 if family == "gemma3_text" else 1e4, **(parameters.get(FULL) or parameters)}
+    base = 1e4
+    if family == "gemma3_text":
+        base = 1e6
+    full = {"rope_theta": base, **(parameters.get(FULL) or parameters)}
     if "rope_type" not in full:  # the older name, which it reads where all layers share one dictionary
         full.pop("type", None)
     if full.get("rope_type") == "yarn" and "original_max_position_embeddings" not in full:
         raise RefusesError("its converter fails on YaRN without original_max_position_embeddings")
     sliding = parameters.get(SLIDING) or {}
     if kind == SLIDING:
-        default = 1e4 if family == "gemma3_text" else full["rope_theta"]
-        scaled = sliding.get("rope_type", "default") != "default"
-        reasons = ["its sliding layers are plain: it has no keys for their scaling"] if scaled else []
-        return _plain(sliding.get("rope_theta", default), stated.head_dim(kind), context, *reasons)
+        base = full["rope_theta"]
+        if family == "gemma3_text":
+            base = 1e4
+        reasons = []
+        if sliding.get("rope_type", "default") != "default":
+            reasons.append("its sliding layers are plain: it has no keys for their scaling")
+        return _plain(sliding.get("rope_theta", base), stated.head_dim(kind), context, *reasons)
     if family == "phi3":
         return _phi3_converted(full, raw, table, context)
     dialect = DIALECTS[program]

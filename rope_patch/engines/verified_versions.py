@@ -77,7 +77,9 @@ def check_version(to: str, model_type: str, tables: Sequence[RotaryTable]) -> st
     engine = ENGINES[to]
     for table in tables:
         if (model_type, table.layer_type) in engine.base_only and not table.is_geometric:
-            where = f"the {table.layer_type} table of {model_type}" if table.layer_type else model_type
+            where = model_type
+            if table.layer_type:
+                where = f"the {table.layer_type} table of {model_type}"
             raise ValueError(
                 f"{engine.name} {engine.version} reads nothing but rope_theta on {where}: this table "
                 f"({table.rope_type}) would be lost there without a word. What changes the base alone runs there (abf, "

@@ -149,10 +149,15 @@ def export(
         with cached_headers(source):
             return _export(source, output, request, name_of(str(source)))
     request.check(adapter=hasattr(model, "peft_config"))
-    origin = str(getattr(model.config, "name_or_path", "")) if hasattr(model, "config") else ""
+    origin = str(getattr(getattr(model, "config", None), "name_or_path", ""))
+    places = []
+    name = type(model).__name__
+    if origin:
+        places.append(origin)
+        name = name_of(origin)
     with scratch_folder(output.with_name(f"{output.name}.model")) as folder:
-        _save(model, folder, [origin] if origin else [])
-        return _export(folder, output, request, name_of(origin) if origin else type(model).__name__)
+        _save(model, folder, places)
+        return _export(folder, output, request, name)
 
 
 def _export(source: str | Path, output: Path, request: ExportRequest, name: str) -> dict[str, Any]:
@@ -170,8 +175,12 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
     for place in (source, base):
         if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
             raise ValueError(f"{output} is the model itself or the base of the adapter: give another output folder")
-    merging = _as_model(source, output, request)
-    with merging if adapter else contextlib.nullcontext((model_without_weights(source), source)) as (model, weights):
+    opened: contextlib.AbstractContextManager[tuple[PreTrainedModel, str | Path]]
+    if adapter:
+        opened = _as_model(source, output, request)
+    else:
+        opened = contextlib.nullcontext((model_without_weights(source), source))
+    with opened as (model, weights):
         if request.method is not None:
             apply(model, request.method, **request.options)
         if request.to != "gguf":
@@ -241,7 +250,9 @@ def _folder(
 ) -> dict[str, Any]:
     """Write a folder for transformers, vLLM or SGLang."""
     notes = list[str]()
+    adapter = None
     if request.lora:
+        adapter = source
         check_adapter(source, request.to)
         notes.append(f"serve with the adapter in {output.name}/adapter; it fits no other tables")
         if request.to != "vllm":
@@ -252,7 +263,7 @@ def _folder(
         output,
         to=request.to,
         overwrite=request.overwrite,
-        adapter=source if request.lora else None,
+        adapter=adapter,
         notes=notes,
         dtype=request.dtype,
     )

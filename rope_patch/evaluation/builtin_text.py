@@ -33,8 +33,8 @@ _LEFT_OUT = {
     "turtledemo",
 }
 
-# IPython, notebooks and command lines replace these functions of sys.
-_HOOKS = {"breakpointhook", "displayhook", "excepthook", "unraisablehook"}
+# IPython, notebooks and command lines replace these functions of sys; Python keeps the originals under other names.
+_HOOKS = {name: f"__{name}__" for name in ("breakpointhook", "displayhook", "excepthook", "unraisablehook")}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,11 @@ def builtin_text(split: Split) -> Corpus:
 def _split_of(text: str) -> Split:
     # Its content alone decides, not its place in the list: other documents may come and go between versions of Python.
     share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 10
-    return "heldout" if share == 8 else "haystack" if share == 9 else "train"
+    if share == 8:
+        return "heldout"
+    if share == 9:
+        return "haystack"
+    return "train"
 
 
 def _documents() -> Iterator[str]:
@@ -124,7 +128,7 @@ def _docstrings(module_name: str) -> str:
         warnings.simplefilter("ignore", DeprecationWarning)  # some of the modules are deprecated
         module = importlib.import_module(module_name)
     names = [name for name in sorted(vars(module)) if not name.startswith(("_", "last_"))]
-    members = [getattr(module, f"__{name}__" if name in _HOOKS else name) for name in names]
+    members = [getattr(module, _HOOKS.get(name, name)) for name in names]
     own = [member for member in members if callable(member) and not inspect.isfunction(member)]
     texts = [inspect.getdoc(module), *map(inspect.getdoc, own)]
     return f"{module_name}\n\n" + "\n\n".join(dict.fromkeys(text for text in texts if text))

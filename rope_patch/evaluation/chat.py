@@ -57,7 +57,9 @@ def _dated(template: str | Mapping[str, str]) -> dict[str, str]:
     """
     text = template if isinstance(template, str) else template.get("default", "")
     dated = re.sub(r"""strftime_now\((["'])(.*?)\1\)""", lambda call: repr(TEMPLATE_DATE.strftime(call[2])), text)
-    return {} if dated == text else {"chat_template": dated}
+    if dated == text:
+        return {}
+    return {"chat_template": dated}
 
 
 def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:

@@ -174,6 +174,8 @@ class Comparison:
     def differences_text(self) -> list[str]:
         """Return lines on how each method differs from the unpatched model, or from the first one."""
         names = [row.label for row in self.rows]
+        if len(names) == 1:
+            return []
         first = UNPATCHED if UNPATCHED in names else names[0]
         lines = [f"Against {first}, paired by window and by prompt, with {self.confidence:.0%} intervals:"]
         for name in names:
@@ -184,7 +186,7 @@ class Comparison:
                 change = self.difference(name, first, column.metric, column.span)
                 changes.append(f"{column.heading}: {change_sentence(METRICS[column.metric], change)}")
             lines.append(f"  {name}: {'; '.join(changes)}")
-        return lines if len(names) > 1 else []
+        return lines
 
     def __str__(self) -> str:
         lines = [f"{self.model}, trained at {self.trained_length} tokens"]
@@ -196,7 +198,10 @@ class Comparison:
 
     def _column(self, metric: Metric, span: Span) -> Column:
         values = [metric.value(row.scores, span) for row in self.rows]
-        best = (min if metric.lower_is_better else max)(range(len(values)), key=values.__getitem__)
+        if metric.lower_is_better:
+            best = min(range(len(values)), key=values.__getitem__)
+        else:
+            best = max(range(len(values)), key=values.__getitem__)
         # The best row was chosen by its measured value, so each interval is wide enough for those of all pairs to hold
         # together (Bonferroni).
         each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
@@ -205,27 +210,28 @@ class Comparison:
             for i, row in enumerate(self.rows)
             if i != best
         }
-        wins = bool(differences) and all(difference.significant for difference in differences.values())
-        return Column(metric.name, span, tuple(values), best, self.rows[best].label if wins else None, differences)
+        winner = None
+        if differences and all(difference.significant for difference in differences.values()):
+            winner = self.rows[best].label
+        return Column(metric.name, span, tuple(values), best, winner, differences)
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        rows = [
-            {
-                "method": row.label,
-                **({"trained": True} if row.trained else {}),
-                **row.scores.to_dict(),
-                "tables": [
-                    {
-                        "layer_type": table.layer_type,
-                        "inv_freq": table.inv_freq.tolist(),
-                        "attention_scaling": table.attention_scaling,
-                    }
-                    for table in row.tables
-                ],
-            }
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            values: dict[str, Any] = {"method": row.label}
+            if row.trained:
+                values["trained"] = True
+            values |= row.scores.to_dict()
+            values["tables"] = [
+                {
+                    "layer_type": table.layer_type,
+                    "inv_freq": table.inv_freq.tolist(),
+                    "attention_scaling": table.attention_scaling,
+                }
+                for table in row.tables
+            ]
+            rows.append(values)
         head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.lengths}
         head |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "seed": self.spec.seed}
         names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
@@ -275,6 +281,9 @@ def compare(
         with in_place() as tables, naming_method(name), progress.stage(name):
             rows.append(Row(name, suite.run(model, resume=result_cache), tables))
     record = locate(model).record
+    environment_values = environment(model)
+    if record is not None:
+        environment_values["patch before"] = str(record.to_method())
     return Comparison(
         rows=tuple(rows),
         spec=suite.spec,
@@ -283,19 +292,22 @@ def compare(
         text_name=suite.text_name,
         python_version=suite.python_version,
         model=f"{type(model).__name__} {name_of(model)}".strip(),
-        environment=environment(model) | ({"patch before": str(record.to_method())} if record is not None else {}),
+        environment=environment_values,
     )
 
 
 def environment(model: nn.Module) -> dict[str, str]:
     """Return versions, device and data type of a measurement, and for a GGUF file the types of its weights."""
     parameter = next(model.parameters())
+    device = str(parameter.device)
+    if parameter.is_cuda:
+        device = torch.cuda.get_device_name(parameter.device)
     return {
         "rope_patch": __version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
+        "device": device,
         "dtype": _precision_name(model, str(parameter.dtype).removeprefix("torch.")),
         **weights_in_file(model),
     }
@@ -322,12 +334,15 @@ def methods_in_turn(
     # Rows and differences are found by the method string.
     if len(set(names)) < len(names):
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
-    location, places = locate(model), dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]]()
+    location = locate(model)
+    places: dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]] = {}
     request = PatchRequest(replace=location.record is not None, **options)
     for name, method in zip(names, resolved, strict=True):
+        plan = None
         # The default of a patched model is the patch that it came with, so that nothing is put in its place.
-        as_it_is = request.replace and isinstance(method, Default)
-        places[name] = partial(_in_place, location, None if as_it_is else plan_patch(location, method, request))
+        if not (request.replace and isinstance(method, Default)):
+            plan = plan_patch(location, method, request)
+        places[name] = partial(_in_place, location, plan)
     return places
 
 

@@ -85,11 +85,15 @@ def _documents(source: Source, pattern: str) -> Iterator[Document]:
         case Path():
             if not os.path.exists(source):  # unlike Path.exists it also answers for a text too long to be a name
                 raise FileNotFoundError(f"no file or folder {str(source)!r:.200}")
-            paths = _files(source, pattern) if source.is_dir() else [source]
+            folder = source.parent
+            paths = [source]
+            if source.is_dir():
+                folder = source
+                paths = _files(source, pattern)
             if not paths:
                 raise ValueError(f"folder {str(source)!r} holds no file like {pattern!r}: give pattern=")
             for path in paths:
-                name = path.relative_to(source).as_posix() if source.is_dir() else path.name
+                name = path.relative_to(folder).as_posix()
                 try:
                     yield Document(name, path.read_text(encoding="utf-8"))
                 except UnicodeDecodeError as error:
@@ -148,7 +152,9 @@ def prefix_ids(tokenizer: Any) -> tuple[int, ...]:
         ValueError: the argument is not a tokenizer.
     """
     check_tokenizer(tokenizer)
-    return () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
+    if tokenizer.bos_token_id is None:
+        return ()
+    return (int(tokenizer.bos_token_id),)
 
 
 def encode(tokenizer: Any, source: Source, prefix: Sequence[int] | None = None) -> Iterator[TokenDocument]:
@@ -191,7 +197,8 @@ def spread_windows(
     # The special tokens are left out here, because every window gets them in front.
     (stream,) = encode(tokenizer, whole, prefix=())
     prefix = prefix_ids(tokenizer)
-    size, total = longest - len(prefix), len(stream.ids)
+    size = longest - len(prefix)
+    total = len(stream.ids)
     if windows is None:
         # At least one, so that a text shorter than one window meets the error below, which says how much is needed.
         windows = max(1, min(16, total // size))
@@ -261,8 +268,9 @@ def _pieces(text: str) -> Iterator[str]:
     """Cut a text at line ends into pieces of at most :data:`PIECE_CHARACTERS`; nearly all texts are one piece."""
     begin = 0
     while len(text) - begin > PIECE_CHARACTERS:
-        line = text.rfind("\n", begin, begin + PIECE_CHARACTERS) + 1
-        stop = line if line > begin else begin + PIECE_CHARACTERS
+        stop = text.rfind("\n", begin, begin + PIECE_CHARACTERS) + 1
+        if stop <= begin:  # no line ends here
+            stop = begin + PIECE_CHARACTERS
         yield text[begin:stop]
         begin = stop
     yield text[begin:]

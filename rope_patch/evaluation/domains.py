@@ -65,7 +65,13 @@ def read_rows(
             ``documents``.
         FileNotFoundError: as for ``documents``.
     """
-    named = builtin_domains() if sources is None else dict(sources)
+    named: Mapping[str, Source]
+    if sources is None:
+        named = builtin_domains()
+        label = "built-in domains"
+    else:
+        named = dict(sources)
+        label = ", ".join(named)
     if not named:
         raise ValueError("give at least one text")
     prefix = prefix_ids(tokenizer)
@@ -89,10 +95,10 @@ def read_rows(
     inner = size - len(prefix)
     # The shortest text decides, so that every text has the same weight.
     count = max(1, min(len(streams[shortest]) // inner, tokens // (size * len(streams))))
-    rows, groups = [], []
+    rows = []
+    groups = []
     for name, ids in streams.items():
         for start in spread_starts(len(ids), inner, count):
             rows.append(torch.cat((torch.tensor(prefix, dtype=torch.long), ids[start : start + inner])))
             groups.append(name)
-    label = "built-in domains" if sources is None else ", ".join(named)
     return TextRows(torch.stack(rows), tuple(groups), label, digest.hexdigest())

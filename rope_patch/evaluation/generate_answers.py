@@ -50,10 +50,12 @@ def copy_cache(cache: Any) -> Any:
     # A subclass may hold more state, which a shallow copy would share.
     if type(cache) is DynamicCache:
         branch = copy.copy(cache)
-        branch.layers = [
-            copy.copy(layer) if type(layer).__name__ in _COPIED_BY_REFERENCE else copy.deepcopy(layer)
-            for layer in cache.layers
-        ]
+        branch.layers = []
+        for layer in cache.layers:
+            if type(layer).__name__ in _COPIED_BY_REFERENCE:
+                branch.layers.append(copy.copy(layer))
+            else:
+                branch.layers.append(copy.deepcopy(layer))
         return branch
     return copy.deepcopy(cache)
 

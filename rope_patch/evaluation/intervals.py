@@ -41,7 +41,9 @@ def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float |
         >>> [round(x, 3) for x in wilson(25, 25)]
         [0.867, 1.0]
     """
-    low, high = _wilson(correct / asked, asked if count is None else count, confidence)
+    if count is None:
+        count = asked
+    low, high = _wilson(correct / asked, count, confidence)
     return max(0.0, low), min(1.0, high)
 
 
@@ -69,13 +71,17 @@ def paired_shares(
     """
     if len(ours) != len(theirs) or not ours:
         raise ValueError(f"pairs are needed, got {len(ours)} and {len(theirs)} answers")
-    n = float(len(ours) if count is None else count)
+    if count is None:
+        count = len(ours)
+    n = float(count)
     kinds = [(a, b) for a, b in zip(ours, theirs, strict=True)]
     both, first, second, neither = (
         n * kinds.count(kind) / len(kinds) for kind in ((True, True), (True, False), (False, True), (False, False))
     )
-    p, q = (both + first) / n, (both + second) / n
-    (low_p, high_p), (low_q, high_q) = _wilson(p, n, confidence), _wilson(q, n, confidence)
+    p = (both + first) / n
+    q = (both + second) / n
+    low_p, high_p = _wilson(p, n, confidence)
+    low_q, high_q = _wilson(q, n, confidence)
     # The phi coefficient of the two-by-two table of pairs, whose numerator is corrected for continuity as in the paper.
     margins = (both + first) * (second + neither) * (both + second) * (first + neither)
     numerator = both * neither - first * second
@@ -154,7 +160,8 @@ def independent_count(groups: Sequence[Sequence[float]]) -> float:
         >>> independent_count([[1, 1, 1], [0, 0, 0], [1, 1, 1]])
         3.0
     """
-    size, total = len(groups[0]), len(groups) * len(groups[0])
+    size = len(groups[0])
+    total = len(groups) * size
     if size == 1 or len(groups) == 1:
         return float(len(groups))
     means = [math.fsum(group) / size for group in groups]
@@ -163,8 +170,10 @@ def independent_count(groups: Sequence[Sequence[float]]) -> float:
     within = math.fsum((x - m) ** 2 for m, group in zip(means, groups, strict=True) for x in group)
     within /= total - len(groups)
     spread = between + (size - 1) * within
-    # The estimate can be negative by chance, which would make the values worth more than their number.
-    correlation = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
+    correlation = 0.0
+    if spread:
+        # The estimate can be negative by chance, which would make the values worth more than their number.
+        correlation = min(1.0, max(0.0, (between - within) / spread))
     return total / (1 + (size - 1) * correlation)
 
 

@@ -140,8 +140,13 @@ class Metric(ABC):
             change: difference from the model before the change.
             tolerance: relative rise of perplexity that is accepted.
         """
-        worse = change if self.lower_is_better else PairedDifference(-change.estimate, -change.high, -change.low)
-        return "unsafe" if worse.low > 0 else "safe" if worse.estimate <= 0 else "undecided"
+        if not self.lower_is_better:
+            change = PairedDifference(-change.estimate, -change.high, -change.low)
+        if change.low > 0:
+            return "unsafe"
+        if change.estimate <= 0:
+            return "safe"
+        return "undecided"
 
 
 class Perplexity(Metric, name="perplexity"):
@@ -166,7 +171,9 @@ class Perplexity(Metric, name="perplexity"):
         limit = math.log1p(tolerance)
         if change.low > limit or change.high < -limit:
             return "unsafe"
-        return "safe" if -limit <= change.low and change.high <= limit else "undecided"
+        if -limit <= change.low and change.high <= limit:
+            return "safe"
+        return "undecided"
 
 
 class Retrieval(Metric, name="retrieval"):
@@ -196,7 +203,11 @@ class Retrieval(Metric, name="retrieval"):
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
         """Return unsafe if prompts are significantly lost, and safe if at most the share :data:`SAFE_LOST_SHARE` is."""
-        return "unsafe" if change.high < 0 else "safe" if change.estimate >= -SAFE_LOST_SHARE else "undecided"
+        if change.high < 0:
+            return "unsafe"
+        if change.estimate >= -SAFE_LOST_SHARE:
+            return "safe"
+        return "undecided"
 
 
 class AnswerLogprob(Metric, name="logprob"):
@@ -246,19 +257,24 @@ def column_heading(metric: Metric, span: Span) -> str:
 
 def value_text(metric: Metric, value: float) -> str:
     """Return a value as text for a table or a sentence; a dash for nan."""
-    return perplexity_text(value) if metric.is_perplexity else number_text(value)
+    if metric.is_perplexity:
+        return perplexity_text(value)
+    return number_text(value)
 
 
 def change_text(metric: Metric, value: float) -> str:
     """Return a difference, or an end of its interval, as text; one of the loss as a change of perplexity [%]."""
-    return percent(value) if metric.is_perplexity else number_text(value, sign=True)
+    if metric.is_perplexity:
+        return percent(value)
+    return number_text(value, sign=True)
 
 
 def change_sentence(metric: Metric, change: PairedDifference) -> str:
     """Return a change with its interval as text."""
     estimate, low, high = (change_text(metric, value) for value in change)
     if math.isinf(change.high - change.low):
-        return f"{estimate} (no interval from one {'window' if metric.of_text else 'haystack'})"
+        unit = "window" if metric.of_text else "haystack"
+        return f"{estimate} (no interval from one {unit})"
     return f"{estimate} ({low} to {high})"
 
 

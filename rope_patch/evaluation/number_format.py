@@ -20,14 +20,21 @@ def percent(nats: float) -> str:
     share = 100 * relative(nats)
     if share > 1000:
         return "over +1000 %"
-    return f"{number_text(share, 2 if abs(share) < 10 else 1, sign=True)} %"
+    digits = 2 if abs(share) < 10 else 1
+    return f"{number_text(share, digits, sign=True)} %"
 
 
 def perplexity_text(value: float) -> str:
     """Return a perplexity rounded to three or four significant digits."""
     if not math.isfinite(value):
         return number_text(value)
-    return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}" if value < 1e6 else f"{value:.2e}"
+    if value < 100:
+        return f"{value:.2f}"
+    if value < 1000:
+        return f"{value:.1f}"
+    if value < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.2e}"
 
 
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
@@ -35,8 +42,10 @@ def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     if math.isnan(value):
         return "–"
     # The option z writes what rounds to zero without a minus sign.
-    text = f"{value:{'+' if sign else ''}z.{digits}f}".replace("inf", "∞")
-    return text.replace("-", "−")
+    text = f"{value:z.{digits}f}"
+    if sign:
+        text = f"{value:+z.{digits}f}"
+    return text.replace("inf", "∞").replace("-", "−")
 
 
 def four_digits(value: float | None) -> str:
@@ -47,4 +56,7 @@ def four_digits(value: float | None) -> str:
     """
     if value is None:
         return "none"
-    return (f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}").replace("-", "−")
+    text = f"{value:.4g}"
+    if 1000 <= abs(value) < 1e9:
+        text = f"{value:,.0f}"
+    return text.replace("-", "−")

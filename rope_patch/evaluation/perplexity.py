@@ -81,7 +81,7 @@ def perplexity(
     # Another cache, other chunks or other ranges give other numbers, so they are part of every key.
     settings = {"edges": edges, "chunk": chunk} | known
     # The hash reads every weight of the model, so it is computed only where keys are stored.
-    identity = settings | {"model": model_hash(model) if resume is not None else ""}
+    identity = settings | {"model": "" if resume is None else model_hash(model)}
     tally = DocumentSums(edges)
 
     def score(items: list[Window], size: int) -> list[dict[str, Any]]:
@@ -140,8 +140,9 @@ def _sliding_windows(
     for number, document in enumerate(documents):
         if not isinstance(document, TokenDocument):
             raise TypeError(f"documents must come from encode(tokenizer, source), got {type(document).__name__}")
+        size = len(document.ids)
         # The first token, and special tokens, are never predicted.
-        size, done = len(document.ids), max(1, len(document.prefix))
+        done = max(1, len(document.prefix))
         if done >= window:
             raise ValueError(f"a window needs at least {done + 1} tokens to predict one, got {window}")
         if size <= done:
@@ -150,9 +151,13 @@ def _sliding_windows(
         try:
             ids = check_ids(document.ids, reader.vocabulary)
         except ValueError as error:
-            raise ValueError(str(error) if number == 0 else f"{document.name}: {error}") from None
+            message = str(error)
+            if number > 0:
+                message = f"{document.name}: {message}"
+            raise ValueError(message) from None
         checked = replace(document, ids=ids)
-        start, unscored = 0, done
+        start = 0
+        unscored = done
         step = min(stride, window - len(document.prefix))
         while done < size:
             stop = min(start + window, size)
@@ -162,7 +167,8 @@ def _sliding_windows(
             first = max(done, start + unscored)
             if first < stop:
                 yield Window(number, start, stop, first, checked)
-            done, start = stop, start + step
+            done = stop
+            start += step
 
 
 def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:

@@ -147,7 +147,11 @@ class Window:
     def bytes_between(self, low: int, high: int) -> int | None:
         """Return how many UTF-8 bytes the tokens ``low:high`` have; None if they came without their text."""
         ends = self.source.ends
-        return None if ends is None else int(ends[high - 1] - (ends[low - 1] if low else 0))
+        if ends is None:
+            return None
+        if low == 0:
+            return int(ends[high - 1])
+        return int(ends[high - 1] - ends[low - 1])
 
 
 class DocumentSums:
@@ -179,6 +183,10 @@ class DocumentSums:
             self.documents[item.document] = replace(own, name=item.source.name)
             return
 
+        total_bytes = None
+        if own.bytes is not None and before.bytes is not None:
+            total_bytes = before.bytes + own.bytes
+
         def added(name: str) -> tuple[Any, ...]:
             return tuple(map(operator.add, getattr(before, name), getattr(own, name)))
 
@@ -188,7 +196,7 @@ class DocumentSums:
             nll=added("nll"),
             total_tokens=before.total_tokens + own.total_tokens,
             total_nll=before.total_nll + own.total_nll,
-            bytes=None if own.bytes is None or before.bytes is None else before.bytes + own.bytes,
+            bytes=total_bytes,
         )
 
     def result(self, *, window: int, stride: int, chunk: int) -> PerplexityResult:
@@ -202,7 +210,9 @@ class DocumentSums:
         Raises:
             ValueError: no token was scored.
         """
-        units = list(self.documents.values()) if len(self.documents) > 1 else self.windows
+        units = self.windows
+        if len(self.documents) > 1:
+            units = list(self.documents.values())
         if not units:
             raise ValueError(f"nothing to score: {self.skipped} documents, none with two tokens")
         nll, stderr, tokens = mean_per_token([(u.total_tokens, u.total_nll) for u in units])
@@ -214,10 +224,11 @@ class DocumentSums:
                 continue
             mean, error, count = mean_per_token(part)
             buckets.append(Bucket(start, stop, count, mean, error))
-        sizes = [u.bytes for u in units]
+        total = sum(u.bytes or 0 for u in units)
+        bits = None
         # Bits per byte compare the whole loss with the whole text: without the bytes of one document there are none.
-        total = None if None in sizes else sum(size for size in sizes if size is not None)
-        bits = sum(u.total_nll for u in units) / math.log(2) / total if total else None
+        if total and all(u.bytes is not None for u in units):
+            bits = sum(u.total_nll for u in units) / math.log(2) / total
         return PerplexityResult(
             nll=nll,
             stderr=stderr,

@@ -288,15 +288,22 @@ class _Fit:
         return self.maker.render(self._body(question, words), question.answer_prefix)
 
     def _body(self, question: Question, words: Sequence[str]) -> str:
-        surrounding, after = (words, ()) if question.context is None else (self.pieces, words)
-        pieces, at = [question.opening], 0
+        surrounding = words
+        after: Sequence[str] = ()
+        if question.context is not None:
+            surrounding = self.pieces
+            after = words
+        pieces = [question.opening]
+        at = 0
         for depth, needle in question.hidden:
             place = round(depth * len(surrounding))
             pieces += [*surrounding[at:place], needle]
             at = place
         body = "".join([*pieces, *surrounding[at:], question.closing, *after, question.text])
         # A needle at the start keeps the space before it, so that it has the same tokens at every depth.
-        return body if question.hidden and body.startswith(question.hidden[0][1]) else body.lstrip()
+        if question.hidden and body.startswith(question.hidden[0][1]):
+            return body
+        return body.lstrip()
 
     @property
     def _first(self) -> int:
@@ -333,21 +340,28 @@ class _Fit:
 
     def _prompt(self, text: str, ids: list[int], question: Question) -> Prompt:
         """Divide the text where the answer's value begins, or before its space if that belongs to the first token."""
-        maker, target = self.maker, question.target
+        maker = self.maker
+        target = question.target
         # The prompt must be tokenised alike with and without the answer: otherwise a model would be asked with other
         # tokens than those it is scored on.
         for spaces in range(len(target) - len(target.lstrip()), -1, -1):
-            shown, answer_start = text + target[:spaces], target[spaces:]
+            shown = text + target[:spaces]
+            answer_start = target[spaces:]
             prompt_ids = maker.encode(shown)
             if ids[: len(prompt_ids)] == prompt_ids and len(prompt_ids) < len(ids):
                 break
         else:
             raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
+        ends = []
+        answer = ""
         # The end of the text is enough context to count the tokens of a part, and spares tokenising the whole prompt
         # for each.
-        ends, answer, context = [], "", shown[-200:]
+        context = shown[-200:]
         for part in question.parts[:-1]:
-            answer += f", {part}" if answer else answer_start[: answer_start.index(part)] + part
+            if answer:
+                answer += f", {part}"
+            else:
+                answer = answer_start[: answer_start.index(part)] + part
             ends.append(len(maker.encode(context + answer)) - len(maker.encode(context)))
         ends.append(len(ids) - len(prompt_ids))
         return Prompt(

@@ -92,7 +92,9 @@ class BatchReader(Generic[T]):
 
     def _named(self, batches: Iterable[Sequence[T]]) -> Iterator[_Batch[T]]:
         """Name the value of each item; numbers tell equal items apart where there is no result cache."""
-        cache, earlier, number = self.result_cache, set[str](), itertools.count()
+        cache = self.result_cache
+        earlier: set[str] = set()
+        number = itertools.count()
         for items in batches:
             if cache is None:
                 names = [f"{next(number)} {self.name(item)}" for item in items]
@@ -101,7 +103,8 @@ class BatchReader(Generic[T]):
             pairs = zip(names, items, strict=True)
             # Equal items have the same name and are read once.
             todo = {name: item for name, item in pairs if name not in earlier and name not in (cache or {})}
-            earlier.update(() if cache is None else names)
+            if cache is not None:
+                earlier.update(names)
             yield _Batch(items, names, todo)
 
     def _score(self, batch: _Batch[T], *, alone: bool = False) -> dict[str, Any]:
@@ -130,7 +133,10 @@ class BatchReader(Generic[T]):
         """Yield the items of a batch with their values, from ``values`` or from the result cache."""
         cache = self.result_cache or {}
         for name, item in zip(batch.names, batch.items, strict=True):
-            yield item, values[name] if name in values else cache[name]
+            if name in values:
+                yield item, values[name]
+            else:
+                yield item, cache[name]
 
 
 @dataclass(frozen=True, eq=False)

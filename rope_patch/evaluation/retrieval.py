@@ -149,7 +149,9 @@ def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidenc
         haystacks: value of each prompt, grouped by haystack.
         confidence: confidence of the interval that the count is for.
     """
-    return float(len(haystacks)) if TASKS[task].joined else effective_count(haystacks, confidence)
+    if TASKS[task].joined:
+        return float(len(haystacks))
+    return effective_count(haystacks, confidence)
 
 
 RETRIEVAL_FIELDS = ("lengths", "depths", "samples", "seed", "chat_template", "chunk", "batch_tokens")
@@ -250,7 +252,9 @@ def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> Eval
             f"retrieval has no {name!r}.{did_you_mean(name, RETRIEVAL_FIELDS)} Known: {', '.join(RETRIEVAL_FIELDS)}"
         )
     values = {**asked, "tasks": (task,)}
-    return check_tasks(EvalSpec(**values) if spec is None else replace(spec, **values))
+    if spec is None:
+        return check_tasks(EvalSpec(**values))
+    return check_tasks(replace(spec, **values))
 
 
 def _prompt_maker(
@@ -338,8 +342,10 @@ class _Questioner:
 def _stops(model: nn.Module, tokenizer: Any) -> list[int]:
     """Return the ids of the tokens that end a text, according to the model's generation config and the tokenizer."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if not isinstance(ids, list | tuple):
+        ids = [ids]
     # Chat models often end a turn with another token than the tokenizer's end of text: either of them ends an answer.
-    several = [*(ids if isinstance(ids, list | tuple) else [ids]), tokenizer.eos_token_id]
+    several = [*ids, tokenizer.eos_token_id]
     return sorted({int(i) for i in several if i is not None})
 
 

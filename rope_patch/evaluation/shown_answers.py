@@ -64,7 +64,8 @@ def few_answers(
         lengths: lengths of the prompts; by default the shortest and the longest [tokens].
     """
     spec = scores[0][1].spec
-    lengths = list(dict.fromkeys((spec.lengths[0], spec.lengths[-1]))) if lengths is None else lengths
+    if lengths is None:
+        lengths = list(dict.fromkeys((spec.lengths[0], spec.lengths[-1])))
     return [
         (name, ShownAnswer(task, length, depth, sample.expected, sample.output, bool(sample.correct)))
         for task in spec.tasks
@@ -90,4 +91,6 @@ def shortest_of_each(scores: Sequence[tuple[str, EvalResult]]) -> list[tuple[str
 def answers_text(shown: Iterable[tuple[str, ShownAnswer]]) -> list[str]:
     """Return lines for a terminal that say when a prompt counts as answered and show some answers; none for none."""
     answers = [f"  {name}, {answer}" for name, answer in shown]
-    return [f"{EXACT_MATCH}, as in:", *answers] if answers else []
+    if not answers:
+        return []
+    return [f"{EXACT_MATCH}, as in:", *answers]

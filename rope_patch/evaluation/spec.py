@@ -20,6 +20,10 @@ DEFAULT_WINDOWS = 16
 """Default number of windows of text; fewer are read if the text is too short for them."""
 
 
+def _windows_of(spec: EvalSpec) -> int:
+    return DEFAULT_WINDOWS if spec.windows is None else spec.windows
+
+
 def check_tasks(spec: EvalSpec) -> EvalSpec:
     """Return the spec if all its tasks are known.
 
@@ -39,7 +43,7 @@ def tokens_to_read(spec: EvalSpec, windows: int | None = None) -> int:
         windows: number of windows that the text has room for; by default the number that the spec asks for.
     """
     if windows is None:
-        windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
+        windows = _windows_of(spec)
     # A joined task asks for all its needles in one prompt; any other task has a prompt for each depth.
     prompts = sum(1 if TASKS.find(task).joined else len(spec.depths) for task in spec.tasks)
     return windows * spec.longest + prompts * spec.samples * sum(spec.lengths)
@@ -50,7 +54,7 @@ def tokens_computed(spec: EvalSpec) -> float:
 
     Prompts of one haystack share the text before the needle, and the model computes that part once.
     """
-    windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
+    windows = _windows_of(spec)
     # The prompt with the deepest needle is computed whole. A prompt with its needle at depth d shares its first d with
     # that one, so only the remaining 1 - d of it is computed.
     whole = len(spec.depths) - math.fsum(spec.depths[:-1])  # prompts, counted in lengths
@@ -114,7 +118,7 @@ def smaller_specs(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
         spec: the spec that would be measured without a limit.
         scalable: the fields that may be lowered, as for :func:`spec_within`.
     """
-    windows = DEFAULT_WINDOWS if spec.windows is None else spec.windows
+    windows = _windows_of(spec)
     least = min(SMALLEST_WINDOWS, windows) if "windows" in scalable else windows
     specs = [spec]
     if spec.tasks and "samples" in scalable:
@@ -122,7 +126,7 @@ def smaller_specs(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
             # In proportion, so that perplexity and retrieval lose about as much precision.
             count = max(least, round(windows * samples / spec.samples))
             specs.append(replace(spec, samples=samples, windows=count))
-    last = windows if specs[-1].windows is None else specs[-1].windows
+    last = _windows_of(specs[-1])
     return specs + [replace(specs[-1], windows=count) for count in range(last - 1, least - 1, -1)]
 
 
@@ -133,18 +137,21 @@ def what_is_lost(spec: EvalSpec, less: EvalSpec) -> str:
     # Imported here because it imports scipy, which only this message needs.
     from rope_patch.evaluation.intervals import widening
 
-    before, after = (DEFAULT_WINDOWS if one.windows is None else one.windows for one in (spec, less))
+    before = _windows_of(spec)
+    after = _windows_of(less)
+    parts = []
     # The interval of a share narrows with the square root of the number of haystacks.
-    parts, wider = [], math.sqrt(spec.samples / less.samples)
+    wider = math.sqrt(spec.samples / less.samples)
     if less.samples < spec.samples:
         parts.append(f"{less.samples} instead of {spec.samples} samples at each length and depth")
     # A single window has no interval, so there is no width to compare.
     if 1 < after < before:
         parts.append(f"{after} instead of {before} windows")
         wider = max(wider, widening(before, after))
-    sentence = f"{', '.join(parts)}: intervals are up to {wider:.1f} times as wide" if parts else ""
+    clauses = []
+    if parts:
+        clauses.append(f"{', '.join(parts)}: intervals are up to {wider:.1f} times as wide")
     left_out = [str(length) for length in spec.lengths if length not in less.lengths]
-    if not left_out:
-        return sentence
-    missing = f"nothing is measured at {' and '.join(left_out)} tokens"
-    return f"{sentence}; {missing}" if sentence else missing
+    if left_out:
+        clauses.append(f"nothing is measured at {' and '.join(left_out)} tokens")
+    return "; ".join(clauses)

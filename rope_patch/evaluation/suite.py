@@ -100,10 +100,17 @@ def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy:
 
 def _advice(result: RetrievalResult, chat_template: str) -> str:
     """Return what could make a task easier for the model, as options of the command line and fields of the spec."""
-    easier = ["the task passkey"] if result.task != "passkey" else []
-    easier += ["the haystack noise"] if result.haystack != "noise" else ["a haystack like its training data"]
-    if result.chat or chat_template == "off":
-        easier.append(f"chat_template {'off' if result.chat else 'on'} (--chat-template)")
+    easier = []
+    if result.task != "passkey":
+        easier.append("the task passkey")
+    if result.haystack != "noise":
+        easier.append("the haystack noise")
+    else:
+        easier.append("a haystack like its training data")
+    if result.chat:
+        easier.append("chat_template off (--chat-template)")
+    elif chat_template == "off":
+        easier.append("chat_template on (--chat-template)")
     return ", ".join(easier)
 
 
@@ -136,7 +143,8 @@ class EvalSuite:
     def __init__(
         self, spec: EvalSpec, tokenizer: Any, *, text: Source | None = None, haystack: Haystack | None = None
     ) -> None:
-        self.spec, self.tokenizer = check_tasks(spec), tokenizer
+        self.spec = check_tasks(spec)
+        self.tokenizer = tokenizer
         source = text
         if source is None:
             source = builtin_text("heldout") if spec.text is None else Path(spec.text)
@@ -154,9 +162,9 @@ class EvalSuite:
         for task in spec.tasks:
             for length in spec.lengths:
                 self.prompts.prompts(task, length, spec.depths, seed=spec.seed)
-        self.python_version = (
-            source.python_version if isinstance(source, Corpus) else self.prompts.haystack.python_version
-        )
+        self.python_version = self.prompts.haystack.python_version
+        if isinstance(source, Corpus):
+            self.python_version = source.python_version
 
     @property
     def tokens(self) -> int:

@@ -64,7 +64,9 @@ def suite_within(
     """
     whole = replace(suite.spec, windows=len(suite.windows))
     smaller = spec_within(whole, most, scalable, cost)
-    return (suite, "") if smaller == whole else (EvalSuite(smaller, suite.tokenizer), what_is_lost(whole, smaller))
+    if smaller == whole:
+        return suite, ""
+    return EvalSuite(smaller, suite.tokenizer), what_is_lost(whole, smaller)
 
 
 def comparison_within(

@@ -78,14 +78,21 @@ def card(outcome: Extended) -> str:
     Args:
         outcome: the outcome of the run, with a chosen method.
     """
-    options, choice, comparison = outcome.options, outcome.choice, outcome.comparison
-    base = Path(options.model).name if Path(options.model).exists() else options.model
+    options = outcome.options
+    choice = outcome.choice
+    comparison = outcome.comparison
+    base = options.model
+    if Path(base).exists():
+        base = Path(base).name
     theirs, body = base_card(options.model)
     theirs.pop("model-index", None)  # the scores of the base
     tags = theirs.get("tags")
-    given = tags if isinstance(tags, list) else [] if tags is None else [tags]
+    if tags is None:
+        tags = []
+    elif not isinstance(tags, list):
+        tags = [tags]
     head = {"library_name": "transformers", **theirs}
-    head["tags"] = list(dict.fromkeys([*given, "rope_patch", "long-context"]))
+    head["tags"] = list(dict.fromkeys([*tags, "rope_patch", "long-context"]))
     # A name with one slash that is no folder is a repository of the hub, which shows it as the base of this model.
     if not Path(options.model).exists() and options.model.count("/") == 1:
         head["base_model"] = options.model
@@ -93,11 +100,16 @@ def card(outcome: Extended) -> str:
     chosen = choice.chosen
     training = outcome.training
     weights = comparison.environment.get("weights")
-    done = f"Its weights come from a GGUF file: {weights}.\n" if weights else ""
+    done = ""
+    if weights:
+        done = f"Its weights come from a GGUF file: {weights}.\n"
     if chosen.trained:
         done += f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
     measured = {row.label: row for one in outcome.comparisons for row in one.rows}
     others = [_name(row) for label, row in measured.items() if label not in (UNPATCHED, chosen.label)]
+    unconfirmed = ""
+    if choice.unconfirmed:
+        unconfirmed = f"\n\n**Unconfirmed**: {choice.unconfirmed}."
     ours = CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         loader=loader_name(options.model),
@@ -110,7 +122,7 @@ def card(outcome: Extended) -> str:
         basis=RANKING,
         reason=choice.reason,
         cost=choice.cost,
-        unconfirmed=f"\n\n**Unconfirmed**: {choice.unconfirmed}." if choice.unconfirmed else "",
+        unconfirmed=unconfirmed,
         others=", ".join(f"`{name}`" for name in others) or "nothing else",
         scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
@@ -120,7 +132,9 @@ def card(outcome: Extended) -> str:
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         version=__version__,
     )
-    return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours
+    if body.strip():
+        return f"{ours}{HEADING}{body.lstrip()}"
+    return ours
 
 
 def _name(row: Row) -> str:

@@ -123,8 +123,10 @@ class Choice:
         if self.chosen is None:
             failures = [f"{one.label}: {failure}." for one in self.evaluated for failure in one.failures]
             return [f"Nothing was written: {self.reason}.", *failures, *(f"{sentence}." for sentence in self.advice)]
-        unconfirmed = [f"Unconfirmed: {self.unconfirmed}."] if self.unconfirmed else []
-        return [f"{self.chosen.name} was chosen. The price: {self.cost}.", *unconfirmed, f"{self.reason}."]
+        sentences = [f"{self.chosen.name} was chosen. The price: {self.cost}."]
+        if self.unconfirmed:
+            sentences.append(f"Unconfirmed: {self.unconfirmed}.")
+        return [*sentences, f"{self.reason}."]
 
 
 class MethodEvaluator:
@@ -152,7 +154,9 @@ class MethodEvaluator:
         if text is None:
             raise ValueError("no window of text was measured")
         perplexity = text.between(self.comparison.spec.edge_at(stop // 2), stop)
-        return math.inf if math.isnan(perplexity) else perplexity  # so that it sorts last
+        if math.isnan(perplexity):
+            return math.inf  # so that it sorts last
+        return perplexity
 
     def positions(self, stop: int) -> str:
         """Return the positions that :meth:`perplexity` averages over, in words."""
@@ -219,8 +223,11 @@ class MethodEvaluator:
         behind = {one.label for one in self.behind(evaluated)}
 
         def rank(one: EvaluatedMethod) -> tuple[float, ...]:
+            failures = 0
+            if conditions:
+                failures = len(one.failures)
             lost = -one.logprob if one.label in behind else 0.0
-            return len(one.failures) if conditions else 0, lost, one.perplexity
+            return failures, lost, one.perplexity
 
         return sorted(evaluated, key=rank)
 
@@ -313,8 +320,10 @@ class MethodEvaluator:
             if most.answered > chosen.answered:
                 cost = change_text(METRICS["perplexity"], most.change.estimate)
                 reason += f"; {most.name} answers {most.answered} of them and costs {cost} there"
-        unconfirmed = f"{chosen.doubt}; a larger --budget asks more" if chosen.doubt else ""
-        if not unconfirmed and self._sign(chosen.label, UNPATCHED, "logprob") <= 0:
+        unconfirmed = ""
+        if chosen.doubt:
+            unconfirmed = f"{chosen.doubt}; a larger --budget asks more"
+        elif self._sign(chosen.label, UNPATCHED, "logprob") <= 0:
             unconfirmed = (
                 f"{count_text(chosen.prompts, 'prompt')} of {self.target} tokens cannot show that {chosen.name} "
                 "retrieves more than the unpatched model; a larger --budget asks more"
@@ -325,22 +334,31 @@ class MethodEvaluator:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
         signs = set()
         spec = self.comparison.spec
-        spans, least = [Span(self.target, task=task) for task in spec.tasks], LEAST_NATS
+        spans = [Span(self.target, task=task) for task in spec.tasks]
+        least = LEAST_NATS
         if metric == "perplexity":
-            spans, least = [Span(self.target, spec.edge_at(self.target // 2))], 0.0
+            spans = [Span(self.target, spec.edge_at(self.target // 2))]
+            least = 0.0
         for span in spans:
             change = self.comparison.difference(method, other, metric, span)
             if change.low > least or change.high < -least:
-                signs.add(-1 if METRICS[metric].lower_is_better == (change.estimate > 0) else 1)
+                if METRICS[metric].lower_is_better == (change.estimate > 0):
+                    signs.add(-1)
+                else:
+                    signs.add(1)
         # Tasks that do not differ significantly have no say; of those that do, all must agree.
-        return signs.pop() if len(signs) == 1 else 0
+        if len(signs) == 1:
+            return signs.pop()
+        return 0
 
     def _cost(self, chosen: EvaluatedMethod) -> str:
         change = change_sentence(METRICS["perplexity"], chosen.change)
         sentence = f"within the trained {self.within} tokens {chosen.name} changes perplexity by {change}"
         if not chosen.change.estimate > 0:
             return sentence
-        training = "a longer training (--train-rows)" if chosen.trained else "training (--train)"
+        training = "training (--train)"
+        if chosen.trained:
+            training = "a longer training (--train-rows)"
         return f"{sentence}; {training} or a smaller --length than {self.target} lowers that"
 
     def _why_none(self, evaluated: Sequence[EvaluatedMethod]) -> str:
@@ -349,8 +367,9 @@ class MethodEvaluator:
 
     def _advice(self, evaluated: Sequence[EvaluatedMethod]) -> list[str]:
         """Return what would help, a sentence each, by what the methods fail at."""
-        trained = any(one.trained for one in evaluated)
-        advice = ["more training: --train-rows, or a larger --budget" if trained else "training: --train"]
+        advice = ["training: --train"]
+        if any(one.trained for one in evaluated):
+            advice = ["more training: --train-rows, or a larger --budget"]
         one_failure = [one for one in evaluated if len(one.failures) == 1]
         costly = [one for one in one_failure if math.inf > relative(one.change.estimate) > self.tolerance]
         if costly:
@@ -368,4 +387,6 @@ class MethodEvaluator:
 
 def _names(methods: Iterable[EvaluatedMethod]) -> str:
     names = [method.name for method in methods]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -221,14 +221,18 @@ class Run:
         Raises:
             ValueError: the budget has no time for the smallest first round.
         """
-        options, candidates = self.options, len(self.methods)
+        options = self.options
+        candidates = len(self.methods)
         if tokens is None:
             return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
-        most = tokens * (MEASURING_SHARE if options.train else 1.0)
+        most = float(tokens)
+        if options.train:
+            most *= MEASURING_SHARE
         rounds = rounds_within(candidates, most, self.tokens_computed)
-        least, larger = rounds_cost(rounds[:1], self.tokens_computed), "a larger budget"
+        least = rounds_cost(rounds[:1], self.tokens_computed)
         if least <= most:
             return rounds
+        larger = "a larger budget"
         if options.budget and most >= 1:  # a tenth more than by the measured speed, which differs from run to run
             larger = f"--budget {math.ceil(1.1 * least / most * options.budget / 60)}m"
         raise ValueError(
@@ -248,13 +252,17 @@ class Run:
 
     def tokens_of(self, windows: int, samples: int) -> float:
         """Return the tokens that one method reads of so many windows and haystacks, as a progress bar counts them."""
-        prompts = tokens_to_read(replace(self.suite.spec, samples=max(samples, 1)), 0) if samples else 0
-        return windows * self.suite.spec.longest + prompts
+        tokens = windows * self.suite.spec.longest
+        if samples:
+            tokens += tokens_to_read(replace(self.suite.spec, samples=max(samples, 1)), 0)
+        return tokens
 
     def tokens_computed(self, windows: int, samples: int) -> float:
         """Return the tokens that the model computes for one method: fewer, since prompts share most of theirs."""
-        prompts = tokens_computed(replace(self.suite.spec, windows=0, samples=max(samples, 1))) if samples else 0.0
-        return windows * self.suite.spec.longest + prompts
+        tokens = float(windows * self.suite.spec.longest)
+        if samples:
+            tokens += tokens_computed(replace(self.suite.spec, windows=0, samples=max(samples, 1)))
+        return tokens
 
     def tokens(self, rounds: tuple[Round, ...]) -> int:
         """Return the new tokens of all rounds."""
@@ -324,7 +332,10 @@ class Run:
             return False
         before = rounds_cost(tuple(rounds[:-1]), self.tokens_computed)
         needed = (time.monotonic() - started) * rounds_cost(tuple(rounds), self.tokens_computed) / before
-        return needed > self.options.budget * (MEASURING_SHARE if self.options.train else 1.0)
+        budget = float(self.options.budget)
+        if self.options.train:
+            budget *= MEASURING_SHARE
+        return needed > budget
 
     def finish(
         self, *, overwrite: bool, add_report: Callable[[Extended, Path], None] = lambda outcome, folder: None
@@ -347,9 +358,13 @@ class Run:
         if training is not None and choice.method is not None:
             adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
             # The choice after the training may be the method without it, and then there is nothing to merge.
-            adapter = adapter if choice.chosen is not None and choice.chosen.trained else None
+            if choice.chosen is None or not choice.chosen.trained:
+                adapter = None
         write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
-        progress.say(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
+        if choice.method:
+            progress.say(f"chosen: {choice.reason}")
+        else:
+            progress.say(f"nothing is written: {choice.reason}")
         outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, self.work, options)
         if choice.method is None or processes()[0] > 0:  # the first process writes for all
             return outcome

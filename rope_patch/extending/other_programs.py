@@ -61,13 +61,17 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
 
 def _sentence_parts(row: ProgramReading) -> tuple[str, str]:
     """Return the two parts of a sentence, before and after the names of the programs."""
-    where = f" for {row.layer_type} layers" if row.layer_type else ""
-    before, after = {
-        DIFFERS: ("another table is computed from the config by ", where),
-        REFUSES: ("the config is refused by ", where),
-        UNVERIFIED: ("it is not known which table is computed by ", where),
+    before = {
+        DIFFERS: "another table is computed from the config by ",
+        REFUSES: "the config is refused by ",
+        UNVERIFIED: "it is not known which table is computed by ",
     }[row.verdict]
-    reasons = f": {'; '.join(row.reasons)}" if row.reasons else ""
-    # A fix that begins with "none: " says why no command writes what the program reads right.
-    fix = f". Run: {row.fix}".replace("Run: none: ", "No command mends that: ") if row.fix else ""
-    return before, f"{after}{reasons}{fix}"
+    after = ""
+    if row.layer_type:
+        after += f" for {row.layer_type} layers"
+    if row.reasons:
+        after += f": {'; '.join(row.reasons)}"
+    if row.fix:
+        # A fix that begins with "none: " says why no command writes what the program reads right.
+        after += f". Run: {row.fix}".replace("Run: none: ", "No command mends that: ")
+    return before, after

@@ -56,8 +56,10 @@ class Training:
         return self.steps * ROWS_PER_STEP * self.row
 
     def __str__(self) -> str:
-        where = "" if self.positions == "full" else ", at positions that skip ahead (PoSE)"
-        return f"{self.steps * ROWS_PER_STEP} rows of {self.row} tokens{where}"
+        text = f"{self.steps * ROWS_PER_STEP} rows of {self.row} tokens"
+        if self.positions != "full":
+            text += ", at positions that skip ahead (PoSE)"
+        return text
 
 
 def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_length: int, tokens: int | None) -> Training:
@@ -76,9 +78,9 @@ def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_lengt
     for positions, row in (("full", options.length), ("pose", short)):
         if positions == "full" and not whole:
             continue
-        rows = options.train_rows or (
-            DEFAULT_ROWS if tokens is None else max(ROWS_PER_STEP, int(tokens / (STEP_COST * row)))
-        )
+        rows = options.train_rows or DEFAULT_ROWS
+        if not options.train_rows and tokens is not None:
+            rows = max(ROWS_PER_STEP, int(tokens / (STEP_COST * row)))
         if positions == "full" and row > LONGEST_ROW and tokens is not None and rows < DEFAULT_ROWS:
             continue  # more short rows teach more in the same time
         return Training(positions, row, math.ceil(rows / ROWS_PER_STEP))

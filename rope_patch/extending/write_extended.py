@@ -144,7 +144,10 @@ def extended_model(outcome: Extended, model: PreTrainedModel, adapter: Path | No
 
 def record(outcome: Extended) -> dict[str, Any]:
     """Return the choice and its evidence, for JSON."""
-    choice, training = outcome.choice, outcome.training
+    choice = outcome.choice
+    training = None
+    if outcome.training is not None:
+        training = {**asdict(outcome.training), "tokens": outcome.training.tokens}
     return {
         "schema": SCHEMA,
         "options": to_dict(outcome.options),
@@ -155,7 +158,7 @@ def record(outcome: Extended) -> dict[str, Any]:
         "cost": choice.cost,
         "unconfirmed": choice.unconfirmed,
         "evaluated": finite([one.to_dict() for one in choice.evaluated]),
-        "training": None if training is None else {**asdict(training), "tokens": training.tokens},
+        "training": training,
         "plain_transformers": "equal logits",
         "other_programs": list(outcome.programs),
         "rounds": [json.loads(comparison.to_json()) for comparison in outcome.comparisons],

@@ -87,9 +87,11 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
         rows = group_requests(requests, self._table_of)
-        bar = self._bar("loglikelihood", sum(len(row.ids) for row in rows), disable_tqdm)
+        bar: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         # Windows of a rolling request come in batches of a given size, all of which share the bar of that request.
-        with bar if override_bs is None else contextlib.nullcontext():
+        if override_bs is None:
+            bar = self._bar("loglikelihood", sum(len(row.ids) for row in rows), disable_tqdm)
+        with bar:
             for batch in self._batches(rows, override_bs or self.batch_size):
                 done = Progress(sum(len(row.ids) for row in batch), reads=len(batch) * len(batch[0].ids))
                 for i, answer in self._score(batch, done):
@@ -106,8 +108,13 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             return length
         return 0
 
-    def _new_cache(self, capacity: int) -> Any:
-        return self.reader.new_cache(capacity) if self.scheme == Scheme() else self.maker()
+    def _new_cache(self, tokens: int) -> Any:
+        """Return a cache for rows of so many tokens; None if a pass reads whole rows, which needs no cache."""
+        if self.chunk is None or self.chunk >= tokens:
+            return None
+        if self.scheme == Scheme():
+            return self.reader.new_cache(tokens)
+        return self.maker()
 
     @torch.no_grad()
     def _score(self, batch: Sequence[RequestRow], done: Progress) -> Iterator[tuple[int, tuple[float, bool]]]:
@@ -119,8 +126,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             check_ids(tokens, reader.vocabulary)
         nll = [torch.full((len(states),), math.nan, dtype=torch.float64) for states, _, _ in scored]
         right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in scored]
-        # A pass over whole rows needs no cache.
-        past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
+        past = self._new_cache(ids.shape[1])
         with self._autocast():
             for start, hidden in reader.read(ids, past, self.chunk, done):
                 for i, (states, targets, _) in enumerate(scored):
@@ -139,8 +145,9 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
 
     def _batches(self, rows: list[RequestRow], size: int | str) -> Iterator[list[RequestRow]]:
         """Cut rows, longest first, into batches; ``auto`` fits the first and gives the others as many tokens."""
-        longest = len(rows[0].ids) if rows else 1
-        room = self._detect_batch_size(rows) * longest if rows and size == "auto" else 0
+        room = 0
+        if rows and size == "auto":
+            room = self._detect_batch_size(rows) * len(rows[0].ids)
         while rows:
             count = int(size) if size != "auto" else max(1, min(self.max_batch_size, room // len(rows[0].ids)))
             yield rows[:count]
@@ -154,8 +161,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         def attempt(batch_size: int) -> int:
             # How much memory a pass needs does not depend on which tokens are read.
             rows = torch.ones((batch_size, length), dtype=torch.long)
-            past = self._new_cache(length) if self.chunk is not None and self.chunk < length else None
-            for _ in self.reader.read(rows, past, self.chunk):
+            for _ in self.reader.read(rows, self._new_cache(length), self.chunk):
                 pass
             return batch_size
 
@@ -204,12 +210,16 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         if self.chunk is not None:
             kwargs.setdefault("prefill_chunk_size", self.chunk)
+        tokens = context.numel()
+        padding = None
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            tokens = int(mask.sum())
+            padding = (mask == 0).sum(1)
         if self.scheme != Scheme():
             # Prompts are padded on the left, and the blocks of the cache begin with the text.
-            mask = kwargs.get("attention_mask")
-            kwargs[self.reader.cache_argument] = self.maker(None if mask is None else (mask == 0).sum(1))
-        mask = kwargs.get("attention_mask")
-        done = Progress(context.numel() if mask is None else int(mask.sum()), reads=context.numel())
+            kwargs[self.reader.cache_argument] = self.maker(padding)
+        done = Progress(tokens, reads=context.numel())
         passes = -(-context.shape[1] // (kwargs.get("prefill_chunk_size") or context.shape[1]))
         with done.within_pass(self.reader.decoder, context.numel(), passes=passes):
             answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)

@@ -60,8 +60,9 @@ def _base_and_adapter(adapter: str, arguments: dict[str, Any]) -> tuple[str, dic
     base = adapter_base(adapter)
     if base == adapter:
         raise ValueError(f"{adapter} holds a model and an adapter: give their folders apart, pretrained= and peft=")
-    own = {"tokenizer": adapter} if (Path(adapter) / "tokenizer_config.json").is_file() else {}
-    return base, own | arguments | {"peft": adapter}
+    if (Path(adapter) / "tokenizer_config.json").is_file():
+        arguments = {"tokenizer": adapter} | arguments
+    return base, arguments | {"peft": adapter}
 
 
 class RopePatchLM(AnsweringLM):
@@ -122,7 +123,9 @@ class RopePatchLM(AnsweringLM):
         record = read_record(self.peft) if self.peft else None
         if requested is not None and record is not None:
             raise ValueError(f"the adapter {self.peft} was trained under {record.to_method()}: leave method= out")
-        own = locate(self.model).record if getattr(self.model.config.get_text_config(), "rope_patch", None) else None
+        own = None
+        if getattr(self.model.config.get_text_config(), "rope_patch", None):
+            own = locate(self.model).record
         if requested is not None:
             if isinstance(options.get("layer_types"), str):
                 options["layer_types"] = options["layer_types"].split("/")

@@ -64,9 +64,11 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         """
         metadata = dict(self.config.metadata)
         lengths = metadata.pop("max_seq_lengths")
+        if isinstance(lengths, int):
+            lengths = [lengths]
         metrics = [metric["metric"] for metric in self.config.metric_list]
         rows = []
-        for length in [lengths] if isinstance(lengths, int) else lengths:
+        for length in lengths:
             if str(length) not in metrics:
                 known = ", ".join(metric for metric in metrics if metric.isdigit())
                 raise ValueError(f"{self.config.task} has no length {length!r}: max_seq_lengths can be {known}")
@@ -76,7 +78,9 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
     def fewshot_context(self, doc: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the prompt of a document. That of a chat has its template already, which its length counts."""
-        return doc["prompt"] if "prompt" in doc else super().fewshot_context(doc, *args, **kwargs)
+        if "prompt" in doc:
+            return doc["prompt"]
+        return super().fewshot_context(doc, *args, **kwargs)
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
         """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
@@ -184,8 +188,10 @@ def perplexity_documents(
         ValueError: there is no tokenizer, an option is bad, or the text is too short or has too few spaces.
     """
     refuse_misspelled(rest)
-    stride = length // 2 if stride is None else stride
-    windows = max(1, min(32, 131072 // length)) if windows is None else windows
+    if stride is None:
+        stride = length // 2
+    if windows is None:
+        windows = max(1, min(32, 131072 // length))
     for name, value, most in (("windows", windows, None), ("stride", stride, length - 1)):
         if not isinstance(value, int) or value < 1 or (most is not None and value > most):
             span = "at least 1" if most is None else f"in [1, {most}]"
@@ -296,10 +302,13 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
         ValueError: the tokenizer puts special tokens behind a text, too.
     """
     options = dict(arguments)
-    name, bos = options.pop("name"), options.get("add_bos_token")
+    name = options.pop("name")
+    bos = options.get("add_bos_token")
     if "use_fast_tokenizer" in options:
         options["use_fast"] = options.pop("use_fast_tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(name, **options) if isinstance(name, str) else name
+    tokenizer = name
+    if isinstance(name, str):
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     special = {} if bos is None else {"add_special_tokens": bos}
     # What a word has in addition to its own tokens are the special ones that stand around it.
     whole = tokenizer("word", **special)["input_ids"]

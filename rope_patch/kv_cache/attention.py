@@ -134,10 +134,11 @@ def attend(
         distance = visible_tokens - 1 - places[at]
         hidden = (distance < 0) | (distance >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
-        if attention_mask is not None:
-            mask = attention_mask[:, :, low:high, at]
-            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attention_mask[:, :, low:high, at], -torch.inf)
+        elif attention_mask is not None:
+            logits = logits + attention_mask[:, :, low:high, at]
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         # A query of padding sees no key, and its softmax is NaN.
         weights = logits.softmax(-1, dtype=dtype).nan_to_num().to(value.dtype)
 
@@ -202,7 +203,9 @@ def padding_mask(**kwargs: Any) -> Tensor | None:
             "quantized caches read one text per row, with causal attention: texts packed into one row are not "
             "supported, nor tokens that attend to later ones"
         )
-    return None if kwargs.get("attention_mask") is None else sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
+    if kwargs.get("attention_mask") is None:
+        return None
+    return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

@@ -36,11 +36,15 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
     else:
         size = side.features or x.shape[-1]
         whole = x.shape[-1] // size * size
-        parts = [_round(_split(work[..., :whole], size), side, -1).flatten(-2)] if whole else []
+        parts = []
+        if whole:
+            parts.append(_round(_split(work[..., :whole], size), side, -1).flatten(-2))
         if whole < x.shape[-1]:  # the last group is short
             parts.append(_round(work[..., whole:], side, -1))
         out = torch.cat(parts, -1)
-    return (mix(out, side.hadamard) if rotated else out).to(x.dtype)
+    if rotated:
+        out = mix(out, side.hadamard)
+    return out.to(x.dtype)
 
 
 def _round(x: Tensor, side: Side, dim: int) -> Tensor:

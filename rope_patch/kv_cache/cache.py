@@ -26,7 +26,9 @@ class QuantizedCache(Cache):
     def padding(self) -> list[int]:
         """Number of padding tokens on the left of each row; empty if no row is padded."""
         known = [layer.padding for layer in self.layers if isinstance(layer, QuantizedLayer)]
-        return [] if not known or known[0] is None else known[0].tolist()
+        if not known or known[0] is None:
+            return []
+        return known[0].tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +53,15 @@ class CacheMaker:
         """
         # Layers of other kinds, such as those of linear attention, stay as transformers makes them.
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-        count = padding.cpu().long() if padding is not None and bool((padding > 0).any()) else None
+        count = None
+        if padding is not None and bool((padding > 0).any()):
+            count = padding.cpu().long()
         plans = self.run.plans
-        return QuantizedCache(
-            layers=[
-                QuantizedLayer(plans[i], self.run, count) if type(layer) in kinds and i in plans else layer
-                for i, layer in enumerate(DynamicCache(config=self.config).layers)
-            ]
-        )
+        layers = DynamicCache(config=self.config).layers
+        for i, layer in enumerate(layers):
+            if type(layer) in kinds and i in plans:
+                layers[i] = QuantizedLayer(plans[i], self.run, count)
+        return QuantizedCache(layers=layers)
 
 
 @contextlib.contextmanager
@@ -83,16 +86,20 @@ def recording_turns(location: Location, run: SchemeRun) -> Iterator[None]:
 
 def _check_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ValueError for padding that an empty cache was not made for, with which its blocks would begin."""
-    cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
+    cache = cache_in(kwargs)
+    mask = kwargs.get("attention_mask")
     if not isinstance(cache, QuantizedCache) or cache.get_seq_length():
         return
-    pads, expected = [], cache.padding
+    pads: list[int] = []
+    expected = cache.padding
     if isinstance(mask, Tensor) and mask.ndim == 2:
         pads = (mask.cumsum(-1) == 0).sum(-1).tolist()
         expected = [min(pad, mask.shape[1]) for pad in expected]  # a first chunk may be nothing but padding
-    if (pads if any(pads) else []) != expected:
+    if not any(pads):
+        pads = []
+    if pads != expected:
         raise ValueError(
-            f"attention_mask pads rows on the left by {pads if any(pads) else 'no'} tokens, the cache was made for "
+            f"attention_mask pads rows on the left by {pads or 'no'} tokens, the cache was made for "
             f"{cache.padding or 'none'}: make the cache with factory(padding=…)"
         )
 

@@ -115,7 +115,9 @@ class QuantizedLayer(DynamicLayer):
 
     def _freeze(self, name: str, visible_tokens: int, pad: int, rows: slice) -> None:
         place = (name, rows.start or 0)
-        done, size, base = self.frozen.get(place, 0), self.plan.sides[name].block, self.plan.scheme.sinks + pad
+        done = self.frozen.get(place, 0)
+        size = self.plan.sides[name].block
+        base = self.plan.scheme.sinks + pad
         ready = (self.plan.frozen(name, visible_tokens, pad) - base) // size
         if ready <= done:
             return
@@ -126,7 +128,10 @@ class QuantizedLayer(DynamicLayer):
         blocks = blocks.transpose(1, 2).flatten(0, 1)  # (rows * blocks, heads, size, width)
         turn = None
         if self.turn is not None:
-            parts = [p[rows if len(p) > 1 else slice(None), low:high].expand(count, -1, -1) for p in self.turn]
+            turn_rows = slice(None)
+            if len(self.turn[0]) > 1:
+                turn_rows = rows
+            parts = [part[turn_rows, low:high].expand(count, -1, -1) for part in self.turn]
             cos, sin = (part.reshape(-1, size, part.shape[-1]) for part in parts)
             turn = cos, sin
         quantized = self.plan.quantize(name, blocks, turn)

@@ -46,14 +46,15 @@ class LayerPlan:
             visible_tokens: number of tokens that the query sees, its own included; several queries as a tensor.
             pad: number of padding tokens on the left of the row.
         """
+        scheme = self.scheme
+        base = scheme.sinks + pad
         # With `flush` a query reads the cache before its own token rounds anything, hence the 1.
-        scheme, base = self.scheme, self.scheme.sinks + pad
-        if scheme.flush:
-            waiting = visible_tokens - base - 1
-            collected = name == "keys" or not scheme.residual
-            count = waiting // scheme.flush * scheme.flush if collected else waiting - scheme.residual
-        else:
+        if not scheme.flush:
             count = visible_tokens - base - scheme.residual
+        elif name == "keys" or not scheme.residual:
+            count = (visible_tokens - base - 1) // scheme.flush * scheme.flush
+        else:
+            count = visible_tokens - base - 1 - scheme.residual
         block = self.sides[name].block
         # A tensor has no `max(0, count)`: the comparison is 0 or 1 for a number and for a tensor.
         return base + (count > 0) * (count // block * block)
@@ -125,7 +126,8 @@ def plan_layers(model: nn.Module, scheme: Scheme) -> dict[int, LayerPlan]:
             raise ValueError(f"skip names layer {index}, which reads the keys of layer {owners[index]}: name that one")
     plans = {}
     for layer in layers:
-        full = layer.keys_of in skipped
-        sides = {"keys": Side(), "values": Side()} if full else {"keys": scheme.key, "values": scheme.value}
+        sides = {"keys": scheme.key, "values": scheme.value}
+        if layer.keys_of in skipped:
+            sides = {"keys": Side(), "values": Side()}
         plans[layer.index] = LayerPlan(layer, scheme, sides)
     return plans

@@ -74,9 +74,12 @@ class Side:
         words = [self.format]
         if self.group:
             words.append(f"{self.axis}{self.group}")
-        words += ["pre"] * self.pre
-        if self.hadamard:
-            words.append(f"hadamard{self.hadamard if self.hadamard > 1 else ''}")
+        if self.pre:
+            words.append("pre")
+        if self.hadamard > 1:
+            words.append(f"hadamard{self.hadamard}")
+        elif self.hadamard:
+            words.append("hadamard")
         return ".".join(words)
 
 
@@ -123,8 +126,11 @@ class Scheme:
     def __str__(self) -> str:
         parts = [f"k={self.key}", f"v={self.value}"]
         parts += [f"{name}={getattr(self, name)}" for name in ("residual", "flush", "sinks") if getattr(self, name)]
-        parts += [f"skip={'+'.join(map(str, self.skip))}"] if self.skip else []
-        return ";".join(parts) if parts != ["k=none", "v=none"] else "none"
+        if self.skip:
+            parts.append(f"skip={'+'.join(map(str, self.skip))}")
+        if parts == ["k=none", "v=none"]:
+            return "none"
+        return ";".join(parts)
 
     @property
     def identity(self) -> str:
@@ -234,11 +240,13 @@ def _part(text: str) -> dict[str, Any]:
         raise ValueError(f"unknown part {text!r}. Known: {'=, '.join(_PARTS)}=")
     if name in ("k", "v"):
         return {_PARTS[name]: _side(value, FORMATS)}
-    if not re.fullmatch(r"[0-9]+" if name != "skip" else r"-?[0-9]+(\+-?[0-9]+)*", value):
-        several = ", or several such as 0+-1" if name == "skip" else ""
-        raise ValueError(f"{name} must be a whole number{several}, got {value!r}")
-    numbers = tuple(map(int, value.split("+")))
-    return {name: numbers if name == "skip" else numbers[0]}
+    if name == "skip":
+        if not re.fullmatch(r"-?[0-9]+(\+-?[0-9]+)*", value):
+            raise ValueError(f"skip must be a whole number, or several such as 0+-1, got {value!r}")
+        return {name: tuple(map(int, value.split("+")))}
+    if not re.fullmatch(r"[0-9]+", value):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return {name: int(value)}
 
 
 def _side(text: str, known: Collection[str]) -> Side:

@@ -59,7 +59,8 @@ def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tup
     location = locate(model)
     root: Any = location.model
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
-    plans, errors = plan_layers(model, scheme), list[LayerErrors]()
+    plans = plan_layers(model, scheme)
+    errors: list[LayerErrors] = []
 
     def observe(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         turns = {kind: (cos.cpu(), sin.cpu()) for kind, (cos, sin) in plain.turns.items()}

@@ -46,10 +46,14 @@ class Attribution:
 
     def __str__(self) -> str:
         """Return the layers and pairs from which the cost comes, as text."""
-        if not self.pairs:
-            return f"{'values of ' if abs(self.values) > abs(self.keys) else ''}{indices_text('layer', self.worst)}"
-        left = "" if self.left is None else f" ({percent(self.left)} with these in full precision)"
-        return f"{indices_text('layer', self.worst)}, {indices_text('pair', self.pairs)}{left}"
+        text = indices_text("layer", self.worst)
+        if self.pairs:
+            text += f", {indices_text('pair', self.pairs)}"
+            if self.left is not None:
+                text += f" ({percent(self.left)} with these in full precision)"
+        elif abs(self.values) > abs(self.keys):
+            text = f"values of {text}"
+        return text
 
 
 def worst_layers(costs: Mapping[int, float], tolerance: float) -> tuple[int, ...]:
@@ -78,15 +82,11 @@ def longest_keys(capture: Capture, layers: Sequence[int]) -> tuple[int, ...]:
     """
     radii = {layer.index: layer.key.radius for layer in capture.layers}
     median = float(torch.cat([radius.flatten() for radius in radii.values()]).median())
-    pairs = {
-        pair
-        for layer in layers
-        for pair in ((radii[layer] > OUTLIER_RATIO * median) & (radii[layer] >= radii[layer].amax(1, keepdim=True) / 2))
-        .any(0)
-        .nonzero()
-        .flatten()
-        .tolist()
-    }
+    pairs: set[int] = set()
+    for layer in layers:
+        radius = radii[layer]
+        long = (radius > OUTLIER_RATIO * median) & (radius >= radius.amax(1, keepdim=True) / 2)
+        pairs.update(long.any(0).nonzero().flatten().tolist())
     return tuple(sorted(pairs))
 
 
@@ -95,6 +95,8 @@ def worst_pairs(errors: Sequence[LayerErrors]) -> tuple[int, ...]:
     energy = torch.zeros(max(error.pair.shape[1] for error in errors), dtype=torch.float64)
     for error in errors:
         energy[: error.pair.shape[1]] += error.pair.square().sum(0)
+    if not float(energy.sum()) > 0:  # also true for NaN
+        return ()
     order = energy.argsort(descending=True, stable=True)
     needed = int((energy[order].cumsum(0) < energy.sum() / 2).sum()) + 1
-    return tuple(sorted(order[:needed].tolist())) if float(energy.sum()) > 0 else ()
+    return tuple(sorted(order[:needed].tolist()))

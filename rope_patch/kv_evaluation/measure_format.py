@@ -56,18 +56,23 @@ def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme
         scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
     stored = stored_states(setting.model, patched.capture, scheme)
     bits = {name: [states.bits for states in stored if states.name == name] for name in ("keys", "values")}
+    divergences: dict[int, Divergence] = {}
+    errors: tuple[LayerErrors, ...] = ()
+    if quantizing:
+        divergences = _divergences(setting, patched, scheme)
+        errors = _errors(setting, scheme)
     return CheckRow(
         method=patched.method,
         format=name,
         format_text=str(scheme),
         scores=scores,
         tables=patched.tables,
-        divergences=_divergences(setting, patched, scheme) if quantizing else {},
+        divergences=divergences,
         key_bits=math.fsum(bits["keys"]) / len(bits["keys"]),
         value_bits=math.fsum(bits["values"]) / len(bits["values"]),
         cache_bits={length: cache_bits(stored, length) for length in setting.lengths},
         token_bytes=token_bytes(stored),
-        errors=_errors(setting, scheme) if quantizing else (),
+        errors=errors,
     )
 
 
@@ -144,20 +149,24 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
     def without(pairs: tuple[int, ...]) -> Callable[[LayerPlan], LayerPlan]:
         def change(plan: LayerPlan) -> LayerPlan:
             source = plan.layer
+            if source.index not in worst:
+                return plan
             exact = torch.zeros(source.parts["key"].head_dim, dtype=torch.bool)
             for half in split_pairs(exact, source.table.pairs, source.interleaved):
                 half[[pair for pair in pairs if pair < source.table.pairs]] = True
-            return replace(plan, exact=exact) if source.index in worst else plan
+            return replace(plan, exact=exact)
 
         return change
 
     # Long keys stretch the scale that the features of a token share: the error that they cause lies in other pairs.
     longest = longest_keys(patched.capture, worst) if scheme.key.axis == "token" else ()
+    least = abs(attribution.whole)
     for pairs in dict.fromkeys((longest, worst_pairs([error for error in row.errors if error.layer in worst]))):
         if not pairs:
             continue
         left = loss(without(pairs)) - full
-        if abs(left) < abs(attribution.whole if attribution.left is None else attribution.left):
+        if abs(left) < least:
+            least = abs(left)
             attribution = replace(attribution, pairs=pairs, left=left)
     return attribution
 
@@ -170,11 +179,17 @@ def passes_of_attribution(layers: int) -> int:
 
 def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
     """Return the last hidden states of the compared windows, read through a quantized cache or in full precision."""
-    ids, reader = setting.compared, Reader(setting.model)
-    windows, read = [], Progress(ids.numel())
+    ids = setting.compared
+    reader = Reader(setting.model)
+    windows = []
+    read = Progress(ids.numel())
     with torch.no_grad(), in_eval_mode(setting.model):
         for row in ids:
-            past = cache() if cache is not None else reader.new_cache(len(row)) if setting.chunk else None
+            past: Any = None
+            if cache is not None:
+                past = cache()
+            elif setting.chunk:
+                past = reader.new_cache(len(row))
             windows.append(torch.cat([part[0] for _, part in reader.read(row[None], past, setting.chunk, read)]))
     read.finish()
     return windows

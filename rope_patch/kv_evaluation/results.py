@@ -82,7 +82,9 @@ class KVCheck:
 
     def meant(self, method: str) -> str:
         """Return a method as text; ``default`` is followed by the patch that the model was loaded with."""
-        return f"{method}: {self.loaded}, as loaded" if method == "default" and self.loaded else method
+        if method == "default" and self.loaded:
+            return f"{method}: {self.loaded}, as loaded"
+        return method
 
     def of(self, method: str) -> tuple[CheckRow, ...]:
         """Return the rows of a method, full precision first."""
@@ -90,10 +92,13 @@ class KVCheck:
 
     def named_scores(self) -> list[tuple[str, EvalResult]]:
         """Return the scores of every row, each with a name of its method and format."""
-        return [
-            (f"{row.method}: {'full precision' if row.divergence is None else row.format}", row.scores)
-            for row in self.rows
-        ]
+        named = []
+        for row in self.rows:
+            name = row.format
+            if row.divergence is None:
+                name = "full precision"
+            named.append((f"{row.method}: {name}", row.scores))
+        return named
 
     def change(self, row: CheckRow, metric: Metric, span: Span) -> PairedDifference:
         """Return the change of a metric by a format, compared with full precision, with its interval."""
@@ -109,7 +114,9 @@ class KVCheck:
             if metric.name != "retrieval":
                 continue
             result = self.rows[0].scores.retrieval[str(span.task)]
-            task = f" ({span.task})" if len(self.spec.tasks) > 1 else ""
+            task = ""
+            if len(self.spec.tasks) > 1:
+                task = f" ({span.task})"
             sentences.append(
                 f"{count_text(len(result.samples(length)), 'prompt')} of {length} tokens in "
                 f"{count_text(len(result.haystacks(length)), 'haystack')}{task}: a loss below "
@@ -139,8 +146,10 @@ class KVCheck:
                     ("undecided", True, f"rounds nothing at {length} tokens", f"round nothing at {length} tokens"),
                 ):
                     names = [row.format for row, verdict in verdicts if (verdict.kind, verdict.idle) == (kind, idle)]
-                    if names:
-                        parts.append(f"{', '.join(names)} {one if len(names) == 1 else many}")
+                    if len(names) == 1:
+                        parts.append(f"{names[0]} {one}")
+                    elif names:
+                        parts.append(f"{', '.join(names)} {many}")
                 if self.spec.tasks and not any(answered(base, length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
                 sentences.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
@@ -207,7 +216,9 @@ class KVCheck:
         """Return the measurements of a row at a length; if there are several tasks, metrics carry their names."""
         entry: dict[str, Any] = {"cache_bits": row.cache_bits[length], "prompts": len(answered(row, length))}
         for metric, span in spans_at(self.spec, length):
-            task = f"_{span.task}" if len(self.spec.tasks) > 1 and span.task else ""
+            task = ""
+            if len(self.spec.tasks) > 1 and span.task:
+                task = f"_{span.task}"
             entry[f"{metric.name}{task}"] = metric.value(row.scores, span)
             if row.divergence is not None:
                 entry[f"{metric.difference_name}{task}_change"] = self.change(row, metric, span)

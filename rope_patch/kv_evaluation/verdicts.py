@@ -123,14 +123,21 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     for metric, span in spans_at(row.scores.spec, length):
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
         beyond_noise = metric.is_perplexity and abs(moved.estimate) > limits.loss + NOISE
-        kinds.add("unsafe" if beyond_noise else metric.verdict(moved, limits.tolerance))
+        if beyond_noise:
+            kinds.add("unsafe")
+        else:
+            kinds.add(metric.verdict(moved, limits.tolerance))
         parts.append(f"{metric_name(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
     # Where nothing is rounded, equal scores say nothing about the format.
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
         return Verdict("undecided", f"nothing is quantized at {length} tokens", idle=True)
     if exceeds(divergence, limits):
         kinds.add("unsafe")
-    kind: VerdictKind = "unsafe" if "unsafe" in kinds else "safe" if kinds == {"safe"} else "undecided"
+    kind: VerdictKind = "undecided"
+    if "unsafe" in kinds:
+        kind = "unsafe"
+    elif kinds == {"safe"}:
+        kind = "safe"
     return Verdict(kind, ", ".join(parts))
 
 
@@ -146,4 +153,6 @@ def kl_text(divergence: Divergence) -> str:
 
 def metric_name(metric: Metric, spec: EvalSpec, span: Span) -> str:
     """Return the name of a metric, with the task if a spec has several tasks."""
-    return f"{metric.name} of {span.task}" if span.task and len(spec.tasks) > 1 else metric.name
+    if span.task and len(spec.tasks) > 1:
+        return f"{metric.name} of {span.task}"
+    return metric.name

@@ -66,8 +66,11 @@ class Method:
             # The dataclass is frozen, so an ordinary assignment raises.
             object.__setattr__(self, f.name, value)
             # The bounds of a list hold for each of its numbers.
-            for one in value if isinstance(value, tuple) else () if value is None else (value,):
-                check_bounds(f.name, one, f.metadata)
+            if isinstance(value, tuple):
+                for one in value:
+                    check_bounds(f.name, one, f.metadata)
+            elif value is not None:
+                check_bounds(f.name, value, f.metadata)
         self.check()
 
     def check(self) -> None:
@@ -96,7 +99,9 @@ class Method:
             changed = self.on_scaled(table)
             if changed is not None:
                 same = torch.equal(changed.inv_freq, table.inv_freq)
-                return table if same and changed.attention_scaling == table.attention_scaling else changed
+                if same and changed.attention_scaling == table.attention_scaling:
+                    return table
+                return changed
             if self.recomputes:
                 raise ValueError(
                     f"{self.name} recomputes the table from rope_theta, but {table.path} is already scaled or not "
@@ -204,7 +209,8 @@ class Scaling(Method):
 
     def context_of(self, table: RotaryTable) -> int:
         """Return the context that the factor multiplies [tokens]: the stated one."""
-        stated, before = context_reached(table), table.context
+        stated = context_reached(table)
+        before = table.context
         if stated != before and (getattr(self, "replace_scaling", False) or table.is_geometric):
             return before
         return stated
@@ -283,8 +289,13 @@ class Chain(Method):
 
     def __post_init__(self) -> None:
         # A chain within a chain is the same as its steps; so equal chains compare equal and have one method string.
-        flat = tuple(inner for step in self.steps for inner in (step.steps if isinstance(step, Chain) else (step,)))
-        object.__setattr__(self, "steps", flat)
+        flat: list[Method] = []
+        for step in self.steps:
+            if isinstance(step, Chain):
+                flat += step.steps
+            else:
+                flat.append(step)
+        object.__setattr__(self, "steps", tuple(flat))
         if len(self.steps) < 2:
             raise ValueError(f"a chain needs at least two methods, got {len(self.steps)}")
 
@@ -317,7 +328,7 @@ class Chain(Method):
         steps = [step if isinstance(step, Scaling) else step.for_target(table, None) for step in self.steps]
         if scaling:
             # If no factor is missing, the last one is checked, given the others.
-            chosen = without_factor[0] if without_factor else scaling[-1]
+            chosen = (without_factor or scaling)[-1]
             others = math.prod(step.stretch for step in scaling if step is not chosen)
             filled = chosen.stretched(scaling[0].context_of(table) * others, target_length)
             steps = [filled if step is chosen else step for step in steps]

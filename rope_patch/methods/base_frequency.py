@@ -37,7 +37,9 @@ class ABF(Method, name="abf"):
 
     def base(self, table: RotaryTable) -> float:
         """Return the new base."""
-        return table.rope_theta * (self.factor or 1.0) if self.rope_theta is None else self.rope_theta
+        if self.rope_theta is not None:
+            return self.rope_theta
+        return table.rope_theta * (self.factor or 1.0)
 
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
         """Return the table of the checkpoint's own type under the new base."""

@@ -107,7 +107,8 @@ class Yarn(_ByTurns, name="yarn"):
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
         """Return parameters of type ``yarn``, without those that are at transformers' own default."""
         given = {name: getattr(self, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
-        given |= {} if self.truncate else {"truncate": False}
+        if not self.truncate:
+            given["truncate"] = False
         return {
             "rope_type": "yarn",
             "rope_theta": table.rope_theta,

@@ -56,7 +56,9 @@ class LongRope(Method, name="longrope"):
         """Return ``attention_factor``, or the checkpoint's scaling times what LongRoPE computes from the factor."""
         if self.attention_factor is not None:
             return self.attention_factor
-        grown = 1 + math.log(self.factor) / math.log(table.context) if self.factor > 1 else 1.0
+        grown = 1.0
+        if self.factor > 1:
+            grown += math.log(self.factor) / math.log(table.context)
         return math.sqrt(grown) * table.attention_scaling
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:

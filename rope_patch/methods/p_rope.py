@@ -47,8 +47,10 @@ class NoPE(Method, name="nope"):
 
     def scaling(self, table: RotaryTable) -> float:
         """Return the scaling of the checkpoint times the square root of the factor on the logits."""
-        # The root, since cos and sin scale queries and keys, and a logit is a product of both.
-        grown = 1.0 if self.factor is None else math.sqrt(1 + self.temperature * math.log(self.factor))
+        grown = 1.0
+        if self.factor is not None:
+            # The root, since cos and sin scale queries and keys, and a logit is a product of both.
+            grown = math.sqrt(1 + self.temperature * math.log(self.factor))
         return table.attention_scaling * grown
 
     def inv_freq(self, table: RotaryTable) -> Tensor:

@@ -39,7 +39,10 @@ def check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
 
 def field_help(f: Field[Any]) -> str:
     """Return ``name=default`` of a parameter as a method string writes it; ``name=…`` if it has no default."""
-    return f"{f.name}={parameter_text(f.default) if f.default is not MISSING and f.default is not None else '…'}"
+    default = "…"
+    if f.default is not MISSING and f.default is not None:
+        default = parameter_text(f.default)
+    return f"{f.name}={default}"
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
@@ -66,10 +69,11 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         if not isinstance(value, str) or not value or set(value) & set(":+,="):
             raise ValueError(f"{name} must be a word, got {value!r}")
         return value
-    items = value.split("/") if isinstance(value, str) else value
-    if not isinstance(items, Iterable):
+    if isinstance(value, str):
+        value = value.split("/")
+    if not isinstance(value, Iterable):
         raise ValueError(f"{name} must be numbers joined by '/', got {value!r}")
-    numbers = tuple(_number(name, item, float) for item in items)
+    numbers = tuple(_number(name, item, float) for item in value)
     if not numbers:
         raise ValueError(f"{name} must not be empty")
     return numbers
@@ -88,9 +92,11 @@ def _number(name: str, value: Any, kind: type) -> float | int:
         raise ValueError(f"{name} must be {rule}, got {value!r}{hint}") from None
     if not math.isfinite(converted):
         raise ValueError(f"{name} must be finite, got {value}")
-    if kind is int and not converted.is_integer():
+    if kind is not int:
+        return converted
+    if not converted.is_integer():
         raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return int(converted) if kind is int else converted
+    return int(converted)
 
 
 def parameter_text(value: Any) -> str:

@@ -40,8 +40,10 @@ def restated(table: RotaryTable, **changes: Any) -> RotaryTable | None:
     scaling = table.attention_scaling
     if table.rope_type == "yarn":
         given = new.get("attention_factor")
-        both = (new.get("mscale"), new.get("mscale_all_dim"))
-        scaling = frequencies.yarn_scaling(new["factor"], *both) if given is None else float(given)
+        if given is not None:
+            scaling = float(given)
+        else:
+            scaling = frequencies.yarn_scaling(new["factor"], new.get("mscale"), new.get("mscale_all_dim"))
     return table.becomes(inv_freq, rope_parameters=new, attention_scaling=scaling)
 
 
@@ -84,15 +86,16 @@ def context_before(table: RotaryTable, given: int | None) -> int:
     stated: Mapping[str, Any] = table.rope_parameters or {}
     original = table.original_max_position_embeddings or stated.get(ORIGINAL)
     if given is not None and (given > table.max_position_embeddings or original not in (None, given)):
-        known = (
-            f"states {original}: leave it out" if original else f"states a context of {table.max_position_embeddings}"
-        )
+        known = f"states a context of {table.max_position_embeddings}"
+        if original:
+            known = f"states {original}: leave it out"
         raise ValueError(f"{ORIGINAL}={given} is not the context before the scaling of {table.path}, which {known}")
     if given is not None:
         return given
     if original is not None:
         return int(original)
-    factor, context = float(stated.get("factor") or 1.0), table.max_position_embeddings
+    factor = float(stated.get("factor") or 1.0)
+    context = table.max_position_embeddings
     if table.rope_type in ("linear", "yarn", "proportional") and factor != 1.0:
         raise ValueError(
             f"{table.path} is scaled (rope_type {table.rope_type!r}, factor {factor:g}), and nothing says what its "

@@ -46,12 +46,16 @@ class Table(Method, name="table"):
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the values, or the frequencies of the checkpoint if there are none for this table."""
-        return table.inv_freq if self.values is None or not self._is_for(table) else frequencies.table_of(self.values)
+        if self.values is None or not self._is_for(table):
+            return table.inv_freq
+        return frequencies.table_of(self.values)
 
     def scaling(self, table: RotaryTable) -> float:
         """Return ``attention_scaling``, by default that of the checkpoint."""
         given = self.attention_scaling
-        return table.attention_scaling if given is None or not self._is_for(table) else given
+        if given is None or not self._is_for(table):
+            return table.attention_scaling
+        return given
 
     def _is_for(self, table: RotaryTable) -> bool:
         return self.layer_type in (None, table.layer_type)

@@ -239,9 +239,11 @@ def _match(
                         key, value, keys_of = layer.parts["key"], layer.parts["value"], layer.keys_of
                         break
             if key is None or value is None:
+                missing = "values"
+                if key is None:
+                    missing = "keys before rotation"
                 raise ValueError(
-                    f"layer {index} of {model}: no part of {type(call.module).__name__} puts out its "
-                    f"{'keys before rotation' if key is None else 'values'}"
+                    f"layer {index} of {model}: no part of {type(call.module).__name__} puts out its {missing}"
                 )
             return AttentionLayer(
                 index=index,
@@ -283,7 +285,9 @@ def _search(
                     # Equal outputs, as of zero weights, are distinguished by name; of a projection and its norm, the
                     # later one counts.
                     fits.append((name.startswith(role[0]), order, HeadOutput(module, picked, head_dim, tokens_last)))
-    return max(fits, key=lambda fit: fit[:2])[2] if fits else None
+    if not fits:
+        return None
+    return max(fits, key=lambda fit: fit[:2])[2]
 
 
 def _arrangements(blocks: int, role: str, heads: Mapping[str, int]) -> Iterator[Tensor]:
@@ -329,15 +333,21 @@ def _try_blocks(output: Tensor, rows: int, tokens: int, head_dim: int, tokens_la
         fits = output.ndim == 4 and (output.shape[0], output.shape[2], output.shape[3]) == (rows, tokens, head_dim)
     else:
         fits = output.ndim >= 3 and output.shape[:2] == (rows, tokens) and output[0, 0].numel() % head_dim == 0
-    return _blocks(output, head_dim, tokens_last) if fits else None
+    if not fits:
+        return None
+    return _blocks(output, head_dim, tokens_last)
 
 
 def _blocks(output: Tensor, head_dim: int, tokens_last: bool) -> Tensor:
     """Return an output of a module as (rows, tokens, blocks, head_dim)."""
-    return output.transpose(1, 2) if tokens_last else output.reshape(*output.shape[:2], -1, head_dim)
+    if tokens_last:
+        return output.transpose(1, 2)
+    return output.reshape(*output.shape[:2], -1, head_dim)
 
 
 def layers_text(indices: Sequence[int]) -> str:
     """Return indices of layers as text, as a range if they are consecutive from 0."""
     contiguous = list(indices) == list(range(len(indices)))
-    return f"0 to {len(indices) - 1}" if contiguous and len(indices) > 1 else ", ".join(map(str, indices))
+    if contiguous and len(indices) > 1:
+        return f"0 to {len(indices) - 1}"
+    return ", ".join(map(str, indices))

@@ -90,9 +90,11 @@ def window_of(mask: Tensor | None) -> int | None:
     Raises:
         ValueError: the model made the mask itself.
     """
-    if mask is not None and (mask.numel() > 1 or mask.dtype != torch.long):
+    if mask is None:
+        return None
+    if mask.numel() > 1 or mask.dtype != torch.long:
         raise ValueError("a layer attends with a mask of its own: causal and sliding layers alone are known")
-    return None if mask is None else int(mask)
+    return int(mask)
 
 
 AttentionInterface.register(ATTENTION_NAME, _record)

@@ -66,7 +66,9 @@ def capture(
 
     read = visit_states(model, rows, visit, chunk=chunk, layers=layers)
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
-    size = 0 if chunk is None or chunk >= rows.shape[1] else chunk
+    size = 0
+    if chunk is not None and chunk < rows.shape[1]:
+        size = chunk
     return Capture(
         type(locate(model).model).__name__,
         rows.numel(),
@@ -90,15 +92,19 @@ class _StateSums:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
         # Sums stay where the states are, so that an accelerator is not waited for; not every one has doubles.
-        self.device = states.device if states.device.type in ("cpu", "cuda") else torch.device("cpu")
+        self.device = states.device
+        if self.device.type not in ("cpu", "cuda"):
+            self.device = torch.device("cpu")
         if head_dim < 2 * self.pairs:
             raise ValueError(
                 f"layer {layer.index} has {role}s of {head_dim} features and a table for {2 * self.pairs}: "
                 "they cannot be paired"
             )
         self.count = 0
-        self.sum, self.norm_sum = self._zeros(heads, head_dim), self._zeros(heads, self.pairs)
-        self.unit_sum, self.directed = self._zeros(2, heads, self.pairs), self._zeros(heads, self.pairs)
+        self.sum = self._zeros(heads, head_dim)
+        self.norm_sum = self._zeros(heads, self.pairs)
+        self.unit_sum = self._zeros(2, heads, self.pairs)
+        self.directed = self._zeros(heads, self.pairs)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.float64, device=self.device)
@@ -122,10 +128,10 @@ class _StateSums:
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
         self.norm_sum += self._sum(norms)
-        # Zero vectors have no direction: they are neither counted nor divided by their norm.
-        zero = norms == 0 if float(norms.min()) == 0 else None
         self.directed += len(states)
-        if zero is not None:
+        # Zero vectors have no direction: they are neither counted nor divided by their norm.
+        if float(norms.min()) == 0:
+            zero = norms == 0
             self.directed -= self._sum(zero)
             norms = norms.masked_fill(zero, 1.0)
         self.unit_sum[0] += self._sum(first / norms)
@@ -133,7 +139,9 @@ class _StateSums:
 
     def _refuse(self, states: Tensor, row: int, start: int) -> None:
         token, head, feature = (~(states.abs() < LARGEST_STATE)).nonzero()[0].tolist()
-        at = f"position {start + token}" + (f" of row {row}" if row else "")
+        at = f"position {start + token}"
+        if row:
+            at += f" of row {row}"
         value = float(states[token, head, feature])
         raise ValueError(
             f"layer {self.layer.index}, {self.role} head {head}, feature {feature} is {value} at {at}: "
@@ -154,13 +162,15 @@ class _StateSums:
 
 def _layer_capture(layer: AttentionLayer, sums: Mapping[str, _StateSums]) -> LayerCapture:
     table = layer.table
-    stated = table.max_position_embeddings
+    context = table.max_position_embeddings
+    if layer.window is not None:
+        context = min(context, layer.window)
     return LayerCapture(
         index=layer.index,
         layer_type=table.layer_type,
         inv_freq=table.inv_freq,
         attention_scaling=table.attention_scaling,
-        context=stated if layer.window is None else min(stated, layer.window),
+        context=context,
         scaling=layer.scaling,
         softcap=layer.softcap,
         keys_of=layer.keys_of,

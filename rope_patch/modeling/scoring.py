@@ -83,13 +83,16 @@ class Reader:
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         weight: Any = getattr(self.head, "weight", None)
-        packed = weight is None or hasattr(weight, "quant_state")
         # PEFT states the features of a tied head's copy the wrong way round; the weight of one in 4 bits has no shape.
-        self.vocabulary: int = self.head.out_features if packed else weight.shape[0]
+        if weight is None or hasattr(weight, "quant_state"):
+            self.vocabulary: int = self.head.out_features
+        else:
+            self.vocabulary = weight.shape[0]
         self.dynamic = _is_dynamic(model)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-        window = getattr(config, "sliding_window", None)
-        self.sliding_window: int | None = window if "sliding_attention" in kinds else None
+        self.sliding_window: int | None = None
+        if "sliding_attention" in kinds:
+            self.sliding_window = getattr(config, "sliding_window", None)
         self.cache_argument = cache_argument(self.decoder)
         self.device = device_of(owner.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
@@ -113,7 +116,9 @@ class Reader:
         """
         cache = DynamicCache(config=self.model.config)
         if capacity is not None:
-            cache.layers = [RoomyLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+            for index, layer in enumerate(cache.layers):
+                if type(layer) is DynamicLayer:
+                    cache.layers[index] = RoomyLayer(capacity)
         return cache
 
     def read(
@@ -172,7 +177,9 @@ class Reader:
         logits = out.float()
         if self.scale != 1.0:
             logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Score the token that follows each state, a slice of logits at a time.
@@ -200,7 +207,9 @@ class Reader:
         leave most of it idle.
         """
         out = self._head(hidden)
-        few = max(1, FLOATS_AT_ONCE // out.shape[-1]) if out.device.type == "cpu" else len(out)
+        few = len(out)
+        if out.device.type == "cpu":
+            few = max(1, FLOATS_AT_ONCE // out.shape[-1])
         parts = []
         for products, ids in zip(torch.split(out, few), torch.split(targets.to(out.device), few), strict=True):
             logits = self._scaled(products)
@@ -240,7 +249,11 @@ def losses(
     """
     width = rows.shape[1]
     lengths = [width] * len(rows) if lengths is None else lengths
-    past = cache() if cache is not None else reader.new_cache(width) if chunk is not None and chunk < width else None
+    past: Any = None
+    if cache is not None:
+        past = cache()
+    elif chunk is not None and chunk < width:
+        past = reader.new_cache(width)
     nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
     best = torch.full(rows.shape, -1)
     for start, hidden in reader.read(rows, past, chunk, progress):
@@ -320,7 +333,8 @@ def model_hash(model: nn.Module) -> str:
             attributes = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
             state += [(key, getattr(module, key, None)) for key in attributes]
         state += [("hook", hook) for hook in _hooks(module)]
-        digest.update(f"{name}{state}".encode() if state else b"")
+        if state:
+            digest.update(f"{name}{state}".encode())
         tensors = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for key, tensor in tensors:
             sums = [_sums(values) for values in (_at_hand(module, key, tensor), *_quantized_by(module, tensor))]
@@ -372,17 +386,24 @@ def _sums(tensor: Tensor) -> Any:
         return [_sums(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
     if tensor.is_meta:
         return None
-    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    dense = tensor.detach()
+    if dense.layout != torch.strided:
+        dense = dense.to_dense()
     raw = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)) if len(raw) % 8 else raw
+    if len(raw) % 8:
+        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8))
     # A view as int64 needs memory that begins at a multiple of 8 bytes.
-    words = (raw.clone() if raw.storage_offset() % 8 else raw).view(torch.int64)
-    plain, weighted = 0, 0
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    words = raw.view(torch.int64)
+    plain = 0
+    weighted = 0
     for start in range(0, len(words), _WORDS_AT_ONCE):
         part = words[start : start + _WORDS_AT_ONCE]
         # Places count from 1: at place 0 the first word would have no weight.
         place = torch.arange(start + 1, start + 1 + len(part), device=part.device)
-        plain, weighted = plain + int(part.sum()), weighted + int((part * place).sum())
+        plain += int(part.sum())
+        weighted += int((part * place).sum())
     return plain % 2**64, weighted % 2**64
 
 

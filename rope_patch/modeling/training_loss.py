@@ -51,12 +51,16 @@ def token_loss(
         scalars on the model's device.
     """
     counts = torch.ones_like(labels, dtype=torch.float32) if weights is None else weights
-    states, targets = (hidden, labels) if shifted else (hidden[:, :-1], labels[:, 1:])
-    states, targets = states.flatten(0, 1), targets.flatten().to(states.device)
-    counts = (counts if shifted else counts[:, 1:]).flatten().to(states.device, torch.float32)
+    if not shifted:
+        hidden, labels, counts = hidden[:, :-1], labels[:, 1:], counts[:, 1:]
+    states = hidden.flatten(0, 1)
+    targets = labels.flatten().to(states.device)
+    counts = counts.flatten().to(states.device, torch.float32)
     keep = targets != IGNORED_LABEL
     states, targets, counts = states[keep], targets[keep], counts[keep]
-    shares = counts if items is None else counts / torch.as_tensor(items, device=counts.device).clamp(min=TINY)
+    shares = counts
+    if items is not None:
+        shares = counts / torch.as_tensor(items, device=counts.device).clamp(min=TINY)
 
     def summed(states: Tensor) -> Tensor:
         # Without labels the loss is 0, and backward() would raise unless it has a gradient.
@@ -120,7 +124,8 @@ def fuse(model: Any) -> Any:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        labels, ahead = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        labels = kwargs.pop("labels", None)
+        ahead = kwargs.pop("shift_labels", None)
         items = kwargs.pop("num_items_in_batch", None)
         if labels is None and ahead is None:
             return original(*args, **kwargs)
@@ -129,8 +134,12 @@ def fuse(model: Any) -> Any:
         reader = Reader(base, inside=True)
         hidden = reader.decoder(*args, **kwargs).last_hidden_state
         shifted = ahead is not None
-        total, count = token_loss(reader, hidden, ahead if shifted else labels, items=items, shifted=shifted)
-        return CausalLMOutput(loss=total if items is not None else total / count.clamp(min=TINY))
+        if shifted:
+            labels = ahead
+        loss, count = token_loss(reader, hidden, labels, items=items, shifted=shifted)
+        if items is None:
+            loss = loss / count.clamp(min=TINY)
+        return CausalLMOutput(loss=loss)
 
     base.forward = forward
     return model

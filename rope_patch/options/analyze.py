@@ -24,7 +24,8 @@ def read_layers(text: str) -> tuple[int, ...] | None:
     indices: set[int] = set()
     for item in text.replace(",", " ").split():
         first, dash, last = item.partition("-")
-        last = last if dash else first
+        if not dash:
+            last = first
         if not (_whole(first) and _whole(last)) or int(first) > int(last) or int(last) >= _MOST_LAYERS:
             raise ValueError(f"layers are numbers and ranges such as '0 3-5', got {item!r}")
         indices.update(range(int(first), int(last) + 1))

@@ -125,12 +125,16 @@ class EvalSpec(OptionSet):
     @property
     def bucket_width(self) -> int:
         """The width of the position buckets [tokens]."""
-        return max(2, self.longest // 16) if self.bucket is None else self.bucket
+        if self.bucket is not None:
+            return self.bucket
+        return max(2, self.longest // 16)
 
     @property
     def window_batch(self) -> int:
         """The number of windows of text that are read as one batch."""
-        return 1 if self.chunk is not None else max(1, self.batch_tokens // self.longest)
+        if self.chunk is not None:
+            return 1
+        return max(1, self.batch_tokens // self.longest)
 
     @property
     def sha256(self) -> str:

@@ -107,7 +107,9 @@ class Option:
         # As users write lengths: 8k, not 8192.
         if self.unit == "tokens" and value % 1024 == 0 and value:
             return f"{value // 1024}k"
-        return f"{value:g}" if isinstance(value, float) else str(value)
+        if isinstance(value, float):
+            return f"{value:g}"
+        return str(value)
 
     def value_of(self, word: str) -> Any:
         """Return the value that a word means, or the word itself if it means none; :meth:`checked` then refuses it."""
@@ -115,8 +117,9 @@ class Option:
             return self.read(word)
         if self.kind is bool:
             return {"true": True, "false": False}.get(word, word)
-        with contextlib.suppress(ValueError):
-            return self.kind(word) if self.kind in (int, float) else word
+        if self.kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return self.kind(word)
         return word
 
     def checked(self, name: str, value: Any) -> Any:
@@ -279,7 +282,9 @@ def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
             try:
                 arguments[one.name] = build(one.metadata["kind"], defaults | inner)
             except ValueError as error:
-                raise ValueError(f"{one.name}.{error}" if one.metadata["section"] else str(error)) from None
+                if one.metadata["section"]:
+                    raise ValueError(f"{one.name}.{error}") from None
+                raise ValueError(str(error)) from None
         elif inner:
             # What is left of the path of a leaf is empty.
             arguments[one.name] = inner[()]

@@ -237,7 +237,9 @@ class RecipeOptions(OptionSet):
     def warmup_steps(self) -> int:
         """The number of steps over which the learning rate rises."""
         warmup = self.train.warmup
-        return round(warmup * self.train.steps) if warmup < 1 else int(warmup)
+        if warmup < 1:
+            return round(warmup * self.train.steps)
+        return int(warmup)
 
     @property
     def save_every(self) -> int:

@@ -73,7 +73,9 @@ def read_value(option: Option, value: Any, where: str) -> Any:
     try:
         if isinstance(value, list | tuple):
             return tuple(option.value_of(item) if isinstance(item, str) else item for item in value)
-        return option.value_of(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return option.value_of(value)
+        return value
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -83,7 +85,10 @@ def to_dict(options: OptionSet) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for leaf, value in _values(options):
         section, _, name = leaf.key.rpartition(".")
-        (values.setdefault(section, {}) if section else values)[name] = value
+        if section:
+            values.setdefault(section, {})[name] = value
+        else:
+            values[name] = value
     return values
 
 
@@ -97,19 +102,25 @@ def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> s
     """
     if not comments:
         return str(yaml.safe_dump(to_dict(options), sort_keys=False, allow_unicode=True))
-    lines, section = list[str](), ""
+    lines: list[str] = []
+    section = ""
     for leaf, value in _values(options):
         own, _, name = leaf.key.rpartition(".")
         if own != section:
             section = own
-            lines += ["", f"{section}:"] if section else [""]
+            lines.append("")
+            if section:
+                lines.append(f"{section}:")
         indent = "  " if own else ""
         # Dumped within a list and cut out of its brackets: a bare value would end with a line of three dots.
         stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
         line = f"{indent}{name}: {stated}"
         beside = f"{line:<31} # {leaf.help}"
         above = textwrap.wrap(leaf.help, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        lines += [beside] if len(beside) <= width else [*above, line]
+        if len(beside) <= width:
+            lines.append(beside)
+        else:
+            lines += [*above, line]
     return "\n".join(lines) + "\n"
 
 
@@ -119,4 +130,8 @@ def _values(options: OptionSet) -> Iterator[tuple[Option, Any]]:
         value: Any = functools.reduce(getattr, leaf.path, options)
         if leaf.unit == "s" and value is not None:
             value = f"{value}s"  # as a time is typed, such as 90s
-        yield leaf, [*value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+        if isinstance(value, tuple):
+            value = list(value)
+        elif isinstance(value, Path):
+            value = str(value)
+        yield leaf, value

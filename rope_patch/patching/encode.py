@@ -51,7 +51,9 @@ class PatchRequest:
     @classmethod
     def of(cls, record: PatchRecord) -> PatchRequest:
         """Return the options that repeat the patch of a record."""
-        kinds = None if record.layer_types == (None,) else [str(kind) for kind in record.layer_types]
+        kinds = None
+        if record.layer_types != (None,):
+            kinds = [str(kind) for kind in record.layer_types]
         return cls(kinds, record.target_length, True, record.freeze_at)
 
 
@@ -157,7 +159,10 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
     chosen = choose_layer_types(before, options.layer_types, method.named_layer_types)
     if not recorded:
         method = method.extended_to([before[kind] for kind in chosen], options.target_length)
-    after = {kind: method(table) if kind in chosen else table for kind, table in before.items()}
+    after = dict(before)
+    for kind, table in before.items():
+        if kind in chosen:
+            after[kind] = method(table)
     config = location.base_config
     base_settings = settings_of(config)
     length = options.target_length or int(config.max_position_embeddings)
@@ -296,15 +301,20 @@ def change_for_readers(location: Location, config: PreTrainedConfig, *, follow: 
         config: the config that would replace the one in place.
         follow: whether modules that read it as they are built may take what it says (:func:`attributes_that_follow`).
     """
-    base, probe = location.base_config, location.probe
+    base = location.base_config
+    probe = location.probe
     if config.rope_parameters == base.rope_parameters:
         return None
     for reader, keys in probe.lookups:
-        old, new = base.rope_parameters, config.rope_parameters
+        old = base.rope_parameters
+        new = config.rope_parameters
         for key in keys:
             if key is None:
                 return f"{reader} reads config.rope_parameters in a way that is not known"
-            old, new = (None if each is None else each.get(key) for each in (old, new))
+            if old is not None:
+                old = old.get(key)
+            if new is not None:
+                new = new.get(key)
         if old != new:
             return f"{reader} would read {'.'.join(map(str, keys))} as {new}, and it is {old}"
     if not probe.builders or config.rope_parameters == location.config.rope_parameters:
@@ -333,11 +343,9 @@ def attributes_that_follow(location: Location, settings: Mapping[str, Any]) -> l
     if not location.probe.builders or settings["rope_parameters"] == location.config.rope_parameters:
         return []
     # The probe has seen an unpatched model's.
-    old = (
-        location.probe.reader_values
-        if location.record is None
-        else _values_kept(location, settings_of(location.config))
-    )
+    old = location.probe.reader_values
+    if location.record is not None:
+        old = _values_kept(location, settings_of(location.config))
     new = _values_kept(location, settings)
     if old is None or new is None:
         return []

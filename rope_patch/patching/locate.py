@@ -82,8 +82,10 @@ class Location:
         Raises:
             PatchError: the record is malformed, or it was altered.
         """
+        if self.record_data is None:
+            return None
         try:
-            return None if self.record_data is None else PatchRecord.from_dict(self.record_data)
+            return PatchRecord.from_dict(self.record_data)
         except ValueError as error:
             raise PatchError(f"{self._source}: {error}") from error
 
@@ -113,7 +115,9 @@ class Location:
     @property
     def rotary_class(self) -> type[nn.Module]:
         """The model's own rotary class."""
-        return type(self.module if self.patched is None else self.patched.original)
+        if self.patched is not None:
+            return type(self.patched.original)
+        return type(self.module)
 
     @cached_property
     def rebuilt(self) -> nn.Module:
@@ -307,7 +311,9 @@ def locate(model: nn.Module) -> Location:
 
 def not_a_model(given: Any) -> TypeError:
     """Return the error for an argument that should be a model of transformers."""
-    hint = f": load it with rope_patch.load({str(given)!r})" if isinstance(given, str | PathLike) else ""
+    hint = ""
+    if isinstance(given, str | PathLike):
+        hint = f": load it with rope_patch.load({str(given)!r})"
     return TypeError(f"expected a transformers model, got {type(given).__name__}{hint}")
 
 
@@ -425,8 +431,11 @@ def _rope_type(module: nn.Module, kind: str | None, encoding: Mapping[str, Any])
     The module comes first, since HunYuan's has a static kind of the type that its config calls dynamic.
     """
     named = getattr(module, "rope_type", None)
-    named = named.get(kind) if isinstance(named, Mapping) else named
-    return named if isinstance(named, str) else str(encoding.get("rope_type", "default"))
+    if isinstance(named, Mapping):
+        named = named.get(kind)
+    if isinstance(named, str):
+        return named
+    return str(encoding.get("rope_type", "default"))
 
 
 def _check_kind(location: Location, table: RotaryTable, inv_freq: Tensor) -> None:

@@ -59,13 +59,16 @@ def measure(
         device: the device on which the module is called.
         context: a length whose last position is compared, too [tokens].
     """
-    last = [] if context is None else [context - 1]
-    positions = torch.tensor([[n for n in (*_POSITIONS, *last) if context is None or n < context]], device=device)
+    compared = [*_POSITIONS]
+    if context is not None:
+        compared = [n for n in (*_POSITIONS, context - 1) if n < context]
+    positions = torch.tensor([compared], device=device)
     return [_measured(module, layout, key, table, positions) for key, table in tables.items()]
 
 
 def _measured(module: nn.Module, layout: RotaryLayout, key: str, table: TableRecord, positions: Tensor) -> Measured:
-    device, kind = positions.device, None if key == key_of(None) else key
+    device = positions.device
+    kind = None if key == key_of(None) else key
     try:
         cos, sin = layout.pairs(call(module, kind, positions))
     except Exception as error:
@@ -80,7 +83,8 @@ def _measured(module: nn.Module, layout: RotaryLayout, key: str, table: TableRec
     got = torch.complex(cos.cpu().double(), sin.cpu().double())
     angles = positions.cpu()[..., None].double() * inv_freq.double()
     wanted = torch.polar(torch.full_like(angles, table.attention_scaling), angles)
-    in_use, scaling = got[0, 1].angle().float(), float(got[0, 1].abs().mean())
+    in_use = got[0, 1].angle().float()
+    scaling = float(got[0, 1].abs().mean())
     if not bool(torch.isfinite(torch.view_as_real(got)).all()):
         return Measured(key, table, f"[{key}] cos and sin are not finite", in_use, scaling)
     # `off` compares cos and sin, which the attention factor changes, too; `turned` compares the angles alone.

@@ -50,8 +50,11 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
             keys |= older_keys("", parameters["full_attention"])
             keys.pop(_SHARE, None)  # transformers 5 would give it to the sliding layers, too
         return keys
-    neox = model_type in ("gpt_neox", "gpt_neox_japanese")
-    base, share = ("rotary_emb_base", "rotary_pct") if neox else ("rope_theta", _SHARE)
+    base = "rope_theta"
+    share = _SHARE
+    if model_type in ("gpt_neox", "gpt_neox_japanese"):
+        base = "rotary_emb_base"
+        share = "rotary_pct"
     keys = {base: parameters["rope_theta"]}
     if _SHARE in parameters:
         keys[share] = parameters[_SHARE]
@@ -76,7 +79,9 @@ def one_base_keys(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
     if full is None or sliding is None or sliding.get("rope_type", "default") != "default":
         return None
-    return older_keys("", full) if full["rope_theta"] == sliding["rope_theta"] else None
+    if full["rope_theta"] != sliding["rope_theta"]:
+        return None
+    return older_keys("", full)
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -117,12 +122,15 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
     if not isinstance(parameters, Mapping):
         return []
     # Transformers 5 reads a base at the top for tables that state none.
-    base = {} if text.get("rope_theta") is None else {"rope_theta": text["rope_theta"]}
-    nested = any(isinstance(value, Mapping) for value in parameters.values())
+    base = {}
+    if text.get("rope_theta") is not None:
+        base["rope_theta"] = text["rope_theta"]
     complete: dict[str, Any] = {**base, **parameters}
-    if nested:
+    tables = [complete]
+    if any(isinstance(value, Mapping) for value in parameters.values()):
         complete = {kind: {**base, **table} for kind, table in parameters.items() if isinstance(table, Mapping)}
-    if not all("rope_theta" in table for table in (complete.values() if nested else [complete])):
+        tables = [*complete.values()]
+    if not all("rope_theta" in table for table in tables):
         return []
     expected = older_keys(str(text.get("model_type")), complete)
     stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}
@@ -131,5 +139,10 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
     wrong = [key for key in sorted(stated) if stated[key] != expected.get(key)]
     if text.get("rope_patch") is None:  # only a patch promises that transformers 4 fails on tables that it would lose
         wrong = [key for key in wrong if expected.get(key) != OLDER_FAIL]
-    said = {key: "no scaling" if expected.get(key) is None else repr(expected[key]) for key in wrong}
-    return [f"{key} is {stated[key]!r}, rope_parameters says {said[key]}" for key in wrong]
+    differences = []
+    for key in wrong:
+        said = "no scaling"
+        if expected.get(key) is not None:
+            said = repr(expected[key])
+        differences.append(f"{key} is {stated[key]!r}, rope_parameters says {said}")
+    return differences

@@ -251,7 +251,10 @@ def _run(
     users: list[nn.Module] = []
 
     def mark(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if kwargs.get("layer_type", args[2] if len(args) > 2 else None) != kind:
+        layer_type = kwargs.get("layer_type")
+        if "layer_type" not in kwargs and len(args) > 2:
+            layer_type = args[2]
+        if layer_type != kind:
             return output
         calls.append((args, kwargs, [tensor.shape for tensor in _tensors(output)]))
         return _marked(output)
@@ -274,7 +277,11 @@ def _run(
             break
     for hook in hooks:
         hook.remove()
-    return True if users else None if failures or not completed else False, calls
+    if users:
+        return True, calls
+    if failures or not completed:
+        return None, calls
+    return False, calls
 
 
 def _refusal(patched: PatchedRotary, kind: str | None, used: bool | None, calls: Calls) -> str | None:
@@ -312,6 +319,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _marked(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_() if value.is_floating_point() or value.is_complex() else value
-    return type(value)(_marked(item) for item in value) if isinstance(value, tuple | list) else value
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        return value.detach().requires_grad_()
+    if isinstance(value, tuple | list):
+        return type(value)(_marked(item) for item in value)
+    return value

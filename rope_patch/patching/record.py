@@ -148,7 +148,8 @@ class PatchRecord:
         if lacking := {"method", "layer_types", "tables", "base_tables", "base_config"} - data.keys():
             raise ValueError(f"the rope_patch record lacks {min(lacking)!r}: restore the file from its source")
         record = cls(**{key: _read(key, value) for key, value in data.items()})
-        keys, kinds = set(record.tables), {key_of(kind) for kind in record.layer_types}
+        keys = set(record.tables)
+        kinds = {key_of(kind) for kind in record.layer_types}
         fitting = keys == set(record.base_tables) and keys >= kinds | set(record.edited)
         if not kinds or not fitting:
             raise ValueError(
@@ -176,7 +177,9 @@ def _unregistered_method(method: Any) -> str:
     """Return the name of a method in a record, or of a step of its chain, that is not known here; or ""."""
     if not isinstance(method, Mapping):
         return ""
-    steps = (method.get("steps") or ()) if method.get("method") == "chain" else [method]
+    steps: Any = [method]
+    if method.get("method") == "chain":
+        steps = method.get("steps") or ()
     names = [step.get("method") for step in steps if isinstance(step, Mapping)]
     return next((name for name in names if isinstance(name, str) and name not in METHODS), "")
 

@@ -30,14 +30,19 @@ def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
 
 def scaling_of(module: nn.Module, layer_type: str | None) -> float:
     """Return the factor on cos and sin of a rotary module, for the table of a layer type."""
-    return float(getattr(module, "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"))
+    name = "attention_scaling"
+    if layer_type is not None:
+        name = f"{layer_type}_attention_scaling"
+    return float(getattr(module, name))
 
 
 def call(module: nn.Module, layer_type: str | None, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Any:
     """Return what a rotary module, original or patched, returns for a model that computes in ``dtype``."""
     # Rotary modules take from x its dtype and device alone.
     x = torch.zeros(1, dtype=dtype, device=position_ids.device)
-    return module(x, position_ids) if layer_type is None else module(x, position_ids, layer_type=layer_type)
+    if layer_type is None:
+        return module(x, position_ids)
+    return module(x, position_ids, layer_type=layer_type)
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,9 @@ class RotaryLayout:
         cos, sin = self.parts(returned)
         if self.features == HALVES:
             return cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
-        return (cos[..., ::2], sin[..., ::2]) if self.features == NEIGHBOURS else (cos, sin)
+        if self.features == NEIGHBOURS:
+            return cos[..., ::2], sin[..., ::2]
+        return cos, sin
 
     def spread(self, pairs: Tensor) -> Tensor:
         """Return the cos or the sin of pairs, (..., pairs), in the layout of the module.
@@ -83,7 +90,9 @@ class RotaryLayout:
         """
         if self.features == HALVES:
             return torch.cat((pairs, pairs), dim=-1)
-        return pairs.repeat_interleave(2, dim=-1) if self.features == NEIGHBOURS else pairs
+        if self.features == NEIGHBOURS:
+            return pairs.repeat_interleave(2, dim=-1)
+        return pairs
 
 
 class OriginalForward:
@@ -153,7 +162,9 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
     try:
         forward = OriginalForward(original)
         returned = forward(x, steps, layer_type, table, 1.0)
-        names = (COMPLEX,) if isinstance(returned, Tensor) and returned.is_complex() else (HALVES, NEIGHBOURS, ONCE)
+        names: tuple[str, ...] = (HALVES, NEIGHBOURS, ONCE)
+        if isinstance(returned, Tensor) and returned.is_complex():
+            names = (COMPLEX,)
         angles = steps[..., None].float() * table
         features = next(name for name in names if _fits(RotaryLayout(name), returned, angles[None]))
     except Exception:  # another family of rotary modules, whose forward pass takes or returns something else

@@ -52,11 +52,16 @@ class Inspection:
         return f"<Inspection of {self.model_class}: {state}, warnings: {len(self.warnings)}>"
 
     def __str__(self) -> str:
-        lines = [f"{self.model_class}: {'not patched' if self.method is None else f'patched, {self.method}'}"]
+        state = "not patched"
+        if self.method is not None:
+            state = f"patched, {self.method}"
+        lines = [f"{self.model_class}: {state}"]
         for table in self.tables:
             wavelengths = frequencies.wavelength(table.inv_freq)
             rotated = wavelengths[torch.isfinite(wavelengths)]
-            span = f"{rotated.min():.4g} to {rotated.max():.4g} tokens" if len(rotated) else "none rotates"
+            span = "none rotates"
+            if len(rotated):
+                span = f"{rotated.min():.4g} to {rotated.max():.4g} tokens"
             partial = int((frequencies.turns(table.inv_freq, table.max_position_embeddings) < 1).sum())
             lines += [
                 f"  {table}",
@@ -87,8 +92,10 @@ def inspect_model(model: nn.Module) -> Inspection:
     record = location.record
     if location.patched is not None:
         in_use = tuple(location.patched.tables.values())
-        lost = ["patched, but its config has lost the record"] if record is None else []
-        return Inspection(location.name, in_use, record, (*_scaling_warnings(in_use), *lost))
+        warnings = [*_scaling_warnings(in_use)]
+        if record is None:
+            warnings.append("patched, but its config has lost the record")
+        return Inspection(location.name, in_use, record, tuple(warnings))
     # Without the record the location describes what the config in force states: the patch, if there is one.
     as_stated = replace(location, record_data=None)
     in_use = tuple(as_stated.tables.values())

@@ -5,7 +5,7 @@
 >>> planned.fits(141), planned.fits(80)
 (True, False)
 >>> [step.option for step in planned.advice(80)]
-['--gpus 2 --context-parallel 2']
+['--quantization nf4']
 """
 
 from rope_patch.planning.plans import Plan as Plan

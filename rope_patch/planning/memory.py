@@ -37,7 +37,9 @@ def training_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
     adapters = adapter_entries(shape, options)
     trained = adapters or shape.parameters
     entry = 4 if adapters else options.element
-    states = {"adamw": 8 if entry == 4 else 12, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[options.optimizer]
+    states = {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[options.optimizer]
+    if options.optimizer == "adamw" and entry != 4:
+        states += 4  # a float32 master of the 16-bit weights
     return {
         "weights": weight_bytes(shape, options) // options.gpus,
         "adapter": 4 * adapters // options.gpus,
@@ -145,7 +147,9 @@ def _saved_for_backward(layer: Layer, options: StepOptions) -> int:
     keys = layer.query if mask else layer.key
     ranks = (options.lora_rank or 0) * len(trained)
     features = 2 * (layer.query + keys) + 3 * layer.ffn + inputs + ranks
-    norms = (8 if options.lora_rank is None else 4) * layer.norms
+    norms = 4 * layer.norms
+    if options.lora_rank is None:
+        norms *= 2
     return options.tokens_per_gpu * (norms + 4 * layer.heads + features * options.element) + mask * options.element
 
 
@@ -160,7 +164,10 @@ def _working_memory(layer: Layer, options: StepOptions) -> int:
     """
     features = 3 * layer.ffn + 2 * layer.hidden
     if layer.linears[-1] in trained_linears(layer, options):
-        features += 3 * layer.hidden if _casts(options) else -layer.ffn
+        if _casts(options):
+            features += 3 * layer.hidden
+        else:
+            features -= layer.ffn
     unpacked = 0
     if options.quantization != "none":
         unpacked = max(x.inputs * x.outputs for x in layer.linears)

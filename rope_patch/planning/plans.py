@@ -151,8 +151,9 @@ def plan(model: str | Path | PreTrainedModel, *, length: int | str, **options: A
         TypeError: there is no option of that name.
         OSError: there is nothing that can be loaded, or no such repository.
     """
-    tokens = parse_length(length) if isinstance(length, str) else length
-    return Plan(shape_of(model), StepOptions(length=tokens, **options))
+    if isinstance(length, str):
+        length = parse_length(length)
+    return Plan(shape_of(model), StepOptions(length=length, **options))
 
 
 def _candidates(planned: Plan) -> Iterator[tuple[str, str, bool, dict[str, Any]]]:

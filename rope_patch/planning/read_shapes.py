@@ -105,13 +105,16 @@ def _layer(layer: nn.Module, kind: str, config: Any) -> Layer:
         if p.ndim == 1 and name.endswith("weight"):
             # A norm of queries or keys has the weights of one head, and reads all heads.
             norms += {"q_norm": query, "k_norm": key}.get(name.split(".")[-2], p.numel())
+    window = None
+    if kind == "sliding_attention":
+        window = getattr(config, "sliding_window", None)
     return Layer(
         hidden=inputs["attention"],
         query=query,
         key=key,
         heads=config.num_attention_heads,
         ffn=inputs["mlp_out"],
-        window=getattr(config, "sliding_window", None) if kind == "sliding_attention" else None,
+        window=window,
         norms=norms,
         linears=tuple(linears),
     )

@@ -77,20 +77,29 @@ def _p_sweep(analysis: Analysis) -> Section:
         "p-RoPE keeps the fastest share p of the pairs and stops the others. What these carry does not say what "
         "stopping them costs: rope-patch compare measures that."
     )
-    return Section("What p-RoPE would stop", [answer], [tables.p_sweep(analysis)] if analysis.p_sweep else [])
+    listed = []
+    if analysis.p_sweep:
+        listed.append(tables.p_sweep(analysis))
+    return Section("What p-RoPE would stop", [answer], listed)
 
 
 def facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Return what was analyzed: checkpoint, text, versions."""
-    capture, rows = analysis.capture, analysis.rows
-    chunk = f", read {capture.chunk} tokens at a time" if capture.chunk else ""
-    shape = f"{capture.rows} of {capture.tokens // capture.rows} tokens, {capture.tokens} in all{chunk}"
+    capture = analysis.capture
+    rows = analysis.rows
+    shape = f"{capture.rows} of {capture.tokens // capture.rows} tokens, {capture.tokens} in all"
+    if capture.chunk:
+        shape += f", read {capture.chunk} tokens at a time"
+    layers = []
+    for kind in kinds(capture):
+        name = f"Layers, {kind.name}" if kind.name else "Layers"
+        layers.append((name, _layers(kind)))
     return [
         ("Model", f"{analysis.name}, {capture.model}"),
         ("Rotary table", analysis.table),
         ("Patch", analysis.method or "none"),
         ("Context", f"{analysis.context} tokens, as stated in the config"),
-        *((f"Layers, {kind.name}" if kind.name else "Layers", _layers(kind)) for kind in kinds(capture)),
+        *layers,
         ("Text", f"{rows.name}; SHA-256 {rows.sha256[:16]}…; token ids {capture.text}"),
         ("Rows", shape),
         ("Names", "Heads are named layer.head; pairs are counted from 0, fastest first; in tokens ␣ is a space."),

@@ -67,7 +67,9 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
     logits = [number_text(float(shown.logits.diagonal(-distance).mean())) for distance in terms]
     title = _title(analysis, shown.layer, shown.head)
     unrotated_features = shown.query.shape[1] - 2 * len(shown.inv_freq)
-    also = f", with what {unrotated_features} features without rotation add" if unrotated_features else ""
+    also = ""
+    if unrotated_features:
+        also = f", with what {unrotated_features} features without rotation add"
     caption = (
         f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
         f"key, {logits[1]}{also}. {BOUND_CAPTION}"
@@ -97,8 +99,10 @@ def norms(analysis: Analysis) -> Figure:
         row: list[Map] = []
         for role, plural in PLURAL_OF_ROLE.items():
             means = torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
-            # The first panel says of which layers the row is, where there are several kinds.
-            name = f"{kind.name}\n{plural}" if kind.name and not row else plural
+            name = plural
+            if kind.name and not row:
+                # The first panel says of which layers the row is, where there are several kinds.
+                name = f"{kind.name}\n{plural}"
             row.append(pair_map(name, means, kind.rows, kind.inv_freq, kind.context))
         grid.append(row)
     title = "Mean norm of each pair, by layer"

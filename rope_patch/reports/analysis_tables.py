@@ -36,10 +36,12 @@ def head_types(analysis: Analysis) -> DataTable | Note:
                 layer.induction_mass[head],
                 layer.repeated_mass[head],
             )
-            cells = [
-                Cell(number_text(float(mass)), style="strong" if float(mass) >= TYPE_SHARE else "") for mass in masses
-            ]
-            distance, entropy = number_text(float(layer.distance[head]), 1), number_text(float(layer.entropy[head]))
+            cells = []
+            for mass in masses:
+                style = "strong" if float(mass) >= TYPE_SHARE else ""
+                cells.append(Cell(number_text(float(mass)), style=style))
+            distance = number_text(float(layer.distance[head]), 1)
+            entropy = number_text(float(layer.entropy[head]))
             rows.append([f"{layer.index}.{head}", Cell(", ".join(types), style="left"), *cells, distance, entropy])
     if not rows:
         return Note("No head is of a known type.")
@@ -76,8 +78,12 @@ def sinks(analysis: Analysis) -> DataTable | Note:
     rows: list[Cells] = []
     for key in sorted(heads_by_sink, key=lambda key: (-counts[key], key))[:MOST_SINKS]:
         weight, head_name, _ = max(heads_by_sink[key])
-        places = sorted({position for _, _, position in heads_by_sink[key]})
-        where = "first" if key[1] else ", ".join(map(str, places[:4])) + ("…" if len(places) > 4 else "")
+        where = "first"
+        if not key[1]:
+            places = sorted({position for _, _, position in heads_by_sink[key]})
+            where = ", ".join(map(str, places[:4]))
+            if len(places) > 4:
+                where += "…"
         token = Cell(token_text(analysis, key[0]), style="token")
         rows.append([token, Cell(where, style="left"), str(counts[key]), head_name, number_text(weight)])
     caption = (
@@ -140,12 +146,14 @@ def p_sweep(analysis: Analysis) -> DataTable:
     whole = {layer.layer_type or "all": layer.query.pairs for layer in analysis.capture.layers}
     rows: list[Cells] = []
     for point in analysis.p_sweep:
-        stopped = "; ".join(
-            (f"{len(pairs)} of {whole.get(kind, '?')}" + (f" ({kind})" if kind != "all" else ""))
-            for kind, pairs in point.stopped.items()
-        )
+        stopped = []
+        for kind, pairs in point.stopped.items():
+            text = f"{len(pairs)} of {whole.get(kind, '?')}"
+            if kind != "all":
+                text += f" ({kind})"
+            stopped.append(text)
         shares = [_percent(x) for x in (point.query_share, point.key_share, point.logit_share, point.turned)]
-        rows.append([f"{point.p:g}", Cell(stopped or "none", style="left"), *shares])
+        rows.append([f"{point.p:g}", Cell("; ".join(stopped) or "none", style="left"), *shares])
     columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits", "By distance")
     caption = (
         "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs; by "
@@ -175,7 +183,9 @@ def token_text(analysis: Analysis, token: int) -> str:
     """Return the text of a token with its id where it is part of a character; a space is shown as ␣."""
     # repr escapes what is not printable, and adds quotes.
     shown = repr(analysis.token_text(token))[1:-1].replace(" ", "␣") or "(empty)"
-    return f"{shown} (id {token})" if "\N{REPLACEMENT CHARACTER}" in shown else shown
+    if "\N{REPLACEMENT CHARACTER}" in shown:
+        return f"{shown} (id {token})"
+    return shown
 
 
 def _all_heads(analysis: Analysis) -> Iterator[tuple[LayerHeads, int]]:
@@ -183,10 +193,14 @@ def _all_heads(analysis: Analysis) -> Iterator[tuple[LayerHeads, int]]:
 
 
 def _more(count: int, most: int) -> str:
-    return f" The first {most} of {count} are shown; all are in analysis.json." if count > most else ""
+    if count <= most:
+        return ""
+    return f" The first {most} of {count} are shown; all are in analysis.json."
 
 
 def _percent(share: float | None) -> str:
     if share is None or math.isnan(share):
         return "–"
-    return f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
+    if share >= 0.1:
+        return f"{100 * share:.0f} %"
+    return f"{100 * share:.1f} %"

@@ -44,9 +44,11 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", 
     """
     if not comparisons:
         raise ValueError("a report needs at least one comparison")
-    first = [choice] if choice else []
     # Beside a choice stands what it changes; how the others differ is for those who open it.
-    return Page(title, [*first, *(_section(comparison, folded=choice is not None) for comparison in comparisons)])
+    sections = [_section(comparison, folded=choice is not None) for comparison in comparisons]
+    if choice:
+        sections.insert(0, choice)
+    return Page(title, sections)
 
 
 def _section(comparison: Comparison, *, folded: bool) -> Section:
@@ -67,7 +69,9 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
         pages.facts(_facts(comparison), comparison.environment),
     ]
     text = comparison.rows[0].scores.perplexity
-    sizes = [count_text(text.windows, "window")] if text else []
+    sizes = []
+    if text:
+        sizes.append(count_text(text.windows, "window"))
     sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in comparison.spec.tasks]
     title = f"{comparison.model or 'Model without a name'}: {', '.join(sizes)}"
     return Section(title, summary(comparison, names, columns), parts)
@@ -97,8 +101,10 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     metric = METRICS[column.metric]
     values = dict(zip(names, column.values, strict=True))
     best = comparison.rows[column.best].label
-    value, where = value_text(metric, values[best]), "at positions" if metric.of_text else "in prompts of"
-    label, task = metric.title, column.span.task
+    value = value_text(metric, values[best])
+    where = "at positions" if metric.of_text else "in prompts of"
+    label = metric.title
+    task = column.span.task
     if task and len(comparison.spec.tasks) > 1:
         label += f" of {task}"
     text = f"{label} {where} {column.span} tokens: "
@@ -110,13 +116,15 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     elif len(equal) == len(values) - 1:
         text += f"the intervals separate no method from the best value ({value})"
     else:
-        others = ", ".join(equal[:_NAMED_METHODS]) + (
-            f" and {len(equal) - _NAMED_METHODS} more" if len(equal) > _NAMED_METHODS else ""
-        )
+        others = ", ".join(equal[:_NAMED_METHODS])
+        if len(equal) > _NAMED_METHODS:
+            others += f" and {len(equal) - _NAMED_METHODS} more"
         text += f"{names[best]} ({value}) is best, but not separable from {others}"
     if UNPATCHED in values:
         patch = comparison.environment.get("patch before")
-        given = "the unpatched model" if patch is None else f"the model as it was given ({patch})"
+        given = "the unpatched model"
+        if patch is not None:
+            given = f"the model as it was given ({patch})"
         text += f"; {given} has {value_text(metric, values[UNPATCHED])}"
     return f"{text}."
 
@@ -136,52 +144,66 @@ def _table(
 def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> DataTable:
     shown = {}
     for column in columns:
-        metric, cells = METRICS[column.metric], []
+        metric = METRICS[column.metric]
+        cells = []
         tied = {method for method, difference in column.differences.items() if not difference.significant}
-        # The best is marked as well, since the intervals do not tell it from those.
-        tied |= {comparison.rows[column.best].label} if tied else set()
+        if tied:
+            # The best is marked as well, since the intervals do not tell it from those.
+            tied.add(comparison.rows[column.best].label)
         for row, value in zip(comparison.rows, column.values, strict=True):
             note = ""
             if metric.name == "retrieval":
                 answers_of = row.scores.retrieval[str(column.span.task)]
                 note = " to ".join(map(number_text, answers_of.interval(column.span.stop, comparison.confidence)))
-            style = "winner" if row.label == column.winner else "tied" if row.label in tied else ""
+            style = ""
+            if row.label == column.winner:
+                style = "winner"
+            elif row.label in tied:
+                style = "tied"
             cells.append(Cell(value_text(metric, value), note, style))
         shown[column.heading] = cells
-    several = (
-        f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
-        f"intervals. {INTERVALS}"
-    )
     caption = (
         "ppl: perplexity at these positions [tokens], lower is better; a task: the share of its prompts of this length "
         "[tokens] that are answered exactly; logprob: the log-probability of the right answer [nats]."
     )
-    return _table("Scores", names, shown, caption + several if len(comparison.rows) > 1 else caption)
+    if len(comparison.rows) > 1:
+        caption += (
+            f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
+            f"intervals. {INTERVALS}"
+        )
+    return _table("Scores", names, shown, caption)
 
 
 def _changes(
     comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column], *, folded: bool
 ) -> list[DataTable]:
     """Return the table of how each method differs from the unpatched model, or from the first one."""
-    base = UNPATCHED if UNPATCHED in names else next(iter(names))
+    if UNPATCHED in names:
+        base = UNPATCHED
+        base_name = "the unpatched model"
+    else:
+        base = next(iter(names))
+        base_name = names[base]
     others = {label: name for label, name in names.items() if label != base}
     if not others:
         return []
     shown = {}
     for column in columns:
-        metric, cells = METRICS[column.metric], []
+        metric = METRICS[column.metric]
+        cells = []
         for label in others:
             change = comparison.difference(label, base, column.metric, column.span)
             estimate, low, high = (change_text(metric, value) for value in change)
-            interval = f"{low} to {high}" if math.isfinite(change.high - change.low) else "no interval"
+            interval = "no interval"
+            if math.isfinite(change.high - change.low):
+                interval = f"{low} to {high}"
             cells.append(Cell(estimate, interval, "" if change.significant else "tied"))
         shown[column.heading] = cells
-    title = f"Change from {'the unpatched model' if base == UNPATCHED else names[base]}"
     caption = (
         f"On the same windows and prompts, with the {_percent(comparison)} interval; ppl in percent. ≈ is not shown "
         "to differ."
     )
-    return [_table(title, others, shown, caption, folded=folded)]
+    return [_table(f"Change from {base_name}", others, shown, caption, folded=folded)]
 
 
 def before_after(comparison: Comparison, chosen: str) -> DataTable:
@@ -206,7 +228,9 @@ def before_after(comparison: Comparison, chosen: str) -> DataTable:
 def _what(metric: Metric, span: Span) -> str:
     if metric.name == "retrieval":
         return f"{span.task} prompts of {span.stop} tokens that are answered"
-    return f"{metric.name} at positions {span}" if metric.of_text else f"{metric.name} of {span.task} prompts of {span}"
+    if metric.of_text:
+        return f"{metric.name} at positions {span}"
+    return f"{metric.name} of {span.task} prompts of {span}"
 
 
 def examples(scores: Sequence[tuple[str, EvalResult]]) -> list[Note]:
@@ -225,14 +249,18 @@ def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
     for name, one in few_answers(scores):
         texts = [Cell(text, style="text") for text in (one.expected, one.quoted, one.verdict)]
         rows.append([name, Cell(one.task, style="left"), str(one.length), f"{100 * one.depth:.3g} %", *texts])
+    if not rows:
+        return []
     caption = "The first wrong answer, where there is one, and the first right one to the shortest and longest prompts."
-    return [DataTable("A few answers", columns, rows, caption, folded=True)] if rows else []
+    return [DataTable("A few answers", columns, rows, caption, folded=True)]
 
 
 def _long_names(names: Mapping[str, str]) -> list[DataTable]:
     rows: list[Cells] = [[short, Cell(full, style="text")] for full, short in names.items() if short != full]
+    if not rows:
+        return []
     caption = "Methods whose names are shortened above."
-    return [DataTable("Long names in full", ["Name", "Method"], rows, caption, folded=True)] if rows else []
+    return [DataTable("Long names in full", ["Name", "Method"], rows, caption, folded=True)]
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
@@ -241,11 +269,13 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     facts = [("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch")]
     if scores.perplexity is not None:
         score = scores.perplexity
-        windows = "1 window" if score.windows == 1 else f"{score.windows} windows"
+        windows = count_text(score.windows, "window")
         overlap = "no overlap" if score.stride >= score.window else "overlapping"
         chunk = "in one pass" if score.chunk >= score.window else f"in passes of {score.chunk} tokens"
-        source = f", of the files of Python {comparison.python_version}" if comparison.python_version else ""
-        facts.append(("Text", f"{comparison.text_name}{source}; SHA-256 {comparison.text[:16]}…"))
+        source = comparison.text_name
+        if comparison.python_version:
+            source += f", of the files of Python {comparison.python_version}"
+        facts.append(("Text", f"{source}; SHA-256 {comparison.text[:16]}…"))
         read = f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride} ({overlap})"
         facts.append(("Perplexity", f"{read}; {score.tokens} tokens scored"))
     return [*facts, *retrieval_facts(scores)]
@@ -257,14 +287,17 @@ def retrieval_facts(scores: EvalResult) -> list[tuple[str, str]]:
     if not spec.tasks:
         return []
     retrieval = next(iter(scores.retrieval.values()))
-    tasks = f"{'tasks' if len(spec.tasks) > 1 else 'task'} {', '.join(spec.tasks)}"
+    tasks = ", ".join(spec.tasks)
+    noun = "tasks" if len(spec.tasks) > 1 else "task"
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
     samples = f"{count_text(spec.samples, 'sample')} at each"
     lengths = ", ".join(map(str, spec.lengths))
     form = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
-    special = f"ids {', '.join(map(str, retrieval.prefix))}" if retrieval.prefix else "none"
+    special = "none"
+    if retrieval.prefix:
+        special = f"ids {', '.join(map(str, retrieval.prefix))}"
     return [
-        ("Retrieval", f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
+        ("Retrieval", f"{noun} {tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
         ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {form}"),
         ("Special tokens", f"{special}, in front of each window and prompt"),
     ]
@@ -282,13 +315,16 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
     curves = {}
     for row in comparison.rows:
         text = row.scores.perplexity
-        buckets = [b for b in text.buckets if math.isfinite(b.nll)] if text is not None else []
+        if text is None:
+            continue
+        buckets = [bucket for bucket in text.buckets if math.isfinite(bucket.nll)]
         if buckets:
             at = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
             curves[names[row.label]] = at, [bucket.perplexity for bucket in buckets]
     if not curves:
-        measured = comparison.rows[0].scores.perplexity is not None
-        return [Note("No method has a finite perplexity." if measured else "Perplexity was not measured.")]
+        if comparison.rows[0].scores.perplexity is None:
+            return [Note("Perplexity was not measured.")]
+        return [Note("No method has a finite perplexity.")]
     missing = [name for name in names.values() if name not in curves]
     caption = "Lower is better. All methods read the same windows, so they rise and fall together."
     if missing:
@@ -318,17 +354,19 @@ def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figur
     """Return a figure for each layer type whose tables differ, and a note for each other one."""
     parts: list[Figure | Note] = []
     for i, slot in enumerate(comparison.rows[0].tables):
-        layers = f"layers of type {slot.layer_type}" if slot.layer_type else "all layers"
+        layers = "all layers"
+        if slot.layer_type:
+            layers = f"layers of type {slot.layer_type}"
         tables: dict[str, Tensor] = {names[row.label]: row.tables[i].inv_freq for row in comparison.rows}
         if len({row.tables[i].fingerprint for row in comparison.rows}) == 1:
             parts.append(Note(f"All methods use the same rotary table in {layers}."))
             continue
         base = UNPATCHED if UNPATCHED in names else next(iter(names))
-        before, title = tables[names[base]], f"Wavelengths, {layers}"
+        title = f"Wavelengths, {layers}"
         caption = (
             f"By what each method multiplies the wavelengths of {names[base]}. A pair right of the dotted line makes "
             "no full turn within the trained length."
         )
-        draw, given = plots.factors_by_wavelength, {"before": before, "context": comparison.trained_length}
-        parts.append(figure(draw, tables, title=title, caption=caption, **given))
+        options = {"before": tables[names[base]], "context": comparison.trained_length}
+        parts.append(figure(plots.factors_by_wavelength, tables, title=title, caption=caption, **options))
     return parts

@@ -100,7 +100,9 @@ def _change(check: KVCheck, row: CheckRow, metric: Metric, span: Span) -> Cell:
     """Return a change from full precision; below it stands its interval, where there is one."""
     change = check.change(row, metric, span)
     estimate, low, high = (change_text(metric, value) for value in change)
-    return Cell(estimate, f"{low} to {high}" if math.isfinite(change.high - change.low) else "")
+    if math.isfinite(change.high - change.low):
+        return Cell(estimate, f"{low} to {high}")
+    return Cell(estimate)
 
 
 def _verdict(check: KVCheck, row: CheckRow, length: int) -> Cell:
@@ -110,8 +112,11 @@ def _verdict(check: KVCheck, row: CheckRow, length: int) -> Cell:
 
 def _bits(row: CheckRow, length: int) -> Cell:
     """Return the bits of a cache; below them stand those of its quantized part, where they differ."""
-    whole, part = number_text(row.cache_bits[length]), number_text(row.bits)
-    return Cell(whole, part if part != whole else "")
+    whole = number_text(row.cache_bits[length])
+    part = number_text(row.bits)
+    if part == whole:
+        return Cell(whole)
+    return Cell(whole, part)
 
 
 def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
@@ -122,8 +127,9 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
         base, *rows = check.of(method)
         costs = [plots.Cost("full precision", base.cache_bits[span.stop], 0.0, 0.0, 0.0, "")]
         for row in rows:
-            change = check.change(row, metric, span)
-            value, low, high = (100 * relative(end) if metric.is_perplexity else end for end in change)
+            value, low, high = check.change(row, metric, span)
+            if metric.is_perplexity:
+                value, low, high = (100 * relative(end) for end in (value, low, high))
             verdict = check.verdict(row, span.stop).kind
             costs.append(plots.Cost(names[row.format], row.cache_bits[span.stop], value, low, high, verdict))
         panels[name] = costs
@@ -151,8 +157,11 @@ def _formats(check: KVCheck) -> DataTable:
     first = {row.format: row for row in reversed(check.rows) if row.divergence is not None}
     rows: list[Cells] = []
     for name, row in reversed(first.items()):
-        preset, scheme = PRESETS.get(name), Scheme.parse(row.format_text)
-        residual = Cell(str(scheme.residual), f"flush {scheme.flush}" if scheme.flush else "")
+        preset = PRESETS.get(name)
+        scheme = Scheme.parse(row.format_text)
+        residual = Cell(str(scheme.residual))
+        if scheme.flush:
+            residual = Cell(str(scheme.residual), f"flush {scheme.flush}")
         source = Cell(preset.source if preset else "given as a text", style="text")
         bits = number_text(row.key_bits), number_text(row.value_bits)
         rows.append([name, Cell(row.format_text, style="text"), *bits, residual, str(scheme.sinks), source])
@@ -168,7 +177,11 @@ def _formats(check: KVCheck) -> DataTable:
 
 
 def _attribution(check: KVCheck) -> Section:
-    rows: list[Cells] = [line for row in _quantized(check) if (line := _attribution_row(check, row)) is not None]
+    rows: list[Cells] = []
+    for row in _quantized(check):
+        line = _attribution_row(check, row)
+        if line is not None:
+            rows.append(line)
     if not rows:
         answer = "No format is unsafe: there is nothing to attribute."
         return Section("Where the cost comes from", [answer], [_by_wavelength(check)])
@@ -178,7 +191,9 @@ def _attribution(check: KVCheck) -> Section:
     )
     columns = ("Format", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why")
     table = DataTable("Unsafe formats", columns, rows, caption)
-    answer = f"{len(rows)} {'format is' if len(rows) == 1 else 'formats are'} unsafe."
+    answer = f"{len(rows)} formats are unsafe."
+    if len(rows) == 1:
+        answer = "1 format is unsafe."
     return Section("Where the cost comes from", [answer], [table, _by_wavelength(check)])
 
 
@@ -203,9 +218,13 @@ def _by_wavelength(check: KVCheck) -> Figure | Note:
         rows = [row for row in _quantized(check) if row.method == method]
         for kind in kinds(check.captures[method]):
             errors = {names[row.format]: _pair_errors(row, kind) for row in rows}
-            label = f"{name}: {kind.name}" if kind.name else name
+            label = name
+            if kind.name:
+                label += f": {kind.name}"
             panels[label] = plots.Waves(wavelength(kind.inv_freq.double()), errors, kind.context)
-            worst += [f"{label}, {one}: pair {int(e.argmax())}" for one, e in errors.items() if float(e.max()) > 0]
+            for format_name, error in errors.items():
+                if float(error.max()) > 0:
+                    worst.append(f"{label}, {format_name}: pair {int(error.argmax())}")
     if not worst:
         tokens = min(ERROR_TOKENS, max(check.lengths))
         return Note(f"No key is rounded at {tokens} tokens: there is no error of pairs to draw.")
@@ -221,7 +240,9 @@ def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:
     """Root mean square error of each pair over heads and layers of a kind: (pairs,)."""
     indices = {layer.index for layer in kind.layers}
     parts = [error.pair for error in row.errors if error.layer in indices]
-    return torch.cat(parts).square().mean(0).sqrt() if parts else torch.zeros(len(kind.inv_freq), dtype=torch.float64)
+    if not parts:
+        return torch.zeros(len(kind.inv_freq), dtype=torch.float64)
+    return torch.cat(parts).square().mean(0).sqrt()
 
 
 # --- how it was measured ---------------------------------------------------------------------------------------------
@@ -242,8 +263,11 @@ def _how(check: KVCheck) -> Section:
 
 def _facts(check: KVCheck) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
-    spec, scores = check.spec, check.rows[0].scores
-    chunk = "in one pass" if spec.chunk is None or spec.chunk >= spec.longest else f"in passes of {spec.chunk} tokens"
+    spec = check.spec
+    scores = check.rows[0].scores
+    chunk = "in one pass"
+    if spec.chunk is not None and spec.chunk < spec.longest:
+        chunk = f"in passes of {spec.chunk} tokens"
     tokens = scores.perplexity.tokens if scores.perplexity else 0
     tables = [f"{method}: {kind} {mark}" for method, own in check.tables.items() for kind, mark in own.items()]
     return [

@@ -45,7 +45,10 @@ def kinds(capture: Capture) -> list[Kind]:
         groups.setdefault((layer.context, layer.query.mean.shape[1], *layer.inv_freq.tolist()), []).append(layer)
     grouped = []
     for layers in groups.values():
-        types = " and ".join(dict.fromkeys(layer.layer_type for layer in layers if layer.layer_type))
-        label = types or f"layers {layers_text([layer.index for layer in layers])}"
-        grouped.append(Kind(f"{label}, {layers[0].context} tokens" if len(groups) > 1 else "", tuple(layers)))
+        name = ""
+        if len(groups) > 1:
+            types = " and ".join(dict.fromkeys(layer.layer_type for layer in layers if layer.layer_type))
+            label = types or f"layers {layers_text([layer.index for layer in layers])}"
+            name = f"{label}, {layers[0].context} tokens"
+        grouped.append(Kind(name, tuple(layers)))
     return grouped

@@ -183,9 +183,13 @@ def short_names(names: Sequence[str]) -> list[str]:
     """Return names that fit a table: very long ones are cut in the middle, and numbered where two would be equal."""
     labels: list[str] = []
     for name in names:
-        label = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 4 :]}"
-        twins = (f"{label} #{i}" for i in itertools.count(2))
-        labels.append(label if label not in labels else next(twin for twin in twins if twin not in labels))
+        label = name
+        if len(name) > _LONGEST_NAME:
+            label = f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 4 :]}"
+        if label in labels:
+            twins = (f"{label} #{i}" for i in itertools.count(2))
+            label = next(twin for twin in twins if twin not in labels)
+        labels.append(label)
     return labels
 
 

@@ -11,7 +11,10 @@ def windows_text(count: int, size: int) -> str:
     >>> windows_text(1, 128), windows_text(16, 4096)
     ('1 window of 128 tokens', '16 windows of 4096 tokens, which do not overlap')
     """
-    return f"{count_text(count, 'window')} of {size} tokens" + (", which do not overlap" if count > 1 else "")
+    text = f"{count_text(count, 'window')} of {size} tokens"
+    if count > 1:
+        text += ", which do not overlap"
+    return text
 
 
 def count_text(count: int, what: str) -> str:
@@ -31,7 +34,9 @@ def indices_text(what: str, indices: Sequence[int]) -> str:
     """
     if not indices:
         return f"no {what}"
-    return f"{what if len(indices) == 1 else what + 's'} {ranges_text(indices)}"
+    if len(indices) > 1:
+        what += "s"
+    return f"{what} {ranges_text(indices)}"
 
 
 def ranges_text(indices: Sequence[int]) -> str:

@@ -129,7 +129,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{HIDDEN_MARK}.tmp")
     try:
         with naming(path):
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+            if isinstance(content, str):
+                content = content.encode()
+            temporary.write_bytes(content)
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -321,9 +323,11 @@ def _move_into(source: Path, out: Path) -> None:
     for path in new:
         place = out / path.relative_to(source)
         if place.exists() and place.is_dir() != path.is_dir():
-            raise FileExistsError(f"{place} is in the way: it is a {'folder' if place.is_dir() else 'file'}")
+            kind = "folder" if place.is_dir() else "file"
+            raise FileExistsError(f"{place} is in the way: it is a {kind}")
     # What is replaced is kept beside until everything is in its place, so that it can be put back.
-    old, moved = source.with_suffix(".old"), []
+    old = source.with_suffix(".old")
+    moved = []
 
     def move(path: Path, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)

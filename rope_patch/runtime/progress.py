@@ -90,7 +90,8 @@ def listen(
     """
     tokens, stored, additional, sentences = _on_tokens.get(), _on_known.get(), _on_more.get(), _on_sentence.get()
     _on_tokens.set(on_tokens or tokens)
-    _on_known.set(on_known if on_known or on_tokens else stored)
+    if on_known or on_tokens:
+        _on_known.set(on_known)
     _on_more.set(on_more or additional)
     _on_sentence.set(on_sentence or sentences)
     try:

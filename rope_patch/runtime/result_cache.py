@@ -67,15 +67,15 @@ class ResultCache(MutableMapping[str, Any]):
         return self._values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        line = json.dumps({"key": name, "value": value}, allow_nan=False).encode()
+        line = json.dumps({"key": name, "value": value}, allow_nan=False).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
             # A line that a crash cut short has no line break behind it: the next one then begins with one.
-            whole = file.tell() == 0
-            if not whole:
+            if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
-                whole = file.read(1) == b"\n"
-            file.write((b"" if whole else b"\n") + line + b"\n")  # in one call: another process may write here too
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
+            file.write(line)  # in one call: another process may write here too
             os.fsync(file.fileno())
         self._values[name] = value
 
@@ -125,9 +125,12 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
     """
     if not isinstance(resume, str | Path):
         return resume
-    path, (rank, _) = Path(resume), processes()
+    path = Path(resume)
+    rank, _ = processes()
     values = from_first_process(lambda: _merge_parts(path))  # one process alone may go on where several were stopped
-    return PartOfCache(path.with_name(f"{path.name}.rank{rank}"), values) if rank else ResultCache(path)
+    if rank:
+        return PartOfCache(path.with_name(f"{path.name}.rank{rank}"), values)
+    return ResultCache(path)
 
 
 def _merge_parts(path: Path) -> dict[str, Any]:
@@ -217,4 +220,6 @@ def finite(value: Any) -> Any:
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

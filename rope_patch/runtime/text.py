@@ -28,7 +28,11 @@ def parse_length(text: str) -> int:
     >>> parse_length("32k"), parse_length("1000")
     (32768, 1000)
     """
-    digits, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    digits = text
+    thousands = 1
+    if text[-1:].lower() == "k":
+        digits = text[:-1]
+        thousands = 1024
     # isdigit is true of signs such as ², too, which int refuses.
     if not digits.isascii() or not digits.isdigit():
         raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")

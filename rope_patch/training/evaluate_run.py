@@ -44,10 +44,13 @@ def evaluate_model(suite: EvalSuite, model: PreTrainedModel) -> EvalResult:
 
 def score(result: EvalResult) -> float:
     """Return the score that ranks checkpoints: mean exact match over the lengths, then the lower perplexity."""
-    (retrieval,), lengths = result.retrieval.values(), result.spec.lengths
+    (retrieval,) = result.retrieval.values()
+    lengths = result.spec.lengths
     prompts = len(lengths) * len(retrieval.samples(lengths[-1]))
-    # Divided by 100 * asked, the loss of text is always less than one prompt more, which is 1 / asked.
-    nll = min(result.perplexity.nll, 99.0) if result.perplexity else 0.0
+    # Divided by 100 * prompts, the loss of text is always less than one prompt more, which is 1 / prompts.
+    nll = 0.0
+    if result.perplexity:
+        nll = min(result.perplexity.nll, 99.0)
     return math.fsum(retrieval.accuracy(length) for length in lengths) / len(lengths) - nll / (100 * prompts)
 
 
@@ -57,7 +60,9 @@ def metrics(result: EvalResult) -> dict[str, float]:
     # Retrieval stands first: the model card lists the numbers in this order.
     for metric in sorted(METRICS.values(), key=lambda one: one.name != "retrieval"):
         for span in spans_of(metric, result.spec):
-            place = str(span.stop) if span.start is None else f"{span.start}_{span.stop}"
+            place = str(span.stop)
+            if span.start is not None:
+                place = f"{span.start}_{span.stop}"
             numbers[f"{metric.name}_{place}"] = metric.value(result, span)
     return numbers
 
@@ -73,7 +78,8 @@ def changes(before: EvalResult, after: EvalResult) -> list[dict[str, Any]]:
     compared = []
     for name, metric in METRICS.items():
         for span in spans_of(metric, after.spec):
-            label, difference = column_heading(metric, span), metric.difference(after, before, span)
+            label = column_heading(metric, span)
+            difference = metric.difference(after, before, span)
             verdict, sentence = _verdict(metric, label, difference)
             values = {"metric": name, "label": label, **difference._asdict(), "verdict": verdict, "sentence": sentence}
             compared.append(finite(values))
@@ -84,5 +90,7 @@ def _verdict(metric: Metric, label: str, difference: PairedDifference) -> tuple[
     change = f"{metric.name} {change_sentence(metric, difference)}"
     if not difference.significant:
         return "no significant difference", f"{label}: no significant difference from before training: {change}"
-    verdict = "better" if (difference.low < 0) == metric.lower_is_better else "worse"
+    verdict = "worse"
+    if (difference.low < 0) == metric.lower_is_better:
+        verdict = "better"
     return verdict, f"{label} is significantly {verdict} than before training: {change}"

@@ -64,8 +64,10 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         torch.OutOfMemoryError: a step does not fit into memory.
     """
     check_training(options)
-    # Trainer makes its folder at once, and a dry run must not make that of the run.
-    args = training_arguments(options, Path() if dry_run else options.output.expanduser() / "work")
+    folder = Path()
+    if not dry_run:  # Trainer makes its folder at once, and a dry run must not make that of the run
+        folder = options.output.expanduser() / "work"
+    args = training_arguments(options, folder)
     PartialState()  # connects the processes, which from_first_process needs
     with contextlib.ExitStack() as stack:
 
@@ -76,7 +78,10 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         # The first process alone locks the folder: a second process would be refused as another command.
         run = from_first_process(claim)
         if run.results is not None:
-            return Result(run.out, run.results if PartialState().is_main_process else {}, finished_before=True)
+            results = {}
+            if PartialState().is_main_process:
+                results = run.results
+            return Result(run.out, results, finished_before=True)
         model, tokenizer = load_model(options.model, options.train.precision, weights=not dry_run)
         model = prepare(model, options)
         suite = suite_of(options, tokenizer)
@@ -90,13 +95,16 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
             rows = make_rows(options, tokenizer, run.work)
         trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(evaluate_model(suite, model)))
         if PartialState().is_main_process:
-            resumed = "" if run.checkpoint is None else f", from {run.checkpoint.name} on"
             tokens = rows_per_step(options) * options.data.length
+            text = f"trains for {options.train.steps} steps of {tokens:,} tokens"
+            if run.checkpoint is not None:
+                text += f", from {run.checkpoint.name} on"
             asked = options.evaluation
-            evaluations = 2 if asked.before and options.lora.rank else 1
+            evaluations = 1
+            if asked.before and options.lora.rank:
+                evaluations += 1
             if asked.every:
                 evaluations += options.train.steps // asked.every
-            text = f"trains for {options.train.steps} steps of {tokens:,} tokens{resumed}"
             print(f"{text}; evaluations: {evaluations}, each of {suite.tokens:,} tokens", file=sys.stderr)
         if dry_run:
             trainer.create_optimizer_and_scheduler(options.train.steps)
@@ -120,7 +128,10 @@ def _train(
 ) -> Result:
     """Train a prepared model, evaluate it and write the output folder."""
     is_first = PartialState().is_main_process
-    trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
+    checkpoint = None
+    if run.checkpoint is not None:
+        checkpoint = str(run.checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trained: Any = trainer.model
     gathered: dict[str, Any] = {}
     # Each device holds a share of the weights, so all processes take part in gathering them.
@@ -128,7 +139,8 @@ def _train(
         gathered["state_dict"] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if is_first:  # saved before the last evaluation: if that fails, the adapter is there
         checkpoints.save(trained, run.out, tokenizer=tokenizer, **gathered)
-    after, before = evaluate_model(suite, trained), None
+    after = evaluate_model(suite, trained)
+    before = None
     if options.evaluation.before and options.lora.rank:
         with trained.disable_adapter():  # what is left is the patched model before training
             before = evaluate_model(suite, trained)

@@ -40,7 +40,9 @@ def bundled_folder_or_name(name: str) -> str:
         >>> bundled_folder_or_name("meta-llama/Llama-3.1-8B")
         'meta-llama/Llama-3.1-8B'
     """
-    return str(data_path("assets") / name) if name in BUNDLED_MODELS and not Path(name).exists() else name
+    if name in BUNDLED_MODELS and not Path(name).exists():
+        return str(data_path("assets") / name)
+    return name
 
 
 def load_model(
@@ -80,8 +82,10 @@ def load_model(
             load = model_without_weights
     elif options.quantization != "none":
         arguments["quantization_config"] = _bitsandbytes(options.quantization, dtype, getattr(torch, compute))
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        arguments["device_map"] = {"": local if torch.cuda.is_available() else "cpu"}
+        device: int | str = int(os.environ.get("LOCAL_RANK", 0))
+        if not torch.cuda.is_available():
+            device = "cpu"
+        arguments["device_map"] = {"": device}
     model = load(source, **arguments, **shared)
     if not weights:
         model.hf_device_map = {"": "meta"}  # so that Trainer leaves it there
@@ -115,8 +119,11 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
         ValueError: a name matches no projection (the known ones are listed), or the checkpoint has a patch already that
             does not fit the options.
     """
-    patch, lora = options.patch, options.lora
-    targets = target_pattern(model, lora.target_modules) if lora.rank else ""  # raises before anything is changed
+    patch = options.patch
+    lora = options.lora
+    targets = ""
+    if lora.rank:
+        targets = target_pattern(model, lora.target_modules)  # raises before anything is changed
     own = locate(model).record
     if patch.method is None and own is not None:
         _check_own_patch(own, options)
@@ -160,7 +167,9 @@ def _stated_context(model: PreTrainedModel, options: RecipeOptions) -> int | Non
     """
     stated = int(locate(model).config.max_position_embeddings)
     given = options.patch.patching.target_length is not None
-    return options.target_length if given or options.target_length >= stated else None
+    if given or options.target_length >= stated:
+        return options.target_length
+    return None
 
 
 def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:

@@ -57,15 +57,19 @@ def open_source(options: DataOptions, seed: int) -> Any:
         kinds = {READERS[file.suffix] for file in files}
         if len(kinds) != 1:
             raise ValueError(f"data.source: {path} must hold files of one kind, of {', '.join(READERS)}")
-        # By default datasets takes every line of a text file for a document.
-        arguments = {"sample_by": "document"} if kinds == {"text"} else {}
+        arguments = {}
+        if kinds == {"text"}:
+            # By default datasets takes every line of a text file for a document.
+            arguments["sample_by"] = "document"
         try:
             dataset = datasets.load_dataset(kinds.pop(), data_files=[*map(str, files)], split="train", **arguments)
         except (DatasetGenerationError, StopIteration) as error:  # StopIteration: a JSON file is empty
             raise ValueError(f"data.source: cannot read {path}: {error.__cause__ or 'it is empty'}") from error
     else:
         dataset = datasets.load_dataset(options.source, options.config, split=options.split, streaming=True)
-    return dataset.shuffle(seed=seed) if options.shuffle else dataset
+    if options.shuffle:
+        return dataset.shuffle(seed=seed)
+    return dataset
 
 
 def text_files(source: str | Path) -> list[Path]:
@@ -130,14 +134,18 @@ def read_documents(
             raise ValueError(f"data.column: there is no column {options.column!r}. Known: {', '.join(row)}")
         value = row[options.column]
         if isinstance(value, str) and options.learn == "all":
-            for document in encode(tokenizer, [value]) if value.strip() else ():
+            if not value.strip():
+                continue
+            for document in encode(tokenizer, [value]):
                 ids = document.ids.tolist()
                 yield ids, ids
         elif isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
             if value:
                 yield conversation(tokenizer, value, options.learn)
         else:
-            expected = "lists of messages" if options.learn == "assistant" else "text or lists of messages"
+            expected = "text or lists of messages"
+            if options.learn == "assistant":
+                expected = "lists of messages"
             raise ValueError(f"data.column must hold {expected}, got {type(value).__name__}")
 
 
@@ -162,7 +170,9 @@ def pack(
             part = slice(done, done + length - len(ids))
             start = 0 if apart else len(ids)
             positions += range(start, start + len(tokens[part]))
-            ids, labels, done = ids + tokens[part], labels + learned[part], part.stop
+            ids = ids + tokens[part]
+            labels = labels + learned[part]
+            done = part.stop
             if len(ids) == length:
                 # At position 0 nothing in view predicts the token: neither an earlier row nor, where they are kept
                 # apart, an earlier document.
@@ -191,10 +201,13 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
-    path, count = folder / ROWS_FILE, options.train.steps * rows_per_step(options)
+    path = folder / ROWS_FILE
+    count = options.train.steps * rows_per_step(options)
     if not path.exists():
         tokens = datasets.List(datasets.Value("int32"))
-        columns = ("input_ids", "labels", "position_ids", *(["attention_mask"] if _masked(options) else []))
+        columns = ["input_ids", "labels", "position_ids"]
+        if _masked(options):
+            columns.append("attention_mask")
         features = datasets.Features(dict.fromkeys(columns, tokens))
         part = folder / f".{ROWS_FILE}"
         with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
@@ -237,14 +250,17 @@ def packed_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> I
     Raises:
         ValueError: no document is as long as a row, and ``data.allow_short`` is not set.
     """
-    data, seed = options.data, options.train.seed
+    data = options.data
+    seed = options.train.seed
     _check_documents(options, tokenizer)
     for index, row in enumerate(pack(_endless(options, tokenizer), data.length, apart=data.boundaries == "apart")):
         if data.positions == "pose":
             # A seed for each row: its positions do not depend on the rows before it.
             rng = random.Random(f"{seed}/{index}")
             row["position_ids"] = skipped_positions(rng, data.length, options.target_length, data.chunks).tolist()
-        yield {**row, "attention_mask": [1] * data.length} if _masked(options) else row
+        if _masked(options):
+            row["attention_mask"] = [1] * data.length
+        yield row
 
 
 def _endless(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[int]]]:

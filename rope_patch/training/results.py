@@ -78,29 +78,37 @@ def write_results(
         before: the evaluation of the model without its adapter; None if it was not asked for.
         after: the evaluation of the model that was saved.
     """
-    compared = [] if before is None else changes(before, after)
+    compared = []
+    if before is not None:
+        compared = changes(before, after)
     for change in compared:
         if change["verdict"] == "worse":
             warnings.warn(f"{change['sentence']}; the card says so", stacklevel=2)
     model: Any = trainer.model
-    state, record = trainer.state, verify_model(model)
-    best = state.best_model_checkpoint
-    results = {
+    record = verify_model(model)
+    state = trainer.state
+    best_step = None
+    if state.best_model_checkpoint is not None:
+        best_step = int(Path(state.best_model_checkpoint).name.rpartition("-")[2])
+    results: dict[str, Any] = {
         "command": command or " ".join(sys.argv),
         "options": to_dict(options),
         "patch": str(record.to_method()),
         "steps": state.global_step,
-        "best_step": None if best is None else int(Path(best).name.rpartition("-")[2]),
+        "best_step": best_step,
         "target_length": record.target_length or options.target_length,
         "tokens": state.global_step * rows_per_step(options) * options.data.length,
         "losses": [{"step": entry["step"], "loss": entry["loss"]} for entry in state.log_history if "loss" in entry],
         "environment": environment(model),
-        "before": None if before is None else metrics(before),
+        "before": None,
         "after": metrics(after),
         "changes": compared,
         "notes": _notes(model, str(record.to_method()), before, after),
     }
-    scores = {"before": None if before is None else before.to_dict(), "after": after.to_dict()}
+    scores = {"before": None, "after": after.to_dict()}
+    if before is not None:
+        results["before"] = metrics(before)
+        scores["before"] = before.to_dict()
     write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
     write_atomically(out / "README.md", card(options, results, after))
     write_atomically(
@@ -126,11 +134,21 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
         results: the contents of ``results.json``.
         after: the evaluation of the model that was saved.
     """
-    adapter, (retrieval,) = options.lora.rank > 0, after.retrieval.values()
+    (retrieval,) = after.retrieval.values()
     sentences = [f"- {change['sentence']}" for change in results["changes"]]
     sentences += [f"- **Note**: {sentence}." for sentence in results["notes"]]
-    best = f"; step {results['best_step']} had the best score (exact match, then perplexity) and is this one"
-    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    best = ""
+    if results["best_step"] is not None:
+        best = f"; step {results['best_step']} had the best score (exact match, then perplexity) and is this one"
+    patch = results["patch"]
+    head: dict[str, Any] = {"library_name": "transformers"}
+    warning = ""
+    if options.lora.rank > 0:
+        head["library_name"] = "peft"
+        if patch != "default":
+            warning = ADAPTER_WARNING
+    if "table:" in patch:
+        patch = "a learned table"
     if options.model.name not in BUNDLED_MODELS:  # these are on no hub
         head["base_model"] = options.model.name
     head["tags"] = ["rope_patch", "long-context"]
@@ -138,9 +156,9 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
         head=yaml.safe_dump(head, sort_keys=False),
         dtype=options.model.dtype,
         model=options.model.name,
-        patch="a learned table" if "table:" in results["patch"] else results["patch"],
+        patch=patch,
         length=results["target_length"],
-        warning=ADAPTER_WARNING if adapter and results["patch"] != "default" else "",
+        warning=warning,
         scores=scores_table(results),
         asked=len(retrieval.samples(after.spec.lengths[0])),
         task=options.evaluation.task,
@@ -150,7 +168,7 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
         command=results["command"],
         steps=results["steps"],
         tokens=results["tokens"],
-        best="" if results["best_step"] is None else best,
+        best=best,
         environment=", ".join(f"{name} {value}" for name, value in results["environment"].items()),
         options=to_yaml(options, comments=False),
     )
@@ -158,9 +176,12 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
 
 def scores_table(results: dict[str, Any]) -> str:
     """Return the metrics before and after training as a table."""
-    before, rows = results["before"] or {}, list[Cells]()
+    before = results["before"] or {}
+    rows: list[Cells] = []
     # The first number is the score that ranks checkpoints, a mixture that says little to a reader.
     for name, value in list(results["after"].items())[1:]:
-        earlier = f"{before[name]:.3g}" if name in before else ""
+        earlier = ""
+        if name in before:
+            earlier = f"{before[name]:.3g}"
         rows.append([name.replace("_", " "), earlier, f"{value:.3g}"])
     return markdown_table(DataTable("Scores", ["", "before", "after"], rows, ""))

@@ -120,7 +120,9 @@ def last_checkpoint(work: Path) -> Path | None:
     continues without that.
     """
     steps = {int(path.name.rpartition("-")[2]): path for path in work.glob("checkpoint-*") if _has_state(path)}
-    return steps[max(steps)] if steps else None
+    if not steps:
+        return None
+    return steps[max(steps)]
 
 
 def _has_state(checkpoint: Path) -> bool:

@@ -48,14 +48,18 @@ class LongTrainer(Trainer):
         # A resumed run skips as many rows as it has read, so their order must be that of the file.
         args.train_sampling_strategy = "sequential"
         args.label_names = ["labels"]
-        self.guard = RopePatchCallback() if locate(model).record is not None else None
+        self.guard = None
+        callbacks: list[Any] = []
+        if locate(model).record is not None:
+            self.guard = RopePatchCallback()
+            callbacks.append(self.guard)
         self.evaluator = evaluator
         super().__init__(
             fuse(model),
             args,
             train_dataset=rows,
             eval_dataset=rows if evaluator else None,  # transformers requires one; the evaluator has its own texts
-            callbacks=[self.guard] if self.guard else [],
+            callbacks=callbacks,
         )
         if self.get_cp_size() > 1:
             check_shareable(model.config, rows[0])
@@ -106,7 +110,7 @@ def check_shareable(config: Any, row: Any) -> None:
     Raises:
         ValueError: documents of a row are kept apart, or the model has sliding windows.
     """
-    # Rows have a mask of ones exactly where documents are joined (see rows._masked).
+    # Rows have a mask of ones exactly where documents are joined (see pack_rows._masked).
     if "attention_mask" not in row:
         raise ValueError("context parallelism joins documents: set data.boundaries=join, or cp_size 1")
     text = config.get_text_config()

@@ -57,10 +57,23 @@ def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArgument
     Raises:
         ValueError: transformers does not know the scheduler, or this machine does not support the precision.
     """
-    train, every = options.train, options.evaluation.every
+    train = options.train
+    every = options.evaluation.every
     # Under LoRA the embeddings are frozen, so no input needs a gradient, which torch's reentrant variant requires.
     how = {"use_reentrant": False}
     checkpointing: dict[str, Any] = {_CHECKPOINTING: train.checkpointing, f"{_CHECKPOINTING}_kwargs": how}
+    evaluation: dict[str, Any] = {"eval_strategy": "no"}
+    if every:
+        evaluation = {
+            "eval_strategy": "steps",
+            "eval_steps": every,
+            "metric_for_best_model": "score",
+            "greater_is_better": True,
+            "load_best_model_at_end": True,
+        }
+    report_to = []
+    if is_tensorboard_available():
+        report_to.append("tensorboard")
     return TrainingArguments(
         str(folder),
         max_steps=train.steps,
@@ -82,15 +95,11 @@ def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArgument
         save_strategy="steps",
         save_steps=options.save_every,
         save_total_limit=train.keep,
-        eval_strategy="steps" if every else "no",
-        eval_steps=every or None,
-        metric_for_best_model="score" if every else None,
-        greater_is_better=True if every else None,
-        load_best_model_at_end=bool(every),
+        **evaluation,
         logging_steps=train.log_every,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # by default a NaN or infinite loss is logged as the mean of recent ones
-        report_to=["tensorboard"] if is_tensorboard_available() else [],
+        report_to=report_to,
         # All adapters take part in every step, so DDP need not search for weights without a gradient.
         ddp_find_unused_parameters=False,
         ddp_timeout=6 * 3600,  # seconds; the other processes wait while the first packs rows

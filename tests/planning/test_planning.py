@@ -224,8 +224,9 @@ def test_adapters_on_weights_in_4_bits_copy_no_input(monkeypatch, tmp_path):
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    # PEFT asks whether CUDA's autocast is on, so on a CPU it copies the inputs all the same.
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+    # PEFT asks whether CUDA's autocast is on, by naming no device, so on a CPU it copies the inputs all the same.
+    enabled = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: not device or enabled(*device))
     context = torch.autocast("cpu", torch.bfloat16)
     live, _ = measured(model, context, lambda: decoder(model)(IDS, use_cache=False).last_hidden_state.sum())
     assert planned.parts["activations"] + planned.parts["layer"] == pytest.approx(live.peak, rel=0.1)

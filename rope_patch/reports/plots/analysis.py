@@ -86,8 +86,10 @@ def heat_maps(
         norm, extend = _scale([panel.values for panel in column], limits)
         for j, panel in enumerate(column):
             image = _draw(axes[j][i], panel, norm)
-            axes[j][i].set_ylabel(ylabel if i == 0 else "", fontsize=9)
-            axes[j][i].set_xlabel(xlabel if j == len(grid) - 1 else "", fontsize=9)
+            if i == 0:
+                axes[j][i].set_ylabel(ylabel, fontsize=9)
+            if j == len(grid) - 1:
+                axes[j][i].set_xlabel(xlabel, fontsize=9)
         add_bar(figure, image, list(axes[:, i]), label, extend)
     add_title(figure, title)
     return figure
@@ -128,7 +130,8 @@ def head_view(
         axes.set_title(f"Norms of the {name}, token by token", loc="left", fontsize=9)
         axes.set_yticks(list(ticks), [label.partition("\n")[0] for label in ticks.values()])
         axes.set_ylabel("wavelength\n[tokens]", fontsize=9)
-        axes.set_xlabel("position [tokens]" if row else "", fontsize=9)
+        if row:
+            axes.set_xlabel("position [tokens]", fontsize=9)
         axes.tick_params(labelsize=8)
         for edge in bound_edges(inv_freq, context):
             _outlined(axes.axhline(edge, color="white", linewidth=1.1))
@@ -149,8 +152,9 @@ def head_view(
         which = {0: "its own key", 1: "the previous key"}.get(distance, f"the key {distance} back")
         axes.set_title(f"What each pair adds to the logit with {which}", loc="left", fontsize=9, pad=12)
         axes.set_xlabel(PAIR_AXIS, fontsize=9)
-        axes.set_ylabel("logit" if first is None else "", fontsize=9)
-        first = first or axes
+        if first is None:
+            axes.set_ylabel("logit", fontsize=9)
+            first = axes
     add_title(figure, title)
     return figure
 
@@ -180,10 +184,17 @@ def pair_ticks(inv_freq: Tensor) -> dict[int, str]:
     """Return a few pairs, the first and the last among them, with wavelength [tokens] and number."""
     from matplotlib.ticker import EngFormatter
 
-    waves, short = wavelength(inv_freq.double()).tolist(), EngFormatter(places=1, sep="")
-    last, most = len(waves) - 1, 5 if len(waves) >= 12 else 4
-    chosen = sorted({round(i * last / (most - 1)) for i in range(most)})
-    return {pair: f"{'∞' if math.isinf(waves[pair]) else short(waves[pair])}\n({pair})" for pair in chosen}
+    waves = wavelength(inv_freq.double()).tolist()
+    short = EngFormatter(places=1, sep="")
+    last = len(waves) - 1
+    most = 5 if len(waves) >= 12 else 4
+    ticks = {}
+    for pair in sorted({round(i * last / (most - 1)) for i in range(most)}):
+        wave = "∞"
+        if not math.isinf(waves[pair]):
+            wave = short(waves[pair])
+        ticks[pair] = f"{wave}\n({pair})"
+    return ticks
 
 
 def bound_edges(inv_freq: Tensor, context: int) -> list[float]:
@@ -256,8 +267,9 @@ def _scale(panels: Sequence[Tensor], limits: tuple[float, float] | None) -> tupl
     values = values[numpy.isfinite(values)]
     top = float(values.max(initial=0.0))
     quantile = float(numpy.quantile(values, COLOUR_QUANTILE)) if len(values) else 0.0
-    cut = 0 < 1.5 * quantile < top
-    return Normalize(0.0, (quantile if cut else top) or 1.0), "max" if cut else "neither"
+    if 0 < 1.5 * quantile < top:
+        return Normalize(0.0, quantile), "max"
+    return Normalize(0.0, top or 1.0), "neither"
 
 
 def add_bar(
@@ -266,10 +278,10 @@ def add_bar(
     """Add a colour bar to a figure, below its panels or beside them."""
     from matplotlib.ticker import MaxNLocator
 
-    below: dict[str, Any] = {"location": "bottom", "aspect": 30, "fraction": 0.06, "pad": 0.02}
-    below["ticks"] = MaxNLocator(4)
-    beside: dict[str, Any] = {"location": "right", "aspect": 18, "fraction": 0.05, "pad": 0.01}
-    bar = figure.colorbar(image, ax=list(axes), extend=extend, **(beside if vertical else below))
+    place: dict[str, Any] = {"location": "bottom", "aspect": 30, "fraction": 0.06, "pad": 0.02, "ticks": MaxNLocator(4)}
+    if vertical:
+        place = {"location": "right", "aspect": 18, "fraction": 0.05, "pad": 0.01}
+    bar = figure.colorbar(image, ax=list(axes), extend=extend, **place)
     bar.set_label(label, fontsize=9)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)

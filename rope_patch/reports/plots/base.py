@@ -253,4 +253,6 @@ def wrapped_name(name: str, width: int) -> str:
 
 def _tokens(length: int) -> str:
     """Return a length in short form: 4096 is 4k."""
-    return f"{length // 1024}k" if length >= 4096 and length % 1024 == 0 else str(length)
+    if length >= 4096 and length % 1024 == 0:
+        return f"{length // 1024}k"
+    return str(length)
