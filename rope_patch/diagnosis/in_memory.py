@@ -109,7 +109,7 @@ def unreadable(subject: Subject, reason: ValueError) -> Check:
     location = subject.location
     parameters = settings_of(location.config).get("rope_parameters")
     own = location.rotary_class
-    for name, base in leaves(parameters or {}):
+    for name, base in leaves(parameters or {}).items():
         if not name.endswith("rope_theta") or (isinstance(base, int | float) and base > 0):
             continue
         meaning = ""

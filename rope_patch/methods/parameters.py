@@ -27,7 +27,9 @@ def number(
 
 def check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     """Raise ValueError unless a number is within the bounds of its declaration."""
-    above, least, most = (bounds.get(key) for key in ("above", "least", "most"))
+    above = bounds.get("above")
+    least = bounds.get("least")
+    most = bounds.get("most")
     unit = f" {bounds['unit']}" if bounds.get("unit") else ""
     if above is not None and not value > above:
         raise ValueError(f"{name} must be > {above:g}{unit}, got {value}")

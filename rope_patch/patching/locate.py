@@ -241,13 +241,13 @@ class Location:
         # A look-up of None is one of all keys. Settings of a layer type that no layer has are for nobody to read.
         used = [
             value
-            for name, value in leaves(config.rope_parameters)
+            for name, value in leaves(config.rope_parameters).items()
             if {name, re.sub(r"\w+$", "None", name)} & self.probe.read
             or ("." in name and not {name.partition(".")[0], None} & self.tables.keys())
         ]
         return {
             name: value
-            for name, value in leaves(stated)
+            for name, value in leaves(stated).items()
             if used
             and _CHANGES_TABLE.fullmatch(name)
             and not hasattr(type(config), name)
@@ -264,13 +264,15 @@ class Location:
         setattr(self.model.get_submodule(parent), name, module)
 
 
-def leaves(nested: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of nested dicts with its path, whose parts are joined by dots."""
+def leaves(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts by their paths, whose parts are joined by dots."""
+    found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
+            found |= leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 _ALTERED = "the rope_patch record was altered: transformers cannot build the table of its base_config"
@@ -345,8 +347,10 @@ def holds_adapters_twice(model: nn.Module) -> bool:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter that is not on the meta device."""
-    devices = (p.device for p in model.parameters() if p.device.type != "meta")
-    return next(devices, torch.device("cpu"))
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    return torch.device("cpu")
 
 
 # --- the base tables -------------------------------------------------------------------------------------------------

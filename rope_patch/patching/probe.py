@@ -14,12 +14,13 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rope_patch.patching.record import set_rotary_settings, silent_transformers
@@ -82,30 +83,33 @@ def probe(
     if built is None:
         return Probe()
     rotary = built.get_submodule(path)
-    copied = built.get_submodule(next(name for name, module in model.named_modules() if module is decoder))
+    names = {module: name for name, module in model.named_modules()}
+    copied = built.get_submodule(names[decoder])
     # Some models build modules that they do not keep, and those do not count as readers.
     own, inside = set(built.modules()) - {rotary}, set(copied.modules())
     building = {module for module, _ in reads if module in own}
-    builders = tuple(name for name, module in built.named_modules() if module in building & inside)
+    builders = tuple([name for name, module in built.named_modules() if module in building & inside])
     reader_values = values_kept_by_modules(built, builders)
     while_built = len(reads)
     failures: list[Exception] = []
-    # A layer that fails on meta tensors must not hide what the layers after it do.
-    for module in copied.modules():
-        if module not in (copied, rotary):
-            module.forward = _passing_on(module.forward, failures)
     runs = {kind: _run(copied, rotary, kind, failures) for kind in tables}
+    if not all(completed for *_, completed in runs.values()):
+        # A layer that fails on meta tensors must not hide what the layers after it do.
+        for module in copied.modules():
+            if module not in (copied, rotary):
+                module.forward = _passing_on(module.forward, failures)
+        runs = {kind: _run(copied, rotary, kind, failures) for kind in tables}
     running = {(module, keys) for module, keys in reads[while_built:] if module in own}
     patched = PatchedRotary(tables, rotary, layout=layout)
-    refusals = {kind: _refusal(patched, kind, *run) for kind, run in runs.items()}
-    readers = {*building, *(module for module, _ in running)}
+    refusals = {kind: _refusal(patched, kind, used, calls) for kind, (used, calls, _) in runs.items()}
+    readers = building | {module for module, _ in running}
     return Probe(
         {kind: reason for kind, reason in refusals.items() if reason is not None},
         builders,
         reader_values,
         tuple(sorted({(type(module).__name__, keys) for module, keys in running}, key=str)),
         tuple(sorted({type(module).__name__ for module in readers - inside})),
-        frozenset(".".join(map(str, keys)) for _, keys in reads),
+        frozenset({".".join(map(str, keys)) for _, keys in reads}),
     )
 
 
@@ -169,40 +173,38 @@ class _Noted(dict[str, Any]):
     """A ``rope_parameters`` dict that notes which modules read it."""
 
     def __init__(self, values: Mapping[str, Any], reads: list[Read], path: tuple[str, ...] = ()) -> None:
-        nested = {
-            key: _Noted(value, reads, (*path, key)) for key, value in values.items() if isinstance(value, Mapping)
-        }
-        super().__init__({**values, **nested})
-        self.reads, self.path = reads, path
-
-    def note(self, key: str | None) -> None:
-        """Note the module whose code reads a key, or all keys if ``key`` is None.
-
-        If the value is a nested dict, nothing is noted here: that dict notes what is read of it.
-        """
-        nested = isinstance(super().get(str(key)), _Noted)
-        # The reader is the nearest caller with a module as its `self`. Frame 0 is this method, 1 the dict's method.
-        frame = None if nested else sys._getframe(2)
-        while frame is not None:
-            reader = frame.f_locals.get("self")
-            if isinstance(reader, PreTrainedConfig):  # a config that handles its own settings is no reader
-                return
-            if isinstance(reader, nn.Module):
-                self.reads.append((reader, (*self.path, key)))
-                return
-            frame = frame.f_back
+        super().__init__(values)
+        self.reads = reads
+        self.path = path
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                self[key] = _Noted(value, reads, (*path, key))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Noted:
         # By dict's own methods, since a copy is not a look-up.
-        return _Noted({key: dict.__getitem__(self, key) for key in dict.keys(self)}, self.reads, self.path)
+        return _Noted(dict(dict.items(self)), self.reads, self.path)
 
 
 def _noting(name: str) -> Callable[..., Any]:
-    """Return a method of ``dict`` that notes what it reads."""
+    """Return a method of ``dict`` that notes the module whose code reads a key, or all keys.
+
+    If the value is a nested dict, nothing is noted here: that dict notes what is read of it.
+    """
     read = getattr(dict, name)
 
     def method(self: _Noted, *args: Any) -> Any:
-        self.note(args[0] if args else None)
+        key = args[0] if args else None
+        frame = None
+        if not isinstance(dict.get(self, str(key)), _Noted):
+            frame = sys._getframe(1)
+        # The reader is the nearest caller with a module as its `self`. A config that handles its settings is none.
+        while frame is not None:
+            reader = frame.f_locals.get("self")
+            if isinstance(reader, nn.Module):
+                self.reads.append((reader, (*self.path, key)))
+            if isinstance(reader, nn.Module | PreTrainedConfig):
+                break
+            frame = frame.f_back
         return read(self, *args)
 
     return method
@@ -221,7 +223,7 @@ def _passing_on(forward: Callable[..., Any], failures: list[Exception]) -> Calla
             return forward(*args, **kwargs)
         except Exception as error:
             failures.append(error)
-            return next(_tensors((args, kwargs)))
+            return _first_tensor((args, kwargs))
 
     return run
 
@@ -232,7 +234,7 @@ Calls = list[tuple[Any, Any, list[torch.Size]]]
 
 def _run(
     decoder: nn.Module, rotary: nn.Module, kind: str | None, failures: list[Exception]
-) -> tuple[bool | None, Calls]:
+) -> tuple[bool | None, Calls, bool]:
     """Run a decoder on the meta device, and find out whether any module's output depends on a table.
 
     Autograd tells the dependence without numbers: cos and sin of the table are made leaves that require gradients, and
@@ -245,7 +247,8 @@ def _run(
         failures: the exceptions of modules that failed, to which :func:`_passing_on` adds.
 
     Returns:
-        Whether anything depends on the table, or None if failures leave it open; and the calls of the rotary module.
+        Whether anything depends on the table, or None if failures leave it open; the calls of the rotary module; and
+        whether the decoder ran to its end.
     """
     calls: Calls = []
     users: list[nn.Module] = []
@@ -256,13 +259,14 @@ def _run(
             layer_type = args[2]
         if layer_type != kind:
             return output
-        calls.append((args, kwargs, [tensor.shape for tensor in _tensors(output)]))
-        return _marked(output)
+        calls.append((args, kwargs, _shapes(output)))
+        return tree_map_only(Tensor, _marked, output)
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        # cos and sin that are merely passed on are leaves.
-        if module is not rotary and any(t.requires_grad and not t.is_leaf for t in _tensors(output)):
-            users.append(module)
+        for part in tree_leaves(output):
+            # cos and sin that are merely passed on are leaves.
+            if isinstance(part, Tensor) and part.requires_grad and not part.is_leaf and module is not rotary:
+                users.append(module)
 
     hooks = [rotary.register_forward_hook(mark, with_kwargs=True)]
     hooks += [module.register_forward_hook(look) for module in decoder.modules()]
@@ -277,11 +281,10 @@ def _run(
             break
     for hook in hooks:
         hook.remove()
-    if users:
-        return True, calls
-    if failures or not completed:
-        return None, calls
-    return False, calls
+    used: bool | None = bool(users)
+    if not users and (failures or not completed):
+        used = None
+    return used, calls, completed
 
 
 def _refusal(patched: PatchedRotary, kind: str | None, used: bool | None, calls: Calls) -> str | None:
@@ -297,30 +300,35 @@ def _refusal(patched: PatchedRotary, kind: str | None, used: bool | None, calls:
         what = "its rotary embedding" if kind is None else f"its table for {kind}"
         return f"does not use {what}: no layer turns queries or keys with it, and a patch would change nothing"
     for args, kwargs, shapes in calls:
-        axes = next((tensor.ndim for tensor in _tensors((args[1:], kwargs))), 2)
+        positions = _first_tensor((args[1:], kwargs))
         try:
-            same = [tensor.shape for tensor in _tensors(patched(*args, **kwargs))] == shapes
+            same = _shapes(patched(*args, **kwargs)) == shapes
         except Exception as error:
             return f"calls its rotary embedding as a patched one cannot be called ({type(error).__name__}: {error})"
         if not same:
-            why = "several position axes" if axes > 2 else "another shape"
+            why = "another shape"
+            if positions is not None and positions.ndim > 2:
+                why = "several position axes"
             return f"has rotary embeddings of another kind: its layers give them {why}"
     return None
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+def _first_tensor(value: Any) -> Tensor | None:
+    for part in tree_leaves(value):
+        if isinstance(part, Tensor):
+            return part
+    return None
 
 
-def _marked(value: Any) -> Any:
-    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+def _shapes(value: Any) -> list[torch.Size]:
+    shapes = []
+    for part in tree_leaves(value):
+        if isinstance(part, Tensor):
+            shapes.append(part.shape)
+    return shapes
+
+
+def _marked(value: Tensor) -> Tensor:
+    if value.is_floating_point() or value.is_complex():
         return value.detach().requires_grad_()
-    if isinstance(value, tuple | list):
-        return type(value)(_marked(item) for item in value)
     return value

@@ -284,7 +284,10 @@ own, and Phi-MoE copies it out of ``rope_parameters`` whenever those are checked
 
 def _names_in(config: PreTrainedConfig) -> dict[str, str]:
     """Return the keys that a patch may set, each with the name that the config's family has for it."""
-    return {key: str(config.attribute_map.get(key, key)) for key in CONFIG_KEYS}
+    names = {}
+    for key in CONFIG_KEYS:
+        names[key] = str(config.attribute_map.get(key, key))
+    return names
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -292,7 +295,11 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     names = _names_in(config)
     if config.__dict__.get("head_dim", 0) is None:
         names["head_dim"] = "head_dim"
-    return {key: copy.deepcopy(config.__dict__[name]) for key, name in names.items() if name in config.__dict__}
+    settings = {}
+    for key, name in names.items():
+        if name in config.__dict__:
+            settings[key] = copy.deepcopy(config.__dict__[name])
+    return settings
 
 
 def set_rotary_settings(

@@ -20,12 +20,12 @@ HALVES, NEIGHBOURS, ONCE, COMPLEX = "halves", "neighbours", "once", "complex"
 
 def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
     """Return the tables that a module of transformers owns, by layer type."""
-    # The copies in original_inv_freq, to which a dynamic table returns for short sequences, are not in use.
-    return {
-        name.removesuffix("inv_freq").removesuffix("_") or None: buffer
-        for name, buffer in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq") and "original_" not in name
-    }
+    tables: dict[str | None, Tensor] = {}
+    for name, buffer in module.named_buffers(recurse=False):
+        # The copies in original_inv_freq, to which a dynamic table returns for short sequences, are not in use.
+        if name.endswith("inv_freq") and "original_" not in name:
+            tables[name.removesuffix("inv_freq").removesuffix("_") or None] = buffer
+    return tables
 
 
 def scaling_of(module: nn.Module, layer_type: str | None) -> float:
@@ -166,12 +166,16 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
         if isinstance(returned, Tensor) and returned.is_complex():
             names = (COMPLEX,)
         angles = steps[..., None].float() * table
-        features = next(name for name in names if _fits(RotaryLayout(name), returned, angles[None]))
+        for features in names:
+            if _fits(RotaryLayout(features), returned, angles[None]):
+                break
+        else:
+            return RotaryLayout()
     except Exception:  # another family of rotary modules, whose forward pass takes or returns something else
         return RotaryLayout()
     for axes in (2, 3, 4):
         # Every axis has other positions, so that the result tells which axis each feature takes its position from.
-        several = torch.stack([steps + 7 * axis for axis in range(axes)])
+        several = steps + 7 * torch.arange(axes, device="cpu")[:, None, None]
         try:
             returned = forward(x, several, layer_type, table, 1.0)
             if _fits(RotaryLayout(features), returned, several[..., None].float() * table):
@@ -190,11 +194,11 @@ def _fits(layout: RotaryLayout, returned: Any, angles: Tensor) -> bool:
         angles: (axes, batch, tokens, pairs) expected angles [rad].
     """
     fits = torch.ones((), dtype=torch.bool, device="cpu")
-    for got, want in zip(layout.parts(returned), (angles.cos(), angles.sin()), strict=True):
-        spread = layout.spread(want)
-        if got.shape != spread.shape[1:]:
+    spread = layout.spread(angles)
+    for got, want in zip(layout.parts(returned), (spread.cos(), spread.sin()), strict=True):
+        if got.shape != want.shape[1:]:
             return False
-        fits = fits & torch.isclose(got.float(), spread, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
+        fits = fits & torch.isclose(got.float(), want, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
     return bool(fits.any(0).all())
 
 
