@@ -28,6 +28,7 @@ FOLDERS = (
     "options",
     "methods",
     "patching",
+    "gguf",
     "checkpoints",
     "engines",
     "diagnosis",

@@ -107,7 +107,7 @@ PATCHING = (
     Mutation(
         "experts_that_fail_without_numbers_end_the_probe",
         "rope_patch/patching/probe.py",
-        "            return next(_tensors((args, kwargs)))\n",
+        "            return _first_tensor((args, kwargs))\n",
         "            raise\n",
     ),
     Mutation(
@@ -133,7 +133,7 @@ CHECKPOINTS = (
     ),
     Mutation(
         "offsets_of_tensors_are_not_aligned",
-        "rope_patch/checkpoints/gguf_file.py",
+        "rope_patch/gguf/file.py",
         "offset += piece.size + -piece.size % alignment",
         "offset += piece.size",
     ),
@@ -145,7 +145,7 @@ CHECKPOINTS = (
     ),
     Mutation(
         "file_that_states_a_longer_context_is_verified",
-        "rope_patch/checkpoints/gguf_patch.py",
+        "rope_patch/gguf/patch.py",
         "if table.max_position_embeddings != record.stated_length:",
         "if table.max_position_embeddings < record.stated_length:",
     ),

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, adapter_base, read_record
-from rope_patch.checkpoints.gguf import unpack
+from rope_patch.checkpoints.load_gguf import unpack
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length, stated_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
@@ -42,7 +42,7 @@ def patch_folder(
 ) -> Patch:
     """Write a copy of a checkpoint with a patched config; its weights are the same bytes.
 
-    The weights of a GGUF file are dequantized to float32; :func:`~rope_patch.checkpoints.gguf_patch.patch_gguf` writes
+    The weights of a GGUF file are dequantized to float32; :func:`~rope_patch.gguf.patch.patch_gguf` writes
     another GGUF file.
 
     Args:

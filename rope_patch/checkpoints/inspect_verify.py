@@ -10,10 +10,10 @@ from torch import nn
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
 from rope_patch.checkpoints.folder_patch import verify_folder
-from rope_patch.checkpoints.gguf_file import open_gguf
-from rope_patch.checkpoints.gguf_patch import verify_gguf
-from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.gguf.file import open_gguf
+from rope_patch.gguf.patch import verify_gguf
+from rope_patch.gguf.table import read_gguf
 from rope_patch.patching.install import reapply
 from rope_patch.patching.record import PatchRecord, TableRecord, hashes
 from rope_patch.patching.verify import Inspection, inspect_model, shortened, verify_model

@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE
-from rope_patch.checkpoints.gguf import put_table
-from rope_patch.checkpoints.gguf_table import read_gguf
+from rope_patch.checkpoints.load_gguf import put_table
 from rope_patch.checkpoints.source_files import (
     auto_class,
     check_older_keys,
@@ -18,6 +17,7 @@ from rope_patch.checkpoints.source_files import (
     load_config,
     naming_checkpoint,
 )
+from rope_patch.gguf.table import read_gguf
 from rope_patch.runtime.folders import is_gguf
 
 MOST_LAYERS = 10_000

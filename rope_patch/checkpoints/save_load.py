@@ -30,7 +30,7 @@ from rope_patch.checkpoints.adapters import (
     refuse_bare_adapter_layers,
     write_patch_files,
 )
-from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
+from rope_patch.checkpoints.load_gguf import forget_quantization, load_gguf
 from rope_patch.checkpoints.source_files import auto_class, check_older_keys, config_json, load_or_explain
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings

@@ -22,9 +22,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
-from rope_patch.checkpoints.gguf_file import open_gguf
-from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.errors import as_value_error, in_one_line, read_json
+from rope_patch.gguf.file import open_gguf
+from rope_patch.gguf.header_cache import cached_headers
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import older_differences, text_part
 from rope_patch.runtime.folders import check_source, is_gguf

@@ -16,8 +16,8 @@ def apply(words: Sequence[str]) -> None:
     """Run ``rope-patch apply`` with the words that follow it."""
     options = parse(ApplyOptions, words)
     from rope_patch.checkpoints.folder_patch import patch_folder
-    from rope_patch.checkpoints.gguf_patch import patch_gguf
     from rope_patch.checkpoints.source_files import how_to_load
+    from rope_patch.gguf.patch import patch_gguf
     from rope_patch.methods import as_method
     from rope_patch.runtime.folders import is_gguf
 

@@ -136,7 +136,7 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
     """
     import torch
 
-    from rope_patch.checkpoints.gguf import weights_in_file
+    from rope_patch.checkpoints.load_gguf import weights_in_file
     from rope_patch.checkpoints.save_load import load
 
     device = machine.device

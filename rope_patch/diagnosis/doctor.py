@@ -12,8 +12,6 @@ from torch import nn
 
 from rope_patch import checkpoints
 from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
-from rope_patch.checkpoints.gguf_header_cache import cached_headers
-from rope_patch.checkpoints.gguf_table import layers_in
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json, read_tokenizer
 from rope_patch.checkpoints.tokenizer_length import stated_length
@@ -26,6 +24,8 @@ from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, lay
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.errors import in_one_line
+from rope_patch.gguf.header_cache import cached_headers
+from rope_patch.gguf.table import layers_in
 from rope_patch.patching.install import reapply
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import shortened

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, scaling_keys
 from rope_patch.checkpoints.source_files import auto_class, config_json, load_config, naming_checkpoint
 from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
 from rope_patch.engines.folders import exported_config, read_tables
 from rope_patch.engines.program_contexts import kind_of
 from rope_patch.engines.tables_by_program import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.engines.verified_versions import check_version
+from rope_patch.gguf.table import LAYERED, graph_of, read_gguf, scaling_keys
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.verify import Inspection, inspect_model

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.gguf_table import graph_of, read_gguf, scaling_keys
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json
 from rope_patch.engines.dialect_tables import SHARE
@@ -33,6 +32,7 @@ from rope_patch.engines.folders import read_tables
 from rope_patch.engines.program_contexts import other_contexts
 from rope_patch.engines.tables_by_program import PROGRAMS, StatedConfig, reading_of
 from rope_patch.engines.verified_versions import UNVERIFIED, check_version
+from rope_patch.gguf.table import graph_of, read_gguf, scaling_keys
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
 from rope_patch.checkpoints.folder_patch import check_folder_is_free
-from rope_patch.checkpoints.gguf_file import check_output_file
-from rope_patch.checkpoints.gguf_header_cache import cached_headers, gguf
-from rope_patch.checkpoints.gguf_table import CHECKED
 from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.engines.export_gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.engines.folders import export_folder
-from rope_patch.engines.gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.engines.lora import check_adapter
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED
+from rope_patch.gguf.file import check_output_file
+from rope_patch.gguf.header_cache import cached_headers, gguf
+from rope_patch.gguf.table import CHECKED
 from rope_patch.methods import MethodLike
 from rope_patch.options.shared import DTYPES
 from rope_patch.packaged import name_of

@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from rope_patch import __version__
-from rope_patch.checkpoints.gguf import weights_in_file
+from rope_patch.checkpoints.load_gguf import weights_in_file
 from rope_patch.evaluation.metrics import (
     METRICS,
     Metric,

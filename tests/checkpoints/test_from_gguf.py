@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import PatchError
-from rope_patch.checkpoints.gguf_file import Key
-from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.checkpoints.gguf_table import RECORD_KEY
 from rope_patch.frequencies import geometric
+from rope_patch.gguf.file import Key
+from rope_patch.gguf.patch import patch_gguf
+from rope_patch.gguf.table import RECORD_KEY
 
 TOKENS = ids(48) % 96
 

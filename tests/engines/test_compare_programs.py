@@ -20,10 +20,10 @@ from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, GraniteConfig, Olmo3Config, PhiConfig
 
 import rope_patch
-from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.engines import export
 from rope_patch.engines.compare_programs import OTHER_KEYS, compare_programs
 from rope_patch.engines.tables_by_program import PROGRAMS
+from rope_patch.gguf.patch import patch_gguf
 
 SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "reading_rules.json"
 OLMO3 = Olmo3Config(**SIZE, layer_types=["sliding_attention", "full_attention"], sliding_window=16)

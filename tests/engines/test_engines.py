@@ -22,10 +22,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import rope_patch
-from rope_patch.checkpoints.gguf_file import Key
-from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.frequencies import table_of
+from rope_patch.gguf.file import Key
+from rope_patch.gguf.patch import patch_gguf
+from rope_patch.gguf.table import read_gguf
 
 llama_cpp = pytest.importorskip("llama_cpp")
 

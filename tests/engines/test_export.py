@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 import rope_patch
 import rope_patch.engines
 from rope_patch.checkpoints.folder_patch import verify_folder
-from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines import export, folders
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED
+from rope_patch.gguf.patch import patch_gguf
 from rope_patch.patching.verify import inspect_model
 
 BUNDLED = rope_patch.data_path("assets") / "llama"

@@ -15,7 +15,7 @@ from support.tiny import SIZE, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma4Config, Qwen3_5Config
 
 import rope_patch
-from rope_patch.checkpoints.gguf_patch import patch_gguf
+from rope_patch.gguf.patch import patch_gguf
 from rope_patch.patching.verify import inspect_model
 
 METHODS = [

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
-from rope_patch.checkpoints.gguf_file import GGUFFile, open_gguf
-from rope_patch.checkpoints.gguf_patch import with_table, write
-from rope_patch.checkpoints.gguf_table import LAYERED, Graph, graph_of, scaling_keys
 from rope_patch.checkpoints.tokenizer_length import restore_length
+from rope_patch.gguf.file import GGUFFile, open_gguf
+from rope_patch.gguf.patch import with_table, write
+from rope_patch.gguf.table import LAYERED, Graph, graph_of, scaling_keys
 from rope_patch.patching.install import restore
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model, verify_model
@@ -45,7 +45,7 @@ def export_gguf(
     """Write a GGUF file of a model with its rotary table, which an unmodified llama.cpp runs.
 
     The converter sees the checkpoint as it was before the patch, because it drops or refuses most other tables. What it
-    wrote is patched as :func:`~rope_patch.checkpoints.gguf_patch.patch_gguf` patches a file.
+    wrote is patched as :func:`~rope_patch.gguf.patch.patch_gguf` patches a file.
 
     An attention factor other than 1 (YaRN's) is exact in llama.cpp, except after a context shift: that rotates the keys
     that are kept once more, and scales them once more, too.

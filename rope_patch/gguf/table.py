@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.gguf_file import GGUFFile, Key, Piece, open_gguf
-from rope_patch.checkpoints.gguf_header_cache import gguf
+from rope_patch.gguf.file import GGUFFile, Key, Piece, open_gguf
+from rope_patch.gguf.header_cache import gguf
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection

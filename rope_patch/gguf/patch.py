@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.gguf_file import GGUFFile, check_output_file, open_gguf, write_gguf
-from rope_patch.checkpoints.gguf_table import (
+from rope_patch.gguf.file import GGUFFile, check_output_file, open_gguf, write_gguf
+from rope_patch.gguf.table import (
     FACTOR_TENSORS,
     Graph,
     base_in,
@@ -163,7 +163,7 @@ def with_table(opened: GGUFFile, table: RotaryTable, graph: Graph, record: Patch
 
 
 def write(opened: GGUFFile, out: str | Path, **options: Any) -> Path:
-    """Write an opened file as it is, with options of :func:`~rope_patch.checkpoints.gguf_file.write_gguf`."""
+    """Write an opened file as it is, with options of :func:`~rope_patch.gguf.file.write_gguf`."""
     return write_gguf(out, list(opened.keys.values()), opened.pieces, alignment=opened.alignment, **options)
 
 

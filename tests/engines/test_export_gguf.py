@@ -17,9 +17,9 @@ from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, StableLmConfig
 
 import rope_patch
-from rope_patch.checkpoints.gguf_file import open_gguf
-from rope_patch.checkpoints.gguf_table import FREQS, read_gguf
 from rope_patch.engines import export
+from rope_patch.gguf.file import open_gguf
+from rope_patch.gguf.table import FREQS, read_gguf
 from rope_patch.patching.verify import inspect_model
 
 TESTS = Path(__file__).parents[1]

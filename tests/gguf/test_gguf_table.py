@@ -10,9 +10,9 @@ from support.gguf_files import rewritten, stated, write_toy
 from support.tiny import YARN, tiny_model
 from transformers import AutoModelForCausalLM
 
-from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf
-from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.checkpoints.gguf_table import FREQS, LONG, SHORT, layers_in, read_gguf
+from rope_patch.gguf.file import Key, Piece, open_gguf
+from rope_patch.gguf.patch import patch_gguf
+from rope_patch.gguf.table import FREQS, LONG, SHORT, layers_in, read_gguf
 from rope_patch.methods import METHODS
 
 F32 = gguf.GGMLQuantizationType.F32

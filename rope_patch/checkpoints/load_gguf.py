@@ -13,11 +13,11 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rope_patch.checkpoints.gguf_file import open_gguf
-from rope_patch.checkpoints.gguf_header_cache import cached_headers
-from rope_patch.checkpoints.gguf_table import ROUNDED_TWICE, read_gguf
 from rope_patch.checkpoints.source_files import in_gguf, read_tokenizer
 from rope_patch.errors import as_value_error
+from rope_patch.gguf.file import open_gguf
+from rope_patch.gguf.header_cache import cached_headers
+from rope_patch.gguf.table import ROUNDED_TWICE, read_gguf
 from rope_patch.methods import Table
 from rope_patch.patching.install import apply, reapply, rebase
 from rope_patch.patching.locate import PatchError, locate

@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 import rope_patch
 from rope_patch import PatchError
 from rope_patch.checkpoints.folder_patch import restore_folder
-from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf
-from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.checkpoints.gguf_table import RECORD_KEY
+from rope_patch.gguf.file import Key, Piece, open_gguf, write_gguf
+from rope_patch.gguf.patch import patch_gguf
+from rope_patch.gguf.table import RECORD_KEY
 
 TOKENS = ids(48) % 96
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_patch.checkpoints.gguf_header_cache import cached_headers, gguf
+from rope_patch.gguf.header_cache import cached_headers, gguf
 from rope_patch.runtime.folders import file_in_one_move
 
 _VERSION = 3

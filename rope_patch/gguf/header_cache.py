@@ -70,7 +70,7 @@ def _keeping(original: Any) -> Any:
     It takes numbers from the buffer of the mapped file, because slices of a ``numpy.memmap`` cost several times as
     much. Reading beyond the end of the file is an error in it, while the package would read nothing there, as often as
     a damaged count says. It does not know the other byte order, which
-    :func:`~rope_patch.checkpoints.gguf_file.open_gguf` refuses.
+    :func:`~rope_patch.gguf.file.open_gguf` refuses.
 
     Args:
         original: the reader of the package ``gguf``.

@@ -12,9 +12,9 @@ from support.prompting import TOKENIZER
 from support.tiny import tiny_model
 
 import rope_patch
-from rope_patch.checkpoints.gguf_file import Key, write_gguf
-from rope_patch.checkpoints.gguf_header_cache import cached_headers
 from rope_patch.engines import export
+from rope_patch.gguf.file import Key, write_gguf
+from rope_patch.gguf.header_cache import cached_headers
 
 
 @pytest.fixture(scope="module")
