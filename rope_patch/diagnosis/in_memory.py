@@ -23,7 +23,7 @@ from rope_patch.patching.locate import (
     described_table,
     device_of,
     holds_adapters_twice,
-    leaves,
+    settings_by_path,
 )
 from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
@@ -109,7 +109,7 @@ def unreadable(subject: Subject, reason: ValueError) -> Check:
     location = subject.location
     parameters = settings_of(location.config).get("rope_parameters")
     own = location.rotary_class
-    for name, base in leaves(parameters or {}).items():
+    for name, base in settings_by_path(parameters or {}).items():
         if not name.endswith("rope_theta") or (isinstance(base, int | float) and base > 0):
             continue
         meaning = ""

@@ -31,7 +31,7 @@ from rope_patch.evaluation.metrics import (
 )
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, MethodLike
-from rope_patch.modeling.scoring import name_of
+from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.encode import PatchPlan, PatchRequest
 from rope_patch.patching.install import for_target, installed, plan_patch
@@ -291,7 +291,7 @@ def compare(
         text=suite.text_sha256,
         text_name=suite.text_name,
         python_version=suite.python_version,
-        model=f"{type(model).__name__} {name_of(model)}".strip(),
+        model=f"{type(model).__name__} {model_name(model)}".strip(),
         environment=environment_values,
     )
 

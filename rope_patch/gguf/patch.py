@@ -14,11 +14,11 @@ from rope_patch.gguf.table import (
     Graph,
     base_in,
     graph_in,
+    recorded_table,
     replaced_by,
     scaling_keys,
     table_in,
     table_keys,
-    table_of,
     table_pieces,
 )
 from rope_patch.methods import MethodLike, as_method, longrope_parameters
@@ -121,7 +121,7 @@ def verify_gguf(source: str | Path) -> PatchRecord:
         reason = inspection.warnings[0] if inspection.warnings else "it is not patched, or the patch was lost"
         raise PatchError(f"{source} carries no patch record: {reason}")
     problems = list(inspection.warnings)
-    recorded, base = table_of(record.tables), base_in(record, table)
+    recorded, base = recorded_table(record.tables), base_in(record, table)
     # The settings in the record do not describe a base that was frozen or edited by hand, so no method starts there.
     if record.freeze_at is None and not record.edited and recorded is not None:
         recomputed = TableRecord.of(record.to_method()(base))

@@ -356,7 +356,7 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
         others = [replace(plain, layer_type="sliding_attention")]
         table = replace(table, layer_type="full_attention")
     record, warnings = _record(opened, table)
-    recorded = None if record is None or warnings else table_of(record.tables)
+    recorded = None if record is None or warnings else recorded_table(record.tables)
     if record is not None and recorded is not None and recorded.matches(TableRecord.of(table)):
         return Inspection(name, (as_recorded(record, table), *others), record, (), (EQUAL,))
     return Inspection(name, (table, *others), record, tuple(warnings))
@@ -401,13 +401,13 @@ def _record(opened: GGUFFile, table: RotaryTable) -> tuple[PatchRecord | None, l
         record = PatchRecord.from_dict(json.loads(text))
     except ValueError as error:
         return None, [f"its patch record cannot be read: {error}"]
-    recorded = table_of(record.tables)
+    recorded = recorded_table(record.tables)
     if recorded is None or not TableRecord.of(table).matches(recorded, ROUNDED_TWICE):
         return record, [f"its patch record says another table: {record.to_method()}"]
     return record, []
 
 
-def table_of(tables: Mapping[str, TableRecord]) -> TableRecord | None:
+def recorded_table(tables: Mapping[str, TableRecord]) -> TableRecord | None:
     """Return the table of a record that a file holds: the one of full attention if there are several."""
     return tables.get("all", tables.get("full_attention"))
 
@@ -422,7 +422,7 @@ def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
     Raises:
         PatchError: the record does not describe the table before the patch.
     """
-    base, settings = table_of(record.base_tables), record.base_config["rope_parameters"]
+    base, settings = recorded_table(record.base_tables), record.base_config["rope_parameters"]
     settings = settings.get("full_attention", settings)
     if base is None or not isinstance(settings.get("rope_theta"), int | float):
         raise PatchError(f"the record of {record.to_method()} does not describe the table before the patch")
@@ -446,7 +446,7 @@ def as_recorded(record: PatchRecord, table: RotaryTable) -> RotaryTable:
         record: the record of the patch.
         table: the table that was computed from the file's base and factors.
     """
-    recorded = table_of(record.tables)
+    recorded = recorded_table(record.tables)
     if recorded is None:
         return table
     kind = table.rope_type

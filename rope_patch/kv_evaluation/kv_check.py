@@ -25,7 +25,7 @@ from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
 from rope_patch.modeling.capture import capture
-from rope_patch.modeling.scoring import name_of
+from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.locate import locate
@@ -123,7 +123,7 @@ def kv_check(
                 captures[label] = capture(model, setting.compared)
             rows += _measure(setting, MethodInPlace(label, tables, captures[label]), parsed)
     return KVCheck(
-        model=name_of(model) or type(model).__name__,
+        model=model_name(model) or type(model).__name__,
         rows=tuple(rows),
         spec=suite.spec,
         windows=len(suite.windows),

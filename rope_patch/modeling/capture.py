@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.attention_probe import ROLES
-from rope_patch.modeling.inputs import text_digest, token_rows
+from rope_patch.modeling.inputs import rows_digest, token_rows
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.modeling.visit_states import visit_states
 from rope_patch.patching.locate import locate
@@ -73,7 +73,7 @@ def capture(
         type(locate(model).model).__name__,
         rows.numel(),
         len(rows),
-        text_digest(rows),
+        rows_digest(rows),
         size,
         tuple(captured),
     )

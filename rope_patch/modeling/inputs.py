@@ -48,7 +48,7 @@ def token_rows(token_ids: Tensor) -> Tensor:
     return rows.cpu()
 
 
-def text_digest(rows: Tensor) -> str:
+def rows_digest(rows: Tensor) -> str:
     """Return 16 hex digits that identify token ids (rows, tokens)."""
     # Bytes in a fixed order (`<`), so that all machines give the same digits.
     return hashlib.sha256(f"{tuple(rows.shape)}".encode() + rows.numpy().astype("<i8").tobytes()).hexdigest()[:16]

@@ -94,7 +94,7 @@ class Reader:
         if "sliding_attention" in kinds:
             self.sliding_window = getattr(config, "sliding_window", None)
         self.cache_argument = cache_argument(self.decoder)
-        self.device = device_of(owner.get_input_embeddings())
+        self.device = input_device(owner.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
 
     def default_chunk(self, tokens: int, cache: CacheFactory | None = None) -> int:
@@ -170,7 +170,7 @@ class Reader:
         weight = self.head.weight
         # The packed weight of a quantized head has an integer dtype, and its layer takes states as they are.
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        out: Tensor = self.call(self.head, hidden.to(device_of(self.head), dtype))
+        out: Tensor = self.call(self.head, hidden.to(input_device(self.head), dtype))
         return out
 
     def _scaled(self, out: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def losses(
     return nll, best
 
 
-def device_of(module: nn.Module) -> torch.device:
+def input_device(module: nn.Module) -> torch.device:
     """Return the device on which a module takes its inputs: that of its weights, or where accelerate will move them."""
     hook: Any = getattr(module, "_hf_hook", None)
     for each in (hook, *getattr(hook, "hooks", ())):
@@ -411,7 +411,7 @@ _WORDS_AT_ONCE = 1 << 21
 """Number of words of eight bytes that are added up at one time; their copies of 16 MB fit into any memory."""
 
 
-def name_of(model: nn.Module) -> str:
+def model_name(model: nn.Module) -> str:
     """Return the name of a model in its config, without the folder that it is in."""
     config: Any = model.config
     return str(getattr(config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]

@@ -241,13 +241,13 @@ class Location:
         # A look-up of None is one of all keys. Settings of a layer type that no layer has are for nobody to read.
         used = [
             value
-            for name, value in leaves(config.rope_parameters).items()
+            for name, value in settings_by_path(config.rope_parameters).items()
             if {name, re.sub(r"\w+$", "None", name)} & self.probe.read
             or ("." in name and not {name.partition(".")[0], None} & self.tables.keys())
         ]
         return {
             name: value
-            for name, value in leaves(stated).items()
+            for name, value in settings_by_path(stated).items()
             if used
             and _CHANGES_TABLE.fullmatch(name)
             and not hasattr(type(config), name)
@@ -264,12 +264,12 @@ class Location:
         setattr(self.model.get_submodule(parent), name, module)
 
 
-def leaves(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+def settings_by_path(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested dicts by their paths, whose parts are joined by dots."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
-            found |= leaves(value, f"{prefix}{key}.")
+            found |= settings_by_path(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found
