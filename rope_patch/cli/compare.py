@@ -69,11 +69,14 @@ def _show(comparison: Any, options: CompareOptions) -> None:
 
     output = options.output
     write_atomically(output / "comparison.json", comparison.to_json())
+    if options.as_json:
+        print(comparison.to_json(), flush=True)
+        if not options.report:
+            return
     shown = report.page([comparison])
     if options.report:
         page.write(output / "report.html", shown, command_line())
     if options.as_json:
-        print(comparison.to_json())
         return
     show_page(shown)
     files = str(output / "comparison.json")

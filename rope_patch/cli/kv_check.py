@@ -85,6 +85,8 @@ def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
     write_atomically(options.output / "kv-check.json", checked.to_json())
     if options.as_json:
         print(checked.to_json(), flush=True)
+        if not options.report:
+            return
     shown = report.page(checked)
     if not options.as_json:
         show_page(shown)

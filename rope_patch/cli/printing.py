@@ -50,30 +50,39 @@ def new_table(*columns: str, title: str = "", right: Collection[str] = (), **loo
     return table
 
 
-FILE_WIDTH = 160
-"""Width of a table where there is no terminal [characters]."""
-
-
 def show(shown: Any) -> None:
-    """Print a table or text of rich, as wide as the terminal."""
+    """Print a table or text of rich: words as wide as the terminal, a table as wide as it needs."""
     from rich.console import Console
     from rich.text import Text
 
-    if sys.stdout.isatty():
-        Console().print(shown)
-    else:  # a sentence in a file is one line, which a program finds
-        Console(width=FILE_WIDTH).print(shown, soft_wrap=isinstance(shown, Text))
+    console = Console()
+    if isinstance(shown, Text):
+        # A sentence in a file is one line, which a program finds.
+        console.print(shown, soft_wrap=not sys.stdout.isatty())
+    else:
+        # A terminal that is narrower breaks the lines, and no number: a part of one reads like a number.
+        console.width = max(console.width, _width(shown))
+        console.print(shown)
+
+
+def _width(table: Table) -> int:
+    """Return the width of a table in which nothing is broken that is not to be broken [characters]."""
+    from rich.console import Console
+
+    console = Console()
+    return console.measure(table, options=console.options.update_width(1000)).maximum
 
 
 VERDICTS: dict[str, tuple[str, str]] = {"safe": ("", "green"), "undecided": ("", "yellow"), "unsafe": ("", "red")}
-LOOKS = {"winner": ("★\N{NO-BREAK SPACE}", "bold green"), "tied": ("≈\N{NO-BREAK SPACE}", ""), **VERDICTS}
+LOOKS = {"winner": ("★ ", "bold green"), "tied": ("≈ ", ""), **VERDICTS}
 """A sign in front of a cell and its colour, by the style of the cell."""
-MOST_LETTERS = 26
-"""Length of a name up to which it is not broken in a table [characters]."""
+WIDEST_NAME = 48
+"""Width of the column of names, above which they are broken [characters]."""
 
 
 def show_page(page: Page) -> None:
     """Print a page: of each section the answer, then its notes and tables; not its figures and folded tables."""
+    from rich.console import Console
     from rich.text import Text
 
     from rope_patch.reports.page import DataTable, Note
@@ -87,27 +96,34 @@ def show_page(page: Page) -> None:
             if isinstance(part, Note):
                 show(Text(part.text))
             elif isinstance(part, DataTable) and not part.folded:
-                show(_rich_table(part))
+                table = _rich_table(part, narrow=False)
+                if sys.stdout.isatty() and _width(table) > Console().width:
+                    table = _rich_table(part, narrow=True)
+                show(table)
                 show(Text(part.caption, style="dim"))
 
 
-def _rich_table(shown: DataTable) -> Table:
+def _rich_table(shown: DataTable, *, narrow: bool) -> Table:
+    """Return a table of rich; a narrow one has its headings on several lines, and no notes, which the report has."""
     from rich.text import Text
 
-    aligned = ("left", "text", "token", *VERDICTS)
-    first = shown.cells[0] if shown.cells else []
-    right = [head for head, cell in list(zip(shown.columns, first, strict=True))[1:] if cell.style not in aligned]
+    right = []
+    columns = list(zip(*shown.cells, strict=True))
+    for head, below in list(zip(shown.columns, columns, strict=False))[1:]:
+        if below[0].style not in ("left", "text", "token", *VERDICTS):
+            right.append(head)
     table = new_table(*shown.columns, title=shown.title, right=right)
-    for column, below in zip(table.columns, zip(*shown.cells, strict=True), strict=False):
-        # Words stay whole in a narrow terminal: names of rows, unless they are long, and verdicts.
-        named = column is table.columns[0] or below[-1].style in VERDICTS
-        column.no_wrap = named and max(len(cell.text) for cell in below) <= MOST_LETTERS
+    table.columns[0].max_width = WIDEST_NAME
+    for column, below in zip(table.columns, columns, strict=False):
+        column.no_wrap = below[0].style != "text" and column is not table.columns[0]
+        if narrow:
+            column.header = Text("\n".join(Text.from_markup(str(column.header)).plain.split()))
     for row in shown.cells:
         texts = []
         for cell in row:
             sign, style = LOOKS.get(cell.style, ("", ""))
             texts.append(Text(sign + cell.text, style=style))
-            if cell.note:
+            if cell.note and not narrow:
                 texts[-1].append(f"\n{cell.note}", style="dim")
         table.add_row(*texts)
     return table

@@ -121,8 +121,11 @@ class Choice:
     def verdict(self) -> list[str]:
         """The decision in sentences: the price first, or that there is none and what would help."""
         if self.chosen is None:
-            failures = [f"{one.label}: {failure}." for one in self.evaluated for failure in one.failures]
-            return [f"Nothing was written: {self.reason}.", *failures, *(f"{sentence}." for sentence in self.advice)]
+            sentences = [f"Nothing was written: {self.reason}."]
+            for one in self.evaluated:
+                # The reason has those of the best one already.
+                sentences += [f"{one.label}: {failure}." for failure in one.failures if failure not in self.reason]
+            return sentences + [f"What would help: {sentence}." for sentence in self.advice]
         sentences = [f"{self.chosen.name} was chosen. The price: {self.cost}."]
         if self.unconfirmed:
             sentences.append(f"Unconfirmed: {self.unconfirmed}.")

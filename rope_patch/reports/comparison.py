@@ -73,7 +73,8 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
     if text:
         sizes.append(count_text(text.windows, "window"))
     sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in comparison.spec.tasks]
-    title = f"{comparison.model or 'Model without a name'}: {', '.join(sizes)}"
+    name = comparison.model or "Model without a name"
+    title = f"{name}, trained at {comparison.trained_length} tokens: {', '.join(sizes)}"
     return Section(title, summary(comparison, names, columns), parts)
 
 
@@ -121,12 +122,16 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
             others += f" and {len(equal) - _NAMED_METHODS} more"
         text += f"{names[best]} ({value}) is best, but not separable from {others}"
     if UNPATCHED in values:
-        patch = comparison.environment.get("patch before")
-        given = "the unpatched model"
-        if patch is not None:
-            given = f"the model as it was given ({patch})"
-        text += f"; {given} has {value_text(metric, values[UNPATCHED])}"
+        text += f"; {_unpatched(comparison)} has {value_text(metric, values[UNPATCHED])}"
     return f"{text}."
+
+
+def _unpatched(comparison: Comparison) -> str:
+    """Return what the row ``default`` is, as a text."""
+    patch = comparison.environment.get("patch before")
+    if patch is None:
+        return "the unpatched model"
+    return f"the model as it was given ({patch})"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ def _changes(
     """Return the table of how each method differs from the unpatched model, or from the first one."""
     if UNPATCHED in names:
         base = UNPATCHED
-        base_name = "the unpatched model"
+        base_name = _unpatched(comparison)
     else:
         base = next(iter(names))
         base_name = names[base]
@@ -197,11 +202,13 @@ def _changes(
             interval = "no interval"
             if math.isfinite(change.high - change.low):
                 interval = f"{low} to {high}"
+            if not math.isfinite(change.estimate):
+                estimate = "–"
             cells.append(Cell(estimate, interval, "" if change.significant else "tied"))
         shown[column.heading] = cells
     caption = (
-        f"On the same windows and prompts, with the {_percent(comparison)} interval; ppl in percent. ≈ is not shown "
-        "to differ."
+        f"On the same windows and prompts, with the {_percent(comparison)} interval of each change by itself; ppl in "
+        "percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
     )
     return [_table(f"Change from {base_name}", others, shown, caption, folded=folded)]
 
@@ -260,7 +267,7 @@ def _long_names(names: Mapping[str, str]) -> list[DataTable]:
     if not rows:
         return []
     caption = "Methods whose names are shortened above."
-    return [DataTable("Long names in full", ["Name", "Method"], rows, caption, folded=True)]
+    return [DataTable("Long names in full", ["Name", "Method"], rows, caption)]
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
@@ -353,6 +360,8 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
 def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
     """Return a figure for each layer type whose tables differ, and a note for each other one."""
     parts: list[Figure | Note] = []
+    if len(comparison.rows) == 1:
+        return parts
     for i, slot in enumerate(comparison.rows[0].tables):
         layers = "all layers"
         if slot.layer_type:
