@@ -91,8 +91,8 @@ def _table(check: KVCheck, length: int) -> DataTable:
         f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies within "
         f"{100 * limits.tolerance:g} %, at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost, and KL is at most "
         f"{limits.loss:.4f}; unsafe: KL is larger, an interval shows that one of the others is exceeded, or the change "
-        f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. Below the bits of a cache stand those "
-        f"of its quantized part, where they differ.{prompts} {INTERVALS}"
+        f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. Below the bits of a cache stand "
+        f"those of its quantized part, where they differ.{prompts} {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
 
