@@ -138,7 +138,7 @@ class Setting:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
         for module in model.modules():
             if "RotaryEmbedding" in type(module).__name__:
-                # Computed on the CPU, as from_pretrained does: a GPU's own power differs in the last bit.
+                # Computed on the CPU, as from_pretrained does: a power may differ in the last bit on a GPU.
                 model._init_weights(module)
         return model.eval().requires_grad_(False)
 

@@ -12,7 +12,7 @@ from rope_patch.cli.loading import (
     say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable, show_page
+from rope_patch.cli.printing import RESULT_CACHE, print_and_report, resumable
 from rope_patch.cli.processes import working_together
 from rope_patch.options import CompareOptions
 from rope_patch.packaged import name_of
@@ -64,22 +64,15 @@ def compare(words: Sequence[str]) -> None:
 def _show(comparison: Any, options: CompareOptions) -> None:
     """Write a comparison to its files, and print it."""
     from rope_patch.reports import comparison as report
-    from rope_patch.reports import page
     from rope_patch.runtime.folders import write_atomically
 
     output = options.output
     write_atomically(output / "comparison.json", comparison.to_json())
-    if options.as_json:
-        print(comparison.to_json(), flush=True)
-        if not options.report:
-            return
-    shown = report.page([comparison])
-    if options.report:
-        page.write(output / "report.html", shown, command_line())
+    html = output / "report.html" if options.report else None
+    print_and_report(comparison.to_json(), lambda: report.page([comparison]), html, as_json=options.as_json)
     if options.as_json:
         return
-    show_page(shown)
     files = str(output / "comparison.json")
-    if options.report:
-        files += f" and {output / 'report.html'}"
+    if html is not None:
+        files += f" and {html}"
     print(f"wrote {files}")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rope_patch.cli.kv_check_tables import print_presets
 from rope_patch.cli.loading import (
     load_model,
     load_tokenizer,
@@ -14,12 +13,15 @@ from rope_patch.cli.loading import (
     say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable, show_page
+from rope_patch.cli.printing import RESULT_CACHE, new_table, print_and_report, resumable, show
 from rope_patch.cli.processes import working_together
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
+
+HEAD_DIM = 128
+"""The number of features of a head for which the bits of presets are listed."""
 
 
 def kv_check(words: Sequence[str]) -> None:
@@ -77,20 +79,39 @@ def kv_check(words: Sequence[str]) -> None:
 
 
 def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
-    """Write a check and print it; the page comes last, so that an error in it loses no result."""
+    """Write a check and print it."""
     from rope_patch.reports import kv as report
-    from rope_patch.reports import page
     from rope_patch.runtime.folders import write_atomically
 
     write_atomically(options.output / "kv-check.json", checked.to_json())
-    if options.as_json:
-        print(checked.to_json(), flush=True)
-        if not options.report:
-            return
-    shown = report.page(checked)
-    if not options.as_json:
-        show_page(shown)
-    if options.report:
-        page.write(options.output / "kv-check.html", shown, command_line())
+    html = options.output / "kv-check.html" if options.report else None
+    print_and_report(checked.to_json(), lambda: report.page(checked), html, as_json=options.as_json)
     if not options.as_json:
         print(f"wrote {', '.join(files)} in {options.output}")
+
+
+def print_presets() -> None:
+    """Print the cache formats with source, bits and what they were compared with, and the number formats of texts."""
+    from rich.markup import escape
+
+    from rope_patch.kv_cache.formats import FORMATS
+    from rope_patch.kv_cache.schemes import PRESETS, SWITCHES, Scheme, effective_bits
+
+    table = new_table("format", "bits", "source, and as a text", "compared with")
+    table.columns[2].min_width = 70  # so that no text is broken into two lines
+    for name, preset in PRESETS.items():
+        scheme = Scheme.parse(name)
+        bits = ", ".join(f"{effective_bits(side, HEAD_DIM):.2f}" for side in (scheme.key, scheme.value))
+        table.add_row(name, bits, escape(f"{preset.source}\n{preset.text}"), escape(preset.compared))
+    show(table)
+    table = new_table(
+        *("number format", "bits of an element", "what it is"),
+        caption="Parts may be added to a format: kivi-2;sinks=4. A text is "
+        "k=SIDE;v=SIDE;residual=N;flush=N;sinks=N;skip=0+27, a side FORMAT.AXIS.SWITCH…: axes token, tokenN, channelN; "
+        f"switches {', '.join(SWITCHES)}. Bits are those of keys and values, heads of {HEAD_DIM} "
+        "features, without sinks and residual window.",
+        caption_justify="left",
+    )
+    for name, form in FORMATS.items():
+        table.add_row(name, f"{form.bits:g}", escape((form.__doc__ or "").partition("\n")[0]))
+    show(table)

@@ -6,11 +6,12 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from rope_patch.reports.page import DataTable, Page
@@ -50,39 +51,49 @@ def new_table(*columns: str, title: str = "", right: Collection[str] = (), **loo
     return table
 
 
-def show(shown: Any) -> None:
-    """Print a table or text of rich: words as wide as the terminal, a table as wide as it needs."""
-    from rich.console import Console
+FILE_WIDTH = 160
+"""Width of a table where there is no terminal [characters]."""
+
+
+def show(shown: Any, width: int = 0) -> None:
+    """Print a table or text of rich, as wide as the terminal.
+
+    Args:
+        shown: the table or text.
+        width: the least width of a table [characters]. A narrower terminal breaks its lines, but no number, a part of
+            which reads like a number.
+    """
     from rich.text import Text
 
-    console = Console()
-    if isinstance(shown, Text):
-        # A sentence in a file is one line, which a program finds.
-        console.print(shown, soft_wrap=not sys.stdout.isatty())
-    else:
-        # A terminal that is narrower breaks the lines, and no number: a part of one reads like a number.
-        console.width = max(console.width, _width(shown))
-        console.print(shown)
+    console = _console()
+    console.width = max(console.width, width)
+    # A sentence in a file is one line, which a program finds.
+    console.print(shown, soft_wrap=isinstance(shown, Text) and not sys.stdout.isatty())
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        return Console()
+    return Console(width=FILE_WIDTH)
 
 
 def _width(table: Table) -> int:
-    """Return the width of a table in which nothing is broken that is not to be broken [characters]."""
-    from rich.console import Console
-
-    console = Console()
+    """Return the width of a table in which nothing is wrapped but what is wider than its column may be [characters]."""
+    console = _console()
     return console.measure(table, options=console.options.update_width(1000)).maximum
 
 
 VERDICTS: dict[str, tuple[str, str]] = {"safe": ("", "green"), "undecided": ("", "yellow"), "unsafe": ("", "red")}
 LOOKS = {"winner": ("★ ", "bold green"), "tied": ("≈ ", ""), **VERDICTS}
 """A sign in front of a cell and its colour, by the style of the cell."""
-WIDEST_NAME = 48
-"""Width of the column of names, above which they are broken [characters]."""
+WIDEST_TEXT = 48
+"""Width of a column of names or sentences, above which they are broken [characters]."""
 
 
 def show_page(page: Page) -> None:
     """Print a page: of each section the answer, then its notes and tables; not its figures and folded tables."""
-    from rich.console import Console
     from rich.text import Text
 
     from rope_patch.reports.page import DataTable, Note
@@ -97,10 +108,32 @@ def show_page(page: Page) -> None:
                 show(Text(part.text))
             elif isinstance(part, DataTable) and not part.folded:
                 table = _rich_table(part, narrow=False)
-                if sys.stdout.isatty() and _width(table) > Console().width:
+                if _width(table) > _console().width and sys.stdout.isatty():
                     table = _rich_table(part, narrow=True)
-                show(table)
+                show(table, _width(table))
                 show(Text(part.caption, style="dim"))
+
+
+def print_and_report(json_text: str, build: Callable[[], Page], html: Path | None, *, as_json: bool) -> None:
+    """Print a result, as JSON or as its page, and write the page; it comes last, so that an error in it loses nothing.
+
+    Args:
+        json_text: the result as JSON.
+        build: a function that returns the page of the result.
+        html: the file of the page; None to write none.
+        as_json: whether to print JSON.
+    """
+    from rope_patch.reports import page as pages
+
+    if as_json:
+        print(json_text, flush=True)
+        if html is None:
+            return
+    page = build()
+    if not as_json:
+        show_page(page)
+    if html is not None:
+        pages.write(html, page, command_line())
 
 
 def _rich_table(shown: DataTable, *, narrow: bool) -> Table:
@@ -113,9 +146,11 @@ def _rich_table(shown: DataTable, *, narrow: bool) -> Table:
         if below[0].style not in ("left", "text", "token", *VERDICTS):
             right.append(head)
     table = new_table(*shown.columns, title=shown.title, right=right)
-    table.columns[0].max_width = WIDEST_NAME
     for column, below in zip(table.columns, columns, strict=False):
-        column.no_wrap = below[0].style != "text" and column is not table.columns[0]
+        if below[0].style == "text" or column is table.columns[0]:
+            column.max_width = WIDEST_TEXT
+        else:
+            column.no_wrap = True
         if narrow:
             column.header = Text("\n".join(Text.from_markup(str(column.header)).plain.split()))
     for row in shown.cells:

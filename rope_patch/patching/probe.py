@@ -88,7 +88,7 @@ def probe(
     # Some models build modules that they do not keep, and those do not count as readers.
     own, inside = set(built.modules()) - {rotary}, set(copied.modules())
     building = {module for module, _ in reads if module in own}
-    builders = tuple([name for name, module in built.named_modules() if module in building & inside])
+    builders = tuple(name for name, module in built.named_modules() if module in building & inside)
     reader_values = values_kept_by_modules(built, builders)
     while_built = len(reads)
     failures: list[Exception] = []
@@ -109,7 +109,7 @@ def probe(
         reader_values,
         tuple(sorted({(type(module).__name__, keys) for module, keys in running}, key=str)),
         tuple(sorted({type(module).__name__ for module in readers - inside})),
-        frozenset({".".join(map(str, keys)) for _, keys in reads}),
+        frozenset(".".join(map(str, keys)) for _, keys in reads),
     )
 
 
@@ -265,11 +265,11 @@ def _run(
     def look(module: nn.Module, args: Any, output: Any) -> None:
         for part in tree_leaves(output):
             # cos and sin that are merely passed on are leaves.
-            if isinstance(part, Tensor) and part.requires_grad and not part.is_leaf and module is not rotary:
+            if isinstance(part, Tensor) and part.requires_grad and not part.is_leaf:
                 users.append(module)
 
     hooks = [rotary.register_forward_hook(mark, with_kwargs=True)]
-    hooks += [module.register_forward_hook(look) for module in decoder.modules()]
+    hooks += [module.register_forward_hook(look) for module in decoder.modules() if module is not rotary]
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
     completed = False
     for options in ({"use_cache": True}, {}):  # a cache keeps transformers from looking for packed rows
@@ -321,11 +321,7 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 
 def _shapes(value: Any) -> list[torch.Size]:
-    shapes = []
-    for part in tree_leaves(value):
-        if isinstance(part, Tensor):
-            shapes.append(part.shape)
-    return shapes
+    return [part.shape for part in tree_leaves(value) if isinstance(part, Tensor)]
 
 
 def _marked(value: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ class Cell:
     Attributes:
         text: the value, as text.
         note: a second line in small type, for example an interval; "" for none.
-        style: the look of the cell: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"best"``
-            (what others are compared with), ``"safe"``, ``"undecided"``, ``"unsafe"``, ``"strong"``, ``"left"`` (on one
-            line), ``"text"`` (on several lines), ``"token"`` (with its white space) or ``""`` for a number.
+        style: the look of the cell: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"safe"``,
+            ``"undecided"``, ``"unsafe"``, ``"strong"``, ``"left"`` (on one line), ``"text"`` (on several lines),
+            ``"token"`` (with its white space) or ``""`` for a number.
     """
 
     text: str

@@ -7,7 +7,7 @@ from support.commands import DOMAINS, run
 from support.report_pages import row
 
 from rope_patch import data_path
-from rope_patch.cli.printing import show_page
+from rope_patch.cli.printing import FILE_WIDTH, new_table, show, show_page
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.shown_answers import EXACT_MATCH
 from rope_patch.reports.comparison import page
@@ -61,6 +61,13 @@ def test_compare_says_that_the_unpatched_model_was_not_measured(capsys):
     shown = comparison(row("yarn:factor=2", [1.0, 1.1], {(4, depth): 0 for depth in (0.0, 0.5, 1.0)}))
     (note,) = (line for line in printed_page(capsys, shown).splitlines() if line.startswith("Note: "))
     assert note.startswith("Note: 0% of the passkey prompts of 4 tokens are answered") and "--methods" in note
+
+
+def test_prose_in_a_table_is_wrapped_where_a_number_is_not(capsys):
+    table = new_table("name", "what it is")
+    table.add_row("q8_0", "blocks of 32 numbers with a scale each " * 20)
+    show(table)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= FILE_WIDTH
 
 
 @pytest.mark.parametrize("width", [20, 60, 200])
