@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from rope_patch.analysis.outliers import outlier_pairs
 from rope_patch.kv_cache.cache import CacheMaker, quantized
-from rope_patch.kv_cache.plans import LayerPlan, plan_layers
-from rope_patch.kv_cache.schemes import SCALE_BITS, Scheme
+from rope_patch.kv_cache.plans import LayerPlan
+from rope_patch.kv_cache.schemes import SCALE_BITS
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
 from rope_patch.modeling.capture import Capture, capture
-from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
 
 LEAST, MOST = 1, 8
@@ -173,8 +172,7 @@ class LayerEnergies(NamedTuple):
 
 def measure_energies(model: Any, rows: Tensor) -> dict[int, LayerEnergies]:
     """Measure energies on (rows, tokens) token ids, each row forward and backward, by the index of the layer."""
-    with in_eval_mode(model):
-        layers = find_attention_layers(model, rows[0]).layers
+    layers = find_attention_layers(model).layers
     seen: dict[tuple[int, str], Tensor] = {}
     sums: dict[tuple[int, str], Tensor] = {}
 
@@ -229,7 +227,7 @@ def greedy_bits(scores: Tensor, average: int) -> Tensor:
 
 def equal_bits(model: nn.Module, count: int) -> dict[int, Tensor]:
     """Return the same number of bits for every pair: (heads, pairs) of each layer, by its index."""
-    keys = {index: plan.layer.parts["key"] for index, plan in plan_layers(model, Scheme()).items()}
+    keys = {layer.index: layer.parts["key"] for layer in find_attention_layers(model).layers}
     return {index: torch.full((len(key.heads), key.head_dim // 2), count) for index, key in keys.items()}
 
 

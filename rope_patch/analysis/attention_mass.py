@@ -156,7 +156,7 @@ class _Pass:
                 "they attend cannot be seen"
             )
 
-    def begin_layer(self, module: nn.Module, heads: int) -> AttentionSums | None:
+    def begin_layer(self, module: nn.Module, query: Tensor) -> AttentionSums | None:
         """Return the sums that a layer's weights are added to; None for a layer that is not measured."""
         index = int(module.layer_idx)  # type: ignore[arg-type]
         if index in self.layers_done:
@@ -165,7 +165,7 @@ class _Pass:
         if self.layers is not None and index not in self.layers:
             return None
         if index not in self.sums:
-            self.sums[index] = AttentionSums(index, heads, self.rows)
+            self.sums[index] = AttentionSums(index, query.shape[1], self.rows, query.device)
         self.sums[index].begin_row(self.row)
         return self.sums[index]
 
@@ -192,7 +192,7 @@ def _attend(
     sums = None
     size = None
     if current is not None:
-        sums = current.begin_layer(module, heads)
+        sums = current.begin_layer(module, query)
         size = current.block
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
@@ -216,7 +216,7 @@ def _attend(
             capped = softcap * torch.tanh(logits / softcap)
         weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
         if sums is not None:
-            sums.add(start, low, logits, weights, distance, hidden)
+            sums.add(start, low, window, logits, weights, distance, hidden)
         attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
         out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
     if sums is not None:
@@ -246,8 +246,9 @@ def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
     if root.dtype in (torch.float16, torch.bfloat16):
         allowed *= 50
     # Compared token by token: in half precision a few tokens are far off between transformers' own kernels, too.
-    lengths = original.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # the states of padding tokens may be 0
-    off = float(((ours - original).norm(dim=-1) / lengths).flatten().quantile(REPRODUCED_SHARE))
+    tiny = torch.finfo(torch.float32).tiny  # the states of padding tokens may be 0
+    lengths = torch.linalg.norm(original, dim=-1).clamp_min(tiny)
+    off = float((torch.linalg.norm(ours - original, dim=-1) / lengths).flatten().quantile(REPRODUCED_SHARE))
     if torch.isfinite(original).all() and not off <= allowed:
         raise ValueError(
             f"{type(root).__name__} attends in a way of its own: a causal softmax of q·k gives states that are off by "

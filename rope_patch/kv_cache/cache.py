@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from rope_patch.kv_cache.attention import attending_by
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.patching.cache_argument import cache_in
 from rope_patch.patching.locate import Location, locate
 
@@ -110,6 +111,7 @@ def quantized(
     scheme: Scheme | str,
     *,
     exact: bool = True,
+    layers: Sequence[AttentionLayer] | None = None,
 ) -> Iterator[CacheMaker]:
     """Let a model read through caches that are quantized by a scheme, for the length of a ``with`` block.
 
@@ -120,6 +122,7 @@ def quantized(
             many tokens a pass reads, with or without a cache; attention is then computed by
             :mod:`rope_patch.kv_cache.attention`. If not, the model attends as it is set, and the tokens of one pass see
             each other in full precision, as they do when a serving engine reads a prompt.
+        layers: the attention layers of the model, where they are known; by default they are found.
 
     Yields:
         A factory of caches.
@@ -130,7 +133,7 @@ def quantized(
     planned = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     location = locate(model)
     root: Any = location.model
-    run = SchemeRun(plan_layers(model, planned))
+    run = SchemeRun(plan_layers(layers or find_attention_layers(model).layers, planned))
 
     with contextlib.ExitStack() as stack:
         if planned.key.pre:

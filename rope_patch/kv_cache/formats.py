@@ -29,6 +29,9 @@ from rope_patch.registry import Registry
 FULL_BITS = 16
 """Number of bits of an element in full precision."""
 
+_constant = functools.lru_cache(maxsize=16)(torch.tensor)
+"""``torch.tensor`` that copies numbers to a device once: a GPU is waited for each time."""
+
 FORMATS: Registry[Format] = Registry("cache format", "rope_patch.formats", ("bits", "round"))
 """All formats by name. A subclass of :class:`Format` that is given a name is entered by itself."""
 
@@ -157,8 +160,8 @@ class TurboQuantKeys(Format):
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round the direction of each key; its features must lie along ``dim``."""
         work = x.float()
-        norm: Tensor = work.norm(dim=dim, keepdim=True)
-        levels = lloyd_max(int(self.bits), x.shape[dim]).to(x.device)
+        norm: Tensor = torch.linalg.vector_norm(work, dim=dim, keepdim=True)
+        levels = _constant(lloyd_max(int(self.bits), x.shape[dim]), dtype=torch.float32, device=x.device)
         between = (levels[1:] + levels[:-1]) / 2
         unit = levels[torch.bucketize((work / (norm + 1e-8)).contiguous(), between, right=True)]
         unit = unit * (1 / (unit.square().sum(dim, keepdim=True) + 1e-16).sqrt())
@@ -183,7 +186,7 @@ for _bits in (4, 3):
 
 
 @functools.cache
-def lloyd_max(bits: int, features: int) -> Tensor:
+def lloyd_max(bits: int, features: int) -> tuple[float, ...]:
     """Return the levels of least squared error for a coordinate of a random unit vector.
 
     The coordinate is taken as normal with variance ``1 / features``. *Source*: Lloyd (1982), Max (1960); the start, the
@@ -203,7 +206,7 @@ def lloyd_max(bits: int, features: int) -> Tensor:
         if float((means - levels).abs().max()) < 1e-10:
             break
         levels = means
-    return levels.float()
+    return tuple(levels.tolist())
 
 
 class NF4(Format, name="nf4"):
@@ -233,7 +236,7 @@ class NF4(Format, name="nf4"):
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to the nearest level between the largest number and its negative."""
         largest = x.abs().amax(dim, keepdim=True)
-        levels = torch.tensor(self.levels, dtype=x.dtype, device=x.device)
+        levels = _constant(self.levels, dtype=x.dtype, device=x.device)
         between = (levels[1:] + levels[:-1]) / 2
         return levels[torch.bucketize((x / nonzero(largest)).contiguous(), between)] * largest
 

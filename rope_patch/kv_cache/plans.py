@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rope_patch.kv_cache.block_rounding import at_least_float, fake_quantize
 from rope_patch.kv_cache.schemes import Scheme, Side
-from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
-from rope_patch.modeling.temporary_modes import in_eval_mode
-from rope_patch.patching.locate import locate
+from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 
 Tokens = TypeVar("Tokens", int, Tensor)
-PROBE_TOKENS = 8
 
 Turn = tuple[Tensor, Tensor]
 """cos and sin of the pairs at the positions of some tokens: (rows, tokens, pairs) each."""
@@ -103,20 +100,12 @@ class LayerPlan:
         return out
 
 
-def plan_layers(model: nn.Module, scheme: Scheme) -> dict[int, LayerPlan]:
+def plan_layers(layers: Sequence[AttentionLayer], scheme: Scheme) -> dict[int, LayerPlan]:
     """Return the plan of each layer of a model under a scheme, by the index of the layer.
 
     Raises:
-        ValueError: the scheme skips a layer that the model does not have, or the model's keys cannot be found (see
-            ``find_attention_layers``).
+        ValueError: the scheme skips a layer that the model does not have.
     """
-    root: Any = locate(model).model
-    size = root.get_input_embeddings().num_embeddings
-    # No text is at hand, so the layers are found with tokens from all over the vocabulary.
-    with in_eval_mode(model):
-        layers = find_attention_layers(
-            model, torch.arange(PROBE_TOKENS) * max(1, size // (2 * PROBE_TOKENS)) % size
-        ).layers
     owners = {layer.index: layer.keys_of for layer in layers}
     skipped = {index if index >= 0 else max(owners) + 1 + index for index in scheme.skip}
     for index in skipped:

@@ -6,6 +6,7 @@ contain that of the layers below.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from rope_patch.kv_cache.cache import recording_turns
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.state_statistics import pairs_of
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
@@ -42,13 +44,16 @@ class LayerErrors:
 
 
 @torch.no_grad()
-def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tuple[LayerErrors, ...]:
+def attention_errors(
+    model: nn.Module, token_ids: Tensor, scheme: Scheme, layers: Sequence[AttentionLayer]
+) -> tuple[LayerErrors, ...]:
     """Measure the errors that a format causes in the attention of every layer, in one pass.
 
     Args:
         model: a causal language model of transformers.
         token_ids: (tokens,) token ids of a text.
         scheme: how the cache is quantized.
+        layers: the attention layers of the model.
 
     Raises:
         ValueError: the text is not one row of tokens, or the format does not fit the model (see
@@ -59,7 +64,7 @@ def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tup
     location = locate(model)
     root: Any = location.model
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
-    plans = plan_layers(model, scheme)
+    plans = plan_layers(layers, scheme)
     errors: list[LayerErrors] = []
 
     def observe(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
@@ -69,7 +74,7 @@ def attention_errors(model: nn.Module, token_ids: Tensor, scheme: Scheme) -> tup
         store.freeze(query.shape[2])
         errors.append(_errors(store, query[0].cpu(), scaling))
 
-    plain = SchemeRun(plan_layers(model, Scheme()), observe=observe)
+    plain = SchemeRun(plan_layers(layers, Scheme()), observe=observe)
     progress = Progress(len(token_ids))
     with (
         in_eval_mode(model),

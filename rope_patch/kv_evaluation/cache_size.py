@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme, effective_bits
+from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.state_statistics import Capture
 
 
@@ -41,15 +40,15 @@ class StoredStates:
         return self.features * (self.bits * rounded + FULL_BITS * (stored - rounded))
 
 
-def stored_states(model: nn.Module, capture: Capture, scheme: Scheme) -> list[StoredStates]:
+def stored_states(layers: Sequence[AttentionLayer], capture: Capture, scheme: Scheme) -> list[StoredStates]:
     """Return what the layers of a model store under a scheme; those that share the keys of another one store nothing.
 
     Args:
-        model: the model.
+        layers: the attention layers of the model.
         capture: the statistics of its keys and values, which say how large they are.
         scheme: the scheme.
     """
-    plans, stored = plan_layers(model, scheme), []
+    plans, stored = plan_layers(layers, scheme), []
     for layer in capture.layers:
         if layer.keys_of == layer.index and layer.index in plans:
             for name, states in (("keys", layer.key), ("values", layer.value)):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.kv_check import Limits
@@ -32,12 +33,14 @@ class Setting:
         suite: the suite of windows and prompts.
         limits: the limits of what a safe format may cost.
         result_cache: the result cache in which finished work is stored; None if it is not stored.
+        layers: the attention layers of the model.
     """
 
     model: nn.Module
     suite: EvalSuite
     limits: Limits
     result_cache: MutableMapping[str, Any] | None
+    layers: Sequence[AttentionLayer]
 
     @property
     def compared(self) -> Tensor:

@@ -24,6 +24,7 @@ from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
+from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
@@ -110,12 +111,15 @@ def kv_check(
     check_spec(suite.spec)
     places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     record = locate(model).record
-    setting = Setting(model, suite, limits, open_cache(resume))
-    for label, in_place in places.items():  # a format that does not fit raises before anything is measured
-        with in_place(), naming_method(label):
-            for name, scheme in parsed.items():
-                with naming_method(name):
-                    plan_layers(model, scheme)
+    # A format that does not fit raises before anything is measured. Whether it fits depends on no method, nor does any
+    # part of the layers that a cache is made from.
+    label, in_place = next(iter(places.items()))
+    with in_place(), naming_method(label):
+        layers = find_attention_layers(model).layers
+        for name, scheme in parsed.items():
+            with naming_method(name):
+                plan_layers(layers, scheme)
+    setting = Setting(model, suite, limits, open_cache(resume), layers)
     rows, captures = [], {}
     for label, in_place in places.items():
         with in_place() as tables, naming_method(label):

@@ -50,16 +50,17 @@ def measure_formats(setting: Setting, patched: MethodInPlace, formats: Mapping[s
 def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme) -> CheckRow:
     """Measure one format, known by a name, under a method that is in place."""
     quantizing = scheme != Scheme()
-    # One window at a time, so that what a cache rounds has the same digits whatever the other windows are.
-    with quantized(setting.model, scheme) as factory:
-        cache = factory if quantizing else None
-        scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
-    stored = stored_states(setting.model, patched.capture, scheme)
-    bits = {name: [states.bits for states in stored if states.name == name] for name in ("keys", "values")}
     divergences: dict[int, Divergence] = {}
     errors: tuple[LayerErrors, ...] = ()
+    # One window at a time, so that what a cache rounds has the same digits whatever the other windows are.
+    with quantized(setting.model, scheme, layers=setting.layers) as factory:
+        cache = factory if quantizing else None
+        scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
+        if quantizing:
+            divergences = _divergences(setting, patched, scheme, factory)
+    stored = stored_states(setting.layers, patched.capture, scheme)
+    bits = {name: [states.bits for states in stored if states.name == name] for name in ("keys", "values")}
     if quantizing:
-        divergences = _divergences(setting, patched, scheme)
         errors = _errors(setting, scheme)
     return CheckRow(
         method=patched.method,
@@ -81,7 +82,7 @@ def _errors(setting: Setting, scheme: Scheme) -> tuple[LayerErrors, ...]:
     ids = setting.suite.windows[0].ids[:ERROR_TOKENS]
 
     def measure() -> list[Any]:
-        errors = attention_errors(setting.model, ids, scheme)
+        errors = attention_errors(setting.model, ids, scheme, setting.layers)
         return [[error.layer, error.logit.tolist(), error.pair.tolist()] for error in errors]
 
     stored = setting.finished(len(ids), measure, kind="errors", scheme=scheme.identity, ids=ids_hash(ids))
@@ -118,7 +119,7 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
     model, scheme, layers = setting.model, Scheme.parse(row.format_text), patched.capture.layers
 
     def loss(change: Callable[[LayerPlan], LayerPlan]) -> float:
-        with quantized(model, scheme) as factory:
+        with quantized(model, scheme, layers=setting.layers) as factory:
             factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
             longest = setting.suite.spec.longest
             return perplexity(model, windows, window=longest, chunk=setting.chunk, cache=factory).nll
@@ -195,7 +196,9 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
     return windows
 
 
-def _divergences(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> dict[int, Divergence]:
+def _divergences(
+    setting: Setting, patched: MethodInPlace, scheme: Scheme, cache: CacheFactory
+) -> dict[int, Divergence]:
     """Compare the distribution of the next token with and without a format, a slice of positions at a time.
 
     Returns:
@@ -205,13 +208,12 @@ def _divergences(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> di
     @torch.no_grad()
     def measure() -> dict[str, Any]:
         parts, reader = [], Reader(setting.model)
-        with quantized(setting.model, scheme) as factory:
-            rough = _states(setting, factory)
+        rough = _states(setting, cache)
         for one, other in zip(patched.states, rough, strict=True):
             for low in range(0, len(one), LOGITS_AT_ONCE):
                 p, q = (reader.logits(part[low : low + LOGITS_AT_ONCE]).log_softmax(-1) for part in (one, other))
                 kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
-                parts.append(torch.stack([kl.double(), same.double()]).cpu())
+                parts.append(torch.stack([kl, same.to(kl.dtype)]).cpu().double())
         # (KL and whether the first choice is the same, windows, tokens)
         measured = torch.cat(parts, 1).reshape(2, *setting.compared.shape)
         below = {length: measured[..., :length].flatten(1) for length in setting.lengths}

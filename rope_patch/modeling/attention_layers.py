@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rope_patch.modeling.attention_probe import ROLES, AttentionCall, record_attention
 from rope_patch.modeling.inputs import refuse_prompts
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.verify import inspect_model
@@ -121,12 +122,11 @@ def split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tenso
     return x[..., :pairs], x[..., pairs : 2 * pairs]
 
 
-def find_attention_layers(model: nn.Module, ids: Tensor) -> DecoderLayers:
+def find_attention_layers(model: nn.Module) -> DecoderLayers:
     """Find the modules that put out a model's queries, keys and values before rotation.
 
     Args:
-        model: a causal language model of transformers, patched or not, bare or under a LoRA adapter, in eval mode.
-        ids: (tokens,) token ids of a text, whose first tokens are read once.
+        model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
 
     Raises:
         TypeError: it is not a model of transformers.
@@ -139,8 +139,12 @@ def find_attention_layers(model: nn.Module, ids: Tensor) -> DecoderLayers:
     tables = _tables_in_use(location.model, location.module)
     root: Any = location.model
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
-    positions = torch.arange(min(len(ids), PROBE_TOKENS))[None] * PROBE_STEP
-    calls = record_attention(location.model, decoder, ids[None, :PROBE_TOKENS], positions)
+    probe = torch.arange(PROBE_TOKENS)[None]
+    positions = probe * PROBE_STEP
+    size = root.get_input_embeddings().num_embeddings
+    ids = probe * max(1, size // (2 * PROBE_TOKENS)) % size  # from all over the vocabulary
+    with in_eval_mode(model):
+        calls = record_attention(location.model, decoder, ids, positions)
     if not calls:
         raise ValueError(
             f"{type(root).__name__} does not attend through transformers' AttentionInterface: what it rotates cannot "
@@ -181,13 +185,8 @@ def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None
 def _check_finite(model: str, index: int, call: AttentionCall) -> None:
     """Raise ValueError if states of a layer are NaN or infinite, since such states match no module's output."""
     for role, state in call.states.items():
-        bad = ~torch.isfinite(state)
-        if bool(bad.any()):
-            _, head, token, _ = bad.nonzero()[0].tolist()
-            raise ValueError(
-                f"layer {index} of {model}: {role} head {head} is {float(state[bad][0])} at token {token} of the text: "
-                "statistics need finite states"
-            )
+        if not bool(torch.isfinite(state).all()):
+            raise ValueError(f"layer {index} of {model} has a {role} that is NaN or infinite: finite states are needed")
 
 
 # --- matching --------------------------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ def capture(
     )
 
 
+def device_of_sums(device: torch.device) -> torch.device:
+    """Return the device of sums in float64: that of what is added up, where nobody waits, if it has float64."""
+    return device if device.type in ("cpu", "cuda") else torch.device("cpu")
+
+
 class _StateSums:
     """Running sums over the states of one role of a layer, in float32 within a slice of tokens and float64 across them.
 
@@ -91,10 +96,7 @@ class _StateSums:
     def __init__(self, layer: AttentionLayer, role: str, states: Tensor) -> None:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
-        # Sums stay where the states are, so that an accelerator is not waited for; not every one has doubles.
-        self.device = states.device
-        if self.device.type not in ("cpu", "cuda"):
-            self.device = torch.device("cpu")
+        self.device = device_of_sums(states.device)
         if head_dim < 2 * self.pairs:
             raise ValueError(
                 f"layer {layer.index} has {role}s of {head_dim} features and a table for {2 * self.pairs}: "
@@ -128,12 +130,10 @@ class _StateSums:
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
         self.norm_sum += self._sum(norms)
-        self.directed += len(states)
         # Zero vectors have no direction: they are neither counted nor divided by their norm.
-        if float(norms.min()) == 0:
-            zero = norms == 0
-            self.directed -= self._sum(zero)
-            norms = norms.masked_fill(zero, 1.0)
+        zero = norms == 0
+        self.directed += self._sum(~zero)
+        norms = norms.masked_fill(zero, 1.0)
         self.unit_sum[0] += self._sum(first / norms)
         self.unit_sum[1] += self._sum(second / norms)
 

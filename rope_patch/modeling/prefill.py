@@ -19,10 +19,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION_NAME = "rope_patch_prefill"
-MASK_ROWS = {"cpu": 64}
-"""Number of rows of a mask in memory at one time, by type of device. A row is a query of one of the heads that share a
-key. On other devices it is ``MANY_MASK_ROWS``, since many small kernels cost more there than a large mask."""
-MANY_MASK_ROWS = 2048
 
 
 class RoomyLayer(DynamicLayer):
@@ -61,10 +57,10 @@ def prefill_attention(
 ) -> tuple[Tensor, None]:
     """Attend as ``sdpa`` does, but without a whole mask for a chunk that follows a context.
 
-    Flash attention on a GPU needs no mask. On a CPU the chunk attends to the context and to itself separately; what
-    neither can do, such as float32 on a GPU, attends in blocks of queries.
+    Flash attention on a GPU needs no mask. On a CPU the chunk attends to the context and to itself separately. What
+    neither can do, such as float32 on a GPU, attends with a mask.
     """
-    batch, heads, size, width = query.shape
+    heads, size, width = query.shape[1:]
     before = key.shape[2] - size
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
@@ -81,21 +77,8 @@ def prefill_attention(
         return attended.transpose(1, 2), None
     if query.device.type == "cpu" and width == value.shape[-1] and not query.requires_grad:
         return _in_two_parts(query, key, value, before, kwargs.get("scaling")).transpose(1, 2), None
-    groups = key.shape[1]
-    step = max(1, MASK_ROWS.get(query.device.type, MANY_MASK_ROWS) // shared)
-    out = query.new_empty(batch, size, heads, value.shape[-1])
-    for low in range(0, size, step):
-        high = min(low + step, size)
-        visible_tokens = before + high
-        rows = torch.arange(before + low, visible_tokens, device=query.device).repeat(shared)
-        mask = torch.arange(visible_tokens, device=query.device) <= rows[:, None]
-        # The heads that share a key stand one after another, as more queries of it.
-        queries = query[:, :, low:high].reshape(batch, groups, shared * (high - low), width)
-        attended = nn.functional.scaled_dot_product_attention(
-            queries, key[:, :, :visible_tokens], value[:, :, :visible_tokens], mask, scale=kwargs.get("scaling")
-        )
-        out[:, low:high] = attended.reshape(batch, heads, high - low, -1).transpose(1, 2)
-    return out, None
+    mask = torch.ones(size, before + size, dtype=torch.bool, device=query.device).tril(before)
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None) -> Tensor:

@@ -191,13 +191,15 @@ class Reader:
         Returns:
             The negative log-likelihood (states,) float64 [nats] and the most probable token (states,), on the CPU.
         """
-        # Written in place: small results kept between the large tensors would split the heap, slice by slice.
-        losses = torch.empty(len(targets), dtype=torch.float64)
-        best = torch.empty(len(targets), dtype=torch.long)
+        # Written in place: small results kept between the large tensors would split the heap, slice by slice. They stay
+        # where the states are until all are there, so that a GPU is waited for once.
+        targets = targets.to(hidden.device)
+        losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        best = torch.empty_like(targets)
         for low in range(0, len(targets), LOGITS_AT_ONCE):
             at = slice(low, low + LOGITS_AT_ONCE)
             losses[at], best[at] = self._score_slice(hidden[at], targets[at])
-        return losses, best
+        return losses.cpu().double(), best.cpu()
 
     def _score_slice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Score one slice of states; its logits are freed before those of the next slice are made.

@@ -60,7 +60,7 @@ def visit_states(
         root: Any = location.model
         embedding = root.get_input_embeddings()
         check_ids(rows, embedding.num_embeddings)
-        attention = find_attention_layers(model, rows[0])
+        attention = find_attention_layers(model)
         shown = attention.pick(layers)
         place, received = (0, 0), 0  # row of the text, and the position at which the pass begins
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import pretended_gpu
 from support.forks import run_script
 
+import rope_patch
 from rope_patch.planning import plan, shape_of
 
 pytest.importorskip("gpu_stages", reason="not in the source distribution")
@@ -65,6 +67,16 @@ def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
     assert len(blocks) == 6 and all(cell["seconds_of_pass"] > 0 for cell in blocks)
     for cell in decoded:
         assert cell["largest_loss_difference"] < 1e-4 and cell["mean_loss"] > 0
+
+
+@pretended_gpu.on("cuda")
+def test_a_random_model_on_a_gpu_has_the_table_that_a_patch_computes_on_the_cpu(tmp_path: Path) -> None:
+    model = base.Setting(tiny=True, device="cuda", text=()).random_model("llama-3.2-1b")
+    original = model.model.rotary_emb.inv_freq.cpu()
+    rope_patch.apply(model, "default")
+    assert torch.equal(model.model.rotary_emb.inv_freq.cpu(), original)
+    on_gpu = 1 / 10000 ** (torch.arange(0, 16, 2, device="cuda") / 16)
+    assert not torch.equal(on_gpu.cpu(), original), "computed there it would differ"
 
 
 # --- what stops, resumes and skips, with cells that measure nothing

@@ -40,6 +40,7 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attention_errors import attention_errors
+from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.cache_argument import cache_argument
@@ -88,6 +89,10 @@ def losses(model, rows, cache=None, chunk=None):
     past = {cache_argument(model.get_decoder()): cache, "use_cache": cache is not None}
     parts = [model(rows[:, low : low + size], **past).logits for low in range(0, rows.shape[1], size)]
     return loss_of(torch.cat(parts, 1), rows)
+
+
+def errors_of(model, row, scheme):
+    return attention_errors(model, row, scheme, find_attention_layers(model).layers)
 
 
 def close(got, expected, size=1e-5):
@@ -459,17 +464,17 @@ def test_skipped_layers_are_left():
     assert torch.equal(past.layers[1].keys, past.layers[1].raw_keys)
     assert not torch.equal(past.layers[0].keys, past.layers[0].raw_keys)
     with pytest.raises(ValueError, match="layers"):
-        plan_layers(model, Scheme.parse("int4;skip=1+2"))
+        plan_layers(find_attention_layers(model).layers, Scheme.parse("int4;skip=1+2"))
 
 
 def test_layers_that_share_keys_are_skipped_with_their_owner():
     model, rows = model_for("gemma4-shared"), ids(TOKENS, 2)
-    layer_plans = plan_layers(model, Scheme.parse("int4;skip=0"))
+    layer_plans = plan_layers(find_attention_layers(model).layers, Scheme.parse("int4;skip=0"))
     assert [layer_plans[i].sides["keys"].format for i in range(4)] == ["none", "int4", "none", "int4"]
     with quantized(model, "int4.token;skip=0") as factory:
         close(losses(model, rows, factory(), 7), losses(model, rows), 1e-9)
     with pytest.raises(ValueError, match="layer 0"):
-        plan_layers(model, Scheme.parse("int4;skip=2"))
+        plan_layers(find_attention_layers(model).layers, Scheme.parse("int4;skip=2"))
 
 
 # --- what is left behind
@@ -495,7 +500,7 @@ def test_the_model_is_left_as_it_was():
     with contextlib.suppress(KeyError), quantized(model, SCHEMES[0]):
         raise KeyError
     check()
-    attention_errors(model, rows[0], Scheme.parse(SCHEMES[0]))
+    errors_of(model, rows[0], Scheme.parse(SCHEMES[0]))
     check()
 
 
@@ -549,7 +554,7 @@ def test_models_that_cannot_be_read(config, message):
     with pytest.raises(ValueError, match=message), quantized(model, "int4.token"):
         pass
     with pytest.raises(ValueError, match=message):
-        attention_errors(model, ids(8, 1)[0], Scheme.parse("int4.token"))
+        errors_of(model, ids(8, 1)[0], Scheme.parse("int4.token"))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -621,7 +626,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
     model, row, scheme = model_for(name), ids(TOKENS, 1)[0], Scheme.parse(text)
-    got = attention_errors(model, row, scheme)
+    got = errors_of(model, row, scheme)
     with attended(model, monkeypatch) as layers:
         losses(model, row[None])
     tables = [layer.inv_freq for layer in capture(model, row).layers]
@@ -652,8 +657,8 @@ def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
 def test_errors_are_those_without_dropout():
     model = AutoModelForCausalLM.from_config(PhiConfig(**SIZE, embd_pdrop=0.5))
     row, scheme = ids(TOKENS, 1)[0], Scheme.parse("int4.token")
-    expected = attention_errors(model.eval(), row, scheme)
-    for one, other in zip(attention_errors(model.train(), row, scheme), expected, strict=True):
+    expected = errors_of(model.eval(), row, scheme)
+    for one, other in zip(errors_of(model.train(), row, scheme), expected, strict=True):
         assert torch.equal(one.logit, other.logit)
     assert model.training
 

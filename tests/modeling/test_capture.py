@@ -265,7 +265,7 @@ def test_the_model_is_left_as_it_was():
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[3] = math.nan
-    with pytest.raises(ValueError, match="layer 1 of LlamaForCausalLM: key head 0 is nan at token 0"):
+    with pytest.raises(ValueError, match="layer 1 of LlamaForCausalLM has a key"):
         capture(model, row)
     assert model.training and not model.model.layers[0].training
     assert model.config._attn_implementation == "sdpa"

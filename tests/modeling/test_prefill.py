@@ -38,7 +38,9 @@ def by_definition(query, key, value, scale):
 @torch.no_grad()
 def test_a_chunk_attends_to_the_context_and_to_itself(dtype, tolerance, value_width):
     query, key, value = states(dtype, value_width=value_width)
-    out, _ = prefill_attention(nn.Identity(), query, key, value, None, scaling=0.3)
+    module = nn.Identity()
+    module.num_key_value_groups = 3
+    out, _ = prefill_attention(module, query, key, value, None, scaling=0.3)
     assert out.dtype == dtype and out.shape == (2, CHUNK, 6, value_width)
     true = by_definition(query, key, value, 0.3).transpose(1, 2)
     assert float((out.double() - true).abs().max()) < tolerance

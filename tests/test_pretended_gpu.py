@@ -1,0 +1,188 @@
+"""The main paths of the package on a pretended GPU: devices never mix, and the CPU waits as seldom as stated here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from peft import LoraConfig, get_peft_model
+from support import pretended_gpu as gpu
+from support.pretended_gpu import counted
+from support.tiny import small
+from transformers import AutoTokenizer
+
+import rope_patch
+from rope_patch import EvalSpec
+from rope_patch.analysis.attention_mass import measure_heads
+from rope_patch.kv_cache.attention import BLOCK_BYTES
+from rope_patch.kv_cache.cache import quantized
+from rope_patch.modeling.training_loss import fuse
+from rope_patch.options.kv_check import Limits
+
+TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+TEXT = rope_patch.data_path("assets") / "domains" / "english.txt"
+IDS = TOKENIZER(TEXT.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0, :1024]
+SPEC = EvalSpec(lengths=[256], depths=[0.5], samples=1, windows=1, text=str(TEXT), haystack=str(TEXT))
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+FORMATS = ["int4.token;residual=4", "k=turboquant4.hadamard;v=uniform4", "k=int4.channel4.pre;v=nf4"]
+
+
+def patched():
+    """A small model on a GPU, under YaRN."""
+    model = small().to("cuda")
+    rope_patch.apply(model, "yarn:factor=4")
+    return model
+
+
+def waits_per_token(model, make_cache=lambda: None) -> float:
+    """How often a decoded token waits for the GPU, the first ones aside."""
+    prompt = IDS[None, :20].to("cuda")
+
+    def decode(count):
+        options = {"max_new_tokens": count, "min_new_tokens": count, "past_key_values": make_cache()}
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+
+    decode(1)
+    return (counted(lambda: decode(10)) - counted(lambda: decode(5))) / 5
+
+
+@gpu.on("cuda")
+def test_devices_do_not_mix_and_waits_are_counted(tmp_path):
+    there, here = torch.ones(3, device="cuda"), torch.ones(3)
+    assert there.device == torch.device("cuda:0")
+    assert (there + here.sum()).is_cuda
+    for other in (here, torch.ones(3, device="cuda:1")):
+        with pytest.raises(RuntimeError, match="different devices"):
+            there + other
+    for call in (there.tolist, there.sum().item, lambda: there[there > 0], lambda: here.to("cuda")):
+        assert counted(call) == 1
+    assert counted(lambda: there.to("cuda:1") * 2) == 0
+
+
+@gpu.on("cuda")
+def test_a_patched_model_is_saved_verified_and_restored(tmp_path):
+    model = patched()
+    rope_patch.save(model, tmp_path / "saved", tokenizer=TOKENIZER)
+    rope_patch.verify(tmp_path / "saved")
+    assert rope_patch.doctor(model).ok
+    rope_patch.restore(model)
+    assert torch.equal(model.model.rotary_emb.inv_freq.cpu(), small().model.rotary_emb.inv_freq)
+
+
+@gpu.on("cuda")
+def test_a_decoded_token_waits_once_for_generate_itself_and_never_for_a_patch(tmp_path):
+    dynamic, frozen = (small(rope_parameters=DYNAMIC).to("cuda") for _ in range(2))
+    rope_patch.apply(frozen, "default", freeze_at=128)
+    # A dynamic table of transformers asks twice how long the text is.
+    assert [waits_per_token(model) for model in (small().to("cuda"), patched(), dynamic, frozen)] == [1, 1, 3, 1]
+
+
+@gpu.on("cuda")
+def test_a_decoded_token_never_waits_for_a_quantized_cache(tmp_path):
+    model = small().to("cuda")
+    for scheme in FORMATS:
+        with quantized(model, scheme) as cache:
+            assert waits_per_token(model, cache) == 1, gpu.waits
+
+
+@gpu.on("cuda")
+def test_perplexity_waits_four_times_a_chunk_and_never_for_a_slice(tmp_path):
+    with torch.no_grad():
+        logits = small()(IDS[None, :512]).logits[0, :-1]
+    expected = float(torch.nn.functional.cross_entropy(logits, IDS[1:512]))
+    # In 16 bits chunks go to flash attention.
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        model = small().to("cuda", dtype)
+
+        def read(tokens: int, chunk: int | None = None, model=model) -> float:
+            return rope_patch.perplexity(model, IDS[:tokens], window=tokens, chunk=chunk).nll
+
+        assert read(512) == pytest.approx(expected, rel=tolerance)
+        assert read(512, 128) == pytest.approx(expected, rel=tolerance)
+        assert counted(lambda: read(1024)) == counted(lambda: read(512)) == 5
+        assert counted(lambda: read(1024, 128)) - counted(lambda: read(512, 128)) == 4 * 4, gpu.waits
+
+
+@gpu.on("cuda")
+def test_retrieval_and_compare_give_what_a_cpu_gives(tmp_path):
+    here, there = small(), small().to("cuda")
+    options = {"lengths": [256], "depths": [0], "samples": 1, "chunk": 128, "haystack": TEXT}
+    expected, got = (rope_patch.retrieval(model, TOKENIZER, "passkey", **options) for model in (here, there))
+    assert got.cells[0].samples[0].logprob == pytest.approx(expected.cells[0].samples[0].logprob, rel=1e-4)
+    expected, got = (rope_patch.compare(model, TOKENIZER, ["default", "yarn"], SPEC) for model in (here, there))
+    for one, other in zip(expected.rows, got.rows, strict=True):
+        assert other.scores.perplexity.nll == pytest.approx(one.scores.perplexity.nll, rel=1e-4)
+
+
+@gpu.on("cuda")
+def test_kv_check_finds_the_attention_layers_once_and_once_more_for_the_statistics_of_a_method(tmp_path):
+    model = small().to("cuda")
+    counted(lambda: rope_patch.kv_check(model, TOKENIZER, FORMATS[2:], SPEC))
+    finding = sum(number for place, number in gpu.waits.items() if "attention_probe" in place)
+    assert finding == 2 * 35  # the outputs of 2 layers and their modules
+
+
+@gpu.on("cuda")
+def test_a_layer_attends_over_a_quantized_cache_in_one_block_of_kernels(tmp_path):
+    model = small().to("cuda")
+    assert 4 * 1024**2 * model.config.num_attention_heads == 4 * BLOCK_BYTES  # four blocks on a CPU
+    with quantized(model, "int4.token") as cache, torch.no_grad():
+        counted(lambda: model(IDS[None].to("cuda"), past_key_values=cache(), logits_to_keep=1))
+    assert gpu.kernels["_softmax"] == 2, "one for each layer"
+
+
+@gpu.on("cuda")
+def test_analyze_waits_twice_for_a_block_of_a_layer(tmp_path):
+    model = small().to("cuda")
+
+    def measure(block: int) -> int:
+        return counted(lambda: measure_heads(model, IDS[None, :256], block=block))
+
+    assert measure(64) - measure(128) == 2 * 3 * 2, (
+        gpu.waits
+    )  # 2 layers and 3 blocks more: 2 of the text, 1 of repeated tokens
+    rope_patch.analyze(model, TOKENIZER, TEXT, window=128, tokens=256, p_values=[0.5])
+
+
+@gpu.on("cuda")
+def test_a_training_step_waits_for_its_labels_alone(tmp_path):
+    model = get_peft_model(patched().train(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    fuse(model)
+
+    def step(tokens: int) -> None:
+        row = IDS[None, :tokens].to("cuda")
+        model(input_ids=row, labels=row, num_items_in_batch=tokens).loss.backward()
+
+    step(512)
+    assert counted(lambda: step(512)) == counted(lambda: step(1024)) == 7, gpu.waits
+    rope_patch.save(model.merge_and_unload(), tmp_path / "merged", tokenizer=TOKENIZER)
+    rope_patch.verify(tmp_path / "merged")
+
+
+@gpu.on("cuda")
+def test_a_model_on_two_gpus(tmp_path):
+    places = {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", "model.norm": "cuda:1", "lm_head": "cuda:0"}
+    places |= {"model.layers.0": "cuda:0", "model.layers.1": "cuda:1"}
+    model = dispatch_model(small(), places, force_hooks=True)
+    rope_patch.apply(model, "yarn:factor=4")
+    expected = rope_patch.perplexity(patched(), IDS[:256], window=256).nll
+    assert rope_patch.perplexity(model, IDS[:256], window=256, chunk=64).nll == pytest.approx(expected, rel=1e-5)
+    rope_patch.retrieval(model, TOKENIZER, "passkey", lengths=[256], depths=[0.5], samples=1, haystack=TEXT)
+    with quantized(model, FORMATS[2]) as cache:
+        rope_patch.perplexity(model, IDS[:128], window=128, cache=cache)
+    rope_patch.save(model, tmp_path / "saved", tokenizer=TOKENIZER)
+    rope_patch.verify(tmp_path / "saved")
+
+
+@gpu.on("mps")
+def test_a_gpu_without_float64(tmp_path):
+    model = small().to("mps")
+    with pytest.raises(TypeError, match="float64"):
+        torch.ones(1, device="mps").double()
+    rope_patch.apply(model, "yarn:factor=4")
+    assert rope_patch.doctor(model).ok
+    rope_patch.compare(model, TOKENIZER, ["default"], SPEC)
+    rope_patch.kv_check(model, TOKENIZER, FORMATS[1:], SPEC, limits=Limits(tolerance=1e9))
+    rope_patch.analyze(model, TOKENIZER, TEXT, window=128, tokens=256, p_values=[0.5])
