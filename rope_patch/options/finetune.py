@@ -95,11 +95,7 @@ class DataOptions(OptionSet):
     )
     shuffle: bool = flag("Shuffle the documents, by train.seed.", True)
     length: int = tokens("The length of the rows, such as 32k.", least=2)
-    boundaries: str = word(
-        "Between documents of a row: join (documents attend to those before them) or apart (they do not).",
-        "join",
-        choices=("join", "apart"),
-    )
+    boundaries: str = shared.boundaries()
     allow_short: bool = flag("Train although no document is as long as a row.")
     positions: str = word(
         "full counts from 0; pose gives short rows positions up to patch.target_length (PoSE, arXiv:2309.10400).",

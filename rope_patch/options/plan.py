@@ -40,6 +40,7 @@ class StepOptions(OptionSet):
         metavar="DTYPE",
         choices=tuple(BYTES_PER_ELEMENT),
     )
+    boundaries: str = shared.boundaries()
     gpus: int = whole("The number of GPUs. Weights and states are divided among them (FSDP).", 1, least=1)
     context_parallel: int = whole("The number of GPUs that share one sequence (context parallelism).", 1, least=1)
 

@@ -46,7 +46,7 @@ def training_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
         "gradients": entry * trained // options.gpus,
         "optimizer": int(states * trained) // options.gpus,
         "gathered": _gathered_by_fsdp(shape, options),
-        "masks": max(_mask_entries(layer, options) for layer in shape.kinds),
+        "masks": sum({layer.window: _mask_entries(layer, options) for layer in shape.kinds}.values()),
         "activations": activations,
         "layer": working,
         "loss": _loss_memory(shape, options),
@@ -115,11 +115,12 @@ def _gathered_by_fsdp(shape: Shape, options: StepOptions) -> int:
 
 
 def _mask_entries(layer: Layer, options: StepOptions) -> int:
-    """Return the size of sdpa's mask of a window, of booleans [bytes]; layers share it.
+    """Return the size of sdpa's mask, of booleans [bytes]; layers with the same window share it.
 
-    torch's kernels have a flag for causal attention, but not for a window.
+    torch's kernels have a flag for causal attention, but not for a window, nor for documents apart.
     """
-    if options.attention == "flash" or layer.window is None or layer.window >= options.length:
+    causal = options.boundaries == "join" and (layer.window is None or layer.window >= options.length)
+    if options.attention == "flash" or causal:
         return 0
     return options.tokens_per_gpu // options.batch * options.length
 

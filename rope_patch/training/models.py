@@ -232,6 +232,7 @@ def training_plan(options: RecipeOptions) -> Plan:
         checkpointing=options.train.checkpointing,
         attention=options.model.attention,
         dtype=options.model.dtype,
+        boundaries=options.data.boundaries,
         gpus=gpus,
         # The processes over the readers: how many of them share each row.
         context_parallel=gpus * options.train.batch * options.train.accumulate // rows_per_step(options),

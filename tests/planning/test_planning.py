@@ -130,16 +130,21 @@ RUNS = [
     ("gemma3", "sdpa", "bfloat16", None),
     ("gemma3-64", "sdpa", "bfloat16", 4),  # a window of 64 tokens: sdpa needs masks
     ("gemma3-64", "sdpa", "float32", None),
+    ("llama-apart", "sdpa", "bfloat16", 4),  # documents of 128 tokens apart
+    ("gemma3-apart", "sdpa", "float32", None),
 ]
 
 
 def prepared(family: str, attention: str, dtype: str, rank: int | None, *, checkpointing: bool, **changes: Any):
     """A tiny model ready to train, the plan of the same step, and the context to run it in."""
     size = SIZE | changes
-    family, _, window = family.partition("-")
+    family, _, special = family.partition("-")
+    boundaries = "join"
+    if special == "apart":
+        boundaries, special = special, "64"
     if family.startswith("gemma"):
         kinds = ["full_attention", "sliding_attention"] * (size["num_hidden_layers"] // 2)
-        size |= {"sliding_window": int(window or 1024), "layer_types": kinds}
+        size |= {"sliding_window": int(special or 1024), "layer_types": kinds}
     if family.startswith("qwen"):
         size |= {"layer_types": None}
     config = tiny_config(family, **size)
@@ -147,7 +152,7 @@ def prepared(family: str, attention: str, dtype: str, rank: int | None, *, check
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager" if attention == "flash" else attention, dtype=getattr(torch, dtype)
     ).train()
-    options: dict[str, Any] = {"attention": attention, "dtype": dtype, "lora_rank": rank}
+    options: dict[str, Any] = {"attention": attention, "dtype": dtype, "lora_rank": rank, "boundaries": boundaries}
     planned = plan(model, length=TOKENS, checkpointing=checkpointing, **options)
     if rank is not None:
         model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
@@ -176,6 +181,14 @@ def decoder(model: Any) -> Any:
     return model.get_base_model().model if hasattr(model, "get_base_model") else model.model
 
 
+def read(model: Any, planned: Any) -> torch.Tensor:
+    """The last hidden states; positions of documents apart begin at 0 in each."""
+    positions = torch.arange(TOKENS)[None]
+    if planned.options.boundaries == "apart":
+        positions = positions % 128
+    return decoder(model)(IDS, position_ids=positions, use_cache=False).last_hidden_state
+
+
 IDS = torch.randint(3, 96, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
@@ -191,7 +204,7 @@ def test_saved_activations_are_those_autograd_saves(family, attention, dtype, ra
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
-        _kept = decoder(model)(IDS, use_cache=False)
+        _kept = read(model, planned)
     counted = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     assert planned.parts["activations"] == pytest.approx(counted, rel=0.1)
 
@@ -201,7 +214,7 @@ def test_peak_of_the_decoder(run, checkpointing):
     """Checkpointing saves outside the reach of hooks, so live tensors are counted: after the forward, and at most."""
     family, attention, dtype, rank = run
     model, planned, context = prepared(family, attention, dtype, rank, checkpointing=checkpointing, num_hidden_layers=8)
-    live, counted = measured(model, context, lambda: decoder(model)(IDS, use_cache=False).last_hidden_state.sum())
+    live, counted = measured(model, context, lambda: read(model, planned).sum())
     last_norm = (
         TOKENS * 64 * (4 + planned.options.element * (2 if rank is None else 1))
     )  # by hand: input, normed, output
