@@ -336,6 +336,31 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
     assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
 
 
+def test_attribution_goes_on_where_it_was_stopped():
+    model, finished, five_passes = small(), {}, 5 * 2 * 56
+    read = []
+
+    def ask(stop=math.inf):
+        def count(stage, tokens):
+            if "attribution" in stage:
+                read.append(tokens)
+                if sum(read) >= stop:
+                    raise KeyboardInterrupt
+
+        read.clear()
+        with listen(count, on_known=lambda tokens: None):
+            return check_cache(model, TOKENIZER, ["int2.token"], resume=finished, **{**ASKED, "confidence": 0.1})
+
+    check = ask()
+    whole = sum(read)
+    assert whole in (7 * 2 * 56, 8 * 2 * 56), "one or two sets of pairs are left exact"
+    finished.clear()
+    with pytest.raises(KeyboardInterrupt):
+        ask(stop=five_passes)
+    assert ask().to_json() == check.to_json()
+    assert sum(read) == whole - five_passes
+
+
 def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     model, path = small(), tmp_path / "finished.jsonl"
     heads = []
