@@ -209,7 +209,7 @@ def test_attribution_by_hand():
     assert worst_pairs(errors) == (1,)  # squares 2, 10 and 4: pair 1 carries over half
     assert worst_pairs([error(3, [[0, 0, 0], [0, 0, 0.0]])]) == ()
     assert [str(one) for one in (COST, replace(COST, left=None), replace(COST, pairs=(), values=0.5))] == [
-        "layers 1-2, pair 0 (+2.02 % with these in full precision)",
+        "layers 1-2, pair 0 (the whole format +64.9 %, with these in full precision +2.02 %)",
         "layers 1-2, pair 0",
         "values of layers 1-2",
     ]
@@ -450,4 +450,6 @@ def test_a_planted_fault_is_named():
     assert (broken.attribution.worst, broken.attribution.pairs) == ((0, 2), (14, 15))
     assert broken.attribution.left < broken.attribution.whole / 2, "without these pairs the others do no harm"
     (sentence,) = check.summary()
-    assert re.search(r"layers 0, 2, pairs 14-15 \([+−]\d\.\d\d % with these in full precision\)", sentence)
+    assert re.search(
+        r"layers 0, 2, pairs 14-15 \(the whole format .*, with these in full precision [+−]\d\.\d\d %\)", sentence
+    )
