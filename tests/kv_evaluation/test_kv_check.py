@@ -308,7 +308,7 @@ def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(che
     _, check = checked
     other = replace(check, rows=check.of("p_rope:p=0.5"), trained_length=56)
     (sentence,) = other.warnings
-    assert sentence.startswith("0% of the passkey prompts of 40 tokens are answered, within the trained length of 56")
+    assert sentence.startswith("0 of 2 passkey prompts of 40 tokens are answered, within the trained length of 56")
     assert "the unpatched model was not measured" in sentence
     assert replace(other, loaded="pi:factor=2").warnings == []
 
