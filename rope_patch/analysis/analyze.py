@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
@@ -20,6 +21,7 @@ from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import read_rows
 from rope_patch.evaluation.time_budget import default_tokens
+from rope_patch.methods.scaled import context_reached
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.options.analyze import P_VALUES
@@ -94,7 +96,7 @@ def analyze(
     config: Any = model.config
     check_choices(config, layers=layers, heads=heads, p_values=p_values, chunk=chunk)
     domains = text if isinstance(text, Mapping) or text is None else {"text": text}
-    context = max(table.max_position_embeddings for table in inspection.tables)
+    context = max(context_reached(table) for table in inspection.tables)
     if tokens is None:
         # Half of what such a model may read, since the rows are read twice.
         tokens = max(2, min(DEFAULT_TOKENS, default_tokens(model) // 2))
@@ -199,4 +201,17 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
 def _token_texts(tokenizer: Any, heads: Heads, single_heads: Sequence[SingleHead]) -> dict[int, str]:
     named = [layer.sink_token for layer in heads.layers] + [head.token_ids for head in single_heads]
     different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist()
-    return {token: tokenizer.decode([token]) for token in different if token >= 0}
+    return {token: token_text(tokenizer, token) for token in different if token >= 0}
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Return the text of a token; bytes that are no whole character are written as <0xE5>, as SentencePiece does."""
+    text: str = tokenizer.decode([token])
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text
+    name: str = tokenizer.convert_ids_to_tokens(token)
+    # Byte-level vocabularies write each byte as one printable character.
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    if name.startswith("<0x") or not all(character in byte_of for character in name):
+        return name
+    return "".join(f"<0x{byte_of[character]:02X}>" for character in name)

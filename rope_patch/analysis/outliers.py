@@ -35,7 +35,7 @@ def bounds(inv_freq: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         (pairs,) whether a pair lies below the frequency ``2π / context``, unrotated pairs included (eq. 15), and
-        (pairs,) the angle to exceed, ``π + context inv_freq / 2`` (eq. 16) [rad]: inf for unrotated pairs, and beyond
+        (pairs,) the angle to exceed, ``π + context inv_freq / 2`` (eq. 16) [rad]: nan for unrotated pairs, and beyond
         2π, so out of reach, for pairs that are not below the frequency.
 
     Raises:
@@ -46,8 +46,7 @@ def bounds(inv_freq: Tensor, context: int) -> tuple[Tensor, Tensor]:
     ([11, 12, 13, 14, 15], 3.32)
     """
     table = inv_freq.double()
-    angle = frequencies.offset_angle_bound(table, context).masked_fill(frequencies.unrotated(table), math.inf)
-    return table < frequencies.offset_frequency_bound(context), angle
+    return table < frequencies.offset_frequency_bound(context), frequencies.offset_angle_bound(table, context)
 
 
 def phi(query: Tensor, key: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ class OutlierPair:
         ratio: the radius divided by the median radius of all pairs.
         deviation: the circular standard deviation of the vectors' directions [rad].
         phi: angle of the mean key minus that of the mean query, in (0, 2π] [rad].
-        angle: the angle bound [rad]; inf when it does not rotate.
+        angle: the angle bound [rad]; nan when it does not rotate.
         kind: the place within the bounds: ``"offset feature"`` (inside both bounds), ``"partial turn"`` (inside the
             frequency bound alone), ``"full turns"`` or ``"unrotated"``.
     """

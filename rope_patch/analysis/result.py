@@ -26,7 +26,7 @@ class Analysis:
         name: the name of the checkpoint.
         table: a description of its rotary tables, as the config and a patch state them.
         method: the patch in place as a method string, or None.
-        context: the context length that the config states [tokens].
+        context: the context length that the tables reach [tokens].
         rows: the rows of text that were read.
         capture: the statistics of queries, keys and values.
         heads: the attention masses and sinks of its heads.

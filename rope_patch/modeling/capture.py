@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from rope_patch.methods.scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.inputs import rows_digest, token_rows
@@ -162,7 +163,7 @@ class _StateSums:
 
 def _layer_capture(layer: AttentionLayer, sums: Mapping[str, _StateSums]) -> LayerCapture:
     table = layer.table
-    context = table.max_position_embeddings
+    context = context_reached(table)
     if layer.window is not None:
         context = min(context, layer.window)
     return LayerCapture(

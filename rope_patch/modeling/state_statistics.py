@@ -79,8 +79,8 @@ class LayerCapture:
         layer_type: layer type of the layer's table; None on a model with one table.
         inv_freq: (pairs,) float32 frequencies in use [rad/token].
         attention_scaling: factor on cos and sin.
-        context: number of positions that a query of the layer can look back over: the context that the config states,
-            or the window of a sliding layer [tokens].
+        context: number of positions that a query of the layer can look back over: the context that the table in use
+            reaches, as the config states it or YaRN's factor does, or the window of a sliding layer [tokens].
         scaling: factor on q·k.
         softcap: bound of the scaled logits; None if the model has none.
         keys_of: index of the layer whose keys and values this one uses; its own index on most models.

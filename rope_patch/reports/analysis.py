@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rope_patch.analysis.outliers import bounds
 from rope_patch.analysis.result import Analysis, findings
-from rope_patch.frequencies import offset_frequency_bound, unrotated
+from rope_patch.evaluation.number_format import number_text
+from rope_patch.frequencies import unrotated
 from rope_patch.modeling.attention_layers import layers_text
 from rope_patch.reports import analysis_figures as figures
 from rope_patch.reports import analysis_tables as tables
@@ -98,7 +100,7 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
         ("Model", f"{analysis.name}, {capture.model}"),
         ("Rotary table", analysis.table),
         ("Patch", analysis.method or "none"),
-        ("Context", f"{analysis.context} tokens, as stated in the config"),
+        ("Context", f"{analysis.context} tokens"),
         *layers,
         ("Text", f"{rows.name}; SHA-256 {rows.sha256[:16]}…; token ids {capture.text}"),
         ("Rows", shape),
@@ -108,9 +110,12 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 def _layers(kind: Kind) -> str:
     layer, zeroed = kind.layers[0], int(unrotated(kind.inv_freq).sum())
-    partial = int((kind.inv_freq.double() < offset_frequency_bound(kind.context)).sum())
+    below, angle = bounds(kind.inv_freq, kind.context)
+    mean_angle = ""
+    if zeroed < int(below.sum()):
+        mean_angle = f", for which the angle bound is {number_text(float(angle[below].nanmean()))} rad on average"
     return (
         f"{layers_text([layer.index for layer in kind.layers])}; {layer.query.heads} query heads over "
-        f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {partial} of them without a full turn within "
-        f"{kind.context} tokens ({zeroed} unrotated)"
+        f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {int(below.sum())} of them without a full turn "
+        f"within {kind.context} tokens ({zeroed} unrotated){mean_angle}"
     )

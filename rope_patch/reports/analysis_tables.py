@@ -15,8 +15,8 @@ from rope_patch.reports.page import Cell, Cells, DataTable, Note
 PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
 MOST_HEADS, MOST_OUTLIERS, MOST_SINKS = 400, 24, 16
 """Number of rows of a table at most; all are in analysis.json."""
-TOKENS_PER_LINE = 16
-"""Number of tokens in a line of the text that single heads are shown on."""
+TOKENS_PER_LINE = 8
+"""Number of tokens in a line of the text that single heads are shown on: more are cut at the edge of a page."""
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -180,12 +180,9 @@ def tokens(analysis: Analysis) -> DataTable:
 
 
 def token_text(analysis: Analysis, token: int) -> str:
-    """Return the text of a token with its id where it is part of a character; a space is shown as ␣."""
+    """Return the text of a token on one line; a space is shown as ␣."""
     # repr escapes what is not printable, and adds quotes.
-    shown = repr(analysis.token_text(token))[1:-1].replace(" ", "␣") or "(empty)"
-    if "\N{REPLACEMENT CHARACTER}" in shown:
-        return f"{shown} (id {token})"
-    return shown
+    return repr(analysis.token_text(token))[1:-1].replace(" ", "␣") or "(empty)"
 
 
 def _all_heads(analysis: Analysis) -> Iterator[tuple[LayerHeads, int]]:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from support.states import model_of, text
-from support.tiny import LLAMA3, ids, tiny_model
+from support.tiny import LLAMA3, YARN, ids, tiny_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_patch
@@ -83,21 +83,42 @@ def test_bounds_are_those_of_a_scan(context):
 def test_an_unrotated_pair_lies_below_the_frequency_bound_and_is_never_an_offset_feature():
     below, angle = bounds(torch.tensor([1.0, 0.01, 0.0]), 256)
     assert below.tolist() == [False, True, True]
-    assert angle.tolist() == pytest.approx([math.pi + 128, math.pi + 1.28, math.inf])
+    assert angle.tolist() == pytest.approx([math.pi + 128, math.pi + 1.28, math.nan], nan_ok=True)
     assert not any(is_offset(angle, 0.0, 256) for angle in (0.5, 2.0, 4.0, 6.0))
     for context in (0, -1):
         with pytest.raises(ValueError, match="context"):
             bounds(torch.tensor([1.0]), context)
 
 
-def test_bounds_of_a_scaled_table_are_taken_against_the_stated_context():
-    """arXiv:2503.01832 has 9 of 32 pairs and an angle of 4.26 for DeepSeek-V2-Lite: those of 160,000 tokens."""
+def test_the_bounds_of_deepseek_v2_lite_are_those_of_the_paper():
+    """arXiv:2503.01832 has 9 of 32 pairs and a mean angle of 4.26 for it; its config states 163,840 tokens."""
     parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
-    model = tiny_model(head_dim=64, max_position_embeddings=160_000, rope_parameters=parameters)
+    model = tiny_model(head_dim=64, max_position_embeddings=163_840, rope_parameters=parameters)
     layer = capture(model, ids(8)).layers[0]
     below, angle = bounds(layer.inv_freq, layer.context)
     assert int(below.sum()) == 9
-    assert float(angle[26]) == pytest.approx(4.26, abs=0.01)
+    assert float(angle[below].mean()) == pytest.approx(4.26, abs=0.005)
+
+
+SCALED = {
+    # Llama 3.1: its factor 8 over 8192 tokens would be 65,536, and it was trained with what it states.
+    "llama3": ({**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 8192}, 131072, 25, 3.733),
+    # The cards of Qwen2.5 add YaRN and leave the context at what it was before the scaling.
+    "yarn": ({**YARN, "rope_theta": 1e6, "original_max_position_embeddings": 32768}, 32768, 24, 3.763),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_bounds_of_a_scaled_table_are_not_taken_against_the_context_before_the_scaling(name):
+    parameters, stated, count, mean = SCALED[name]
+    model = tiny_model(head_dim=128, max_position_embeddings=stated, rope_parameters=parameters)
+    layer = capture(model, ids(8)).layers[0]
+    below, angle = bounds(layer.inv_freq, layer.context)
+    table, _ = ROPE_INIT_FUNCTIONS[name](model.config)
+    slow = [f for f in table.tolist() if f < TAU / 131072]
+    assert layer.context == 131072 and int(below.sum()) == len(slow) == count
+    by_hand = sum(math.pi + 131072 * f / 2 for f in slow) / count
+    assert float(angle[below].mean()) == pytest.approx(by_hand, rel=1e-6) == pytest.approx(mean, abs=1e-3)
 
 
 def every_pair(capture, states="key"):
@@ -126,7 +147,7 @@ def test_bounds_are_of_the_table_and_the_window_in_use():
     # 2π/64 = 0.098: pair 2 turns 0.1 rad/token
     assert [pair.kind in BELOW for pair in got] == [False] * 3 + [True] * 5
     assert [pair.kind == "unrotated" for pair in got] == [False] * 4 + [True] * 4
-    assert [math.isinf(pair.angle) for pair in got] == [False] * 4 + [True] * 4
+    assert [math.isnan(pair.angle) for pair in got] == [False] * 4 + [True] * 4
     sliding = capture(model_of("gemma2"), text())
     # The window of 16 tokens: 2π/16 = 0.39 passes pair 1 (0.316) too; the full layer of 64 does not.
     assert [pair.kind in BELOW for pair in first_head(sliding)] == [False] + [True] * 7

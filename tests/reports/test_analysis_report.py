@@ -166,11 +166,20 @@ def test_the_page_is_whole_and_loads_nothing():
 def test_tokens_are_seen_and_do_no_harm(page):
     rows = page.table("The text of these figures, 24 tokens")[1:]
     token_names = ["<s>", "␣the", r"\n", "$x$", "<script>", "字"]
-    assert rows[0] == ["0", *(token_names * 3)[:16]]
-    assert rows[1][0] == "16"
-    assert token_text(replace(random_analysis(), token_texts={7: "\ufffd"}), 7) == "� (id 7)"
+    assert rows[0] == ["0", *(token_names * 3)[:8]]
+    assert rows[1][0] == "8"
     assert token_text(replace(random_analysis(), token_texts={7: "a\tb\x00\u202e"}), 7) == r"a\tb\x00\u202e"
     assert token_text(replace(random_analysis(), token_texts={7: ""}), 7) == "(empty)"
+
+
+def test_the_text_of_single_heads_fits_a_page():
+    """1280 pixels leave 1144 for a table; a sign of its font takes 8.4, the space around a cell 25.6."""
+    words = dict(enumerate([" the", " position", "␣understanding", "<0xE5><0xAD>"]))
+    ids = torch.arange(256) % len(words)
+    analysis = random_analysis()
+    shown = replace(analysis, single_heads=(replace(analysis.single_heads[0], token_ids=ids),), token_texts=words)
+    columns = zip(*analysis_tables.tokens(shown).cells, strict=True)
+    assert sum(25.6 + 8.4 * max(len(cell.text) for cell in column) for column in columns) < 1144
 
 
 def test_numbers_of_heads_are_those_of_the_analysis(page):
@@ -279,6 +288,9 @@ def test_a_view_shows_its_head():
     numpy.testing.assert_allclose(query.get_array().data, view.query_norms.T)
     numpy.testing.assert_allclose(key.get_array().data, view.key_norms.T)
     pattern = next(axes.images[0] for axes in drawn.axes if axes.get_title(loc="left") == "Attention")
+    numpy.testing.assert_array_equal(pattern.axes.images[1].get_array(), pattern.get_array()[:, :1])
+    left, right, *_ = pattern.axes.images[1].get_extent()
+    assert right - left > 1.5, "the first key is wider than the others"
     hidden = pattern.get_array().mask
     assert hidden[3, 4] and not hidden[3, 3] and not hidden[10, 5] and hidden[10, 4]
     bars = [axes for axes in drawn.axes if "adds to the logit" in axes.get_title(loc="left")]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 BOUND_LABEL = "2π/L"
 COLOUR_QUANTILE = 0.995
 """Quantile of the values at which the colours end, where a few larger values would leave all others dark."""
+FIRST_KEY_WIDTH = 0.03
+"""Width at which the first key is drawn, as a share of that of all keys."""
 PAIR_AXIS = "wavelength of the pair [tokens]\n(number of the pair)"
 
 
@@ -168,7 +170,14 @@ def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | Non
         hidden |= numpy.tril(numpy.ones_like(hidden), -window)
     shown = numpy.ma.masked_array(pattern.numpy(), mask=hidden)
     # Most weights are small, and the square root spreads them over the colours.
-    image = axes.imshow(shown, cmap=_colors(), norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="none")
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    image = axes.imshow(shown, cmap=_colors(), norm=norm, interpolation="none")
+    # The first key, on which many heads rest, would be a line as wide as a pixel at the very edge.
+    tokens = len(shown)
+    wide = max(1.0, FIRST_KEY_WIDTH * tokens)
+    first = (-0.5 - wide, 0.5, tokens - 0.5, -0.5)
+    axes.imshow(shown[:, :1], cmap=_colors(), norm=norm, interpolation="none", extent=first)
+    axes.set_xlim(-0.5 - wide, tokens - 0.5)
     axes.set_title("Attention", loc="left", fontsize=9)
     axes.set_xlabel("position of the key [tokens]", fontsize=9)
     axes.set_ylabel("of the query [tokens]", fontsize=9)
