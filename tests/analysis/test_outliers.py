@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_patch
 from rope_patch import frequencies
-from rope_patch.analysis.outliers import bounds, outlier_pairs
+from rope_patch.analysis.outliers import bounds, contributions, mean_pairs, outlier_pairs, recall
 from rope_patch.modeling.capture import capture
 
 LAYERS, HEADS, GROUPS, PAIRS, CONTEXT = 3, 4, 2, 16, 256
@@ -176,6 +176,40 @@ def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk):
         assert key.kind == ("offset feature" if is_one else "partial turn" if is_below else "full turns")
         offsets += is_one
     assert 10 < offsets < len(keys) - 10, "some satisfy the definition, some do not"
+
+
+def test_the_recall_of_the_bounds_is_that_of_a_scan():
+    drawn_phi, arrays = draw()
+    got = capture(planted(*arrays), ids(30, 1))
+    radius = arrays[2].repeat_interleave(GROUPS, 1)
+    table = frequencies.geometric(1e4, 2 * PAIRS).double().tolist()
+    for least in (6.0, 12.0):
+        long = (radius > least).nonzero().tolist()
+        slow = [CONTEXT * table[at[2]] < TAU for at in long]
+        offset = [is_offset(float(drawn_phi[tuple(at)]), table[at[2]], CONTEXT) for at in long]
+        expected = {"radius": least, "outliers": len(long), "below": sum(slow) / len(long)}
+        row = recall([pair for pair in mean_pairs(got) if pair.radius > least], least)
+        assert row == pytest.approx({**expected, "beyond": sum(offset) / len(long)})
+    assert math.isnan(recall([], 99.0)["below"])
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "phi", "glm"])
+def test_contributions_are_products_of_rotated_means(name):
+    """d(p) by rotating mean query and mean key to two positions, features one by one, and D(p) as their whole logit."""
+    layer = capture(model_of(name), text()).layers[1]
+    n, scale = len(layer.inv_freq), layer.attention_scaling**2 * layer.scaling
+    query, key = layer.query.mean[3], layer.key.mean[3 // layer.groups]
+    for distance in (0, 1, 30):
+        turned = []
+        for i, f in enumerate(layer.inv_freq.tolist()):
+            a, b = (2 * i, 2 * i + 1) if layer.query.interleaved else (i, i + n)
+            place = 5
+            q, k = complex(query[a], query[b]), complex(key[a], key[b])
+            q *= complex(math.cos(f * (place + distance)), math.sin(f * (place + distance)))
+            k *= complex(math.cos(f * place), math.sin(f * place))
+            turned.append((q.real * k.real + q.imag * k.imag) * scale)
+        got = contributions(layer, 3, torch.tensor([distance]))[:, 0]
+        assert got.tolist() == pytest.approx(turned, rel=1e-5, abs=1e-7)
 
 
 def test_outliers_are_above_a_multiple_of_the_median_of_all_layers():
