@@ -200,7 +200,8 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
                 # fmax ignores NaN, which stands for what was not measured.
                 torch.fmax(layer.induction_mass, layer.repeated_mass).nan_to_num(),
                 torch.maximum(layer.first_mass, layer.sink_mass),
-                layer.content_mass,
+                # A head that spreads its attention over all keys looks for nothing.
+                layer.content_mass / (1 + layer.entropy),
             )
         )
         for head_type, head in enumerate(masses.argmax(1).tolist()):

@@ -69,13 +69,9 @@ class LayerHeads:
 
     @property
     def content_mass(self) -> Tensor:
-        """Attention that goes neither to near keys, nor to sinks, nor to induction: (heads,).
-
-        It is divided by the entropy plus 1, so that a head that spreads its attention over all keys has little.
-        """
+        """Attention that goes neither to near keys, nor to sinks, nor to induction: (heads,)."""
         sinks = torch.maximum(self.first_mass, self.sink_mass)
-        rest = 1 - self.offset_mass.sum(1) - sinks - self.induction_mass.nan_to_num()
-        return rest / (1 + self.entropy)
+        return 1 - self.offset_mass.sum(1) - sinks - self.induction_mass.nan_to_num()
 
     def head_types(self, head: int) -> tuple[str, ...]:
         """Return what a head does with most of its attention.

@@ -54,10 +54,6 @@ class Analysis:
     token_texts: Mapping[int, str]
     environment: Mapping[str, str]
 
-    def token_text(self, token: int) -> str:
-        """Return the text of a token id."""
-        return self.token_texts.get(token, str(token))
-
     def outliers(self, states: str = "key") -> tuple[MeanPair, ...]:
         """Return the outlier pairs of the keys or queries, the longest first."""
         return outlier_pairs(self.capture, states)
@@ -111,8 +107,8 @@ def _positional(analysis: Analysis) -> str:
             for head_type in layer.head_types(head):
                 heads.setdefault(head_type, []).append(f"{layer.index}.{head}")
     total = sum(layer.heads for layer in analysis.heads.layers)
-    positional = len(analysis.heads.positional())
-    sentence = f"{positional} of {total} heads are positional, with at least half of their attention at one distance."
+    positional = analysis.heads.positional()
+    sentence = f"{len(positional)} of {total} heads are positional: most of their attention is at one distance."
     for head_type, names in heads.items():
         sentence += f" {head_type.capitalize()}: {', '.join(names[:8])}"
         if len(names) > 8:
@@ -146,8 +142,8 @@ def _stopped(analysis: Analysis) -> str:
     stopped = sum(pair.pair in point.stopped.get(types[pair.layer], ()) for pair in keys)
     return (
         f"p-RoPE at p = {point.p:g} would stop pairs {point}, with {point.query_share:.0%} of the queries’ norm and "
-        f"{point.key_share:.0%} of the keys’, {stopped} of the {len(keys)} outliers of keys among them; at most "
-        f"{point.turned:.1%} of the logits can change by it."
+        f"{point.key_share:.0%} of the keys’, {stopped} of the {len(keys)} outliers of keys among them; stopping "
+        f"them moves logits by at most {point.turned:.1%} of what bounds these."
     )
 
 
@@ -155,7 +151,7 @@ def _cache(analysis: Analysis) -> str:
     peaks = [layer.key.largest.amax(1) / layer.key.mean_norm.mean(1) for layer in analysis.capture.layers]
     return (
         f"In a cache the largest feature of a key head is {float(torch.cat(peaks).median()):.0f} times the mean norm "
-        "of its pairs (median over heads); a format with one scale for a whole key rounds all others by it. "
+        "of its pairs (median over heads): one scale for a whole key must cover it and rounds all others coarsely. "
         "rope-patch kv-check measures which formats hold."
     )
 

@@ -62,7 +62,7 @@ def capture(
     rows = token_rows(token_ids)
     if texts is None:
         texts = [0] * len(rows)
-    tokens = torch.bincount(torch.tensor(texts), minlength=1) * rows.shape[1]
+    tokens = torch.bincount(torch.tensor(texts)) * rows.shape[1]
     sums: dict[tuple[int, str], _StateSums] = {}
 
     def visit(layer: AttentionLayer, role: str, states: Tensor, row: int, start: int) -> None:

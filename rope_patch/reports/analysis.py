@@ -104,7 +104,6 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
         ("Model", f"{analysis.name}, {capture.model}"),
         ("Rotary table", analysis.table),
         ("Patch", analysis.method or "none"),
-        ("Context", f"{analysis.context} tokens"),
         *layers,
         ("Text", f"{rows.name}; SHA-256 {rows.sha256[:16]}…; token ids {capture.text}"),
         ("Rows", shape),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rope_patch.analysis.heads import TYPE_SHARE
 from rope_patch.analysis.outliers import contributions, mean_pairs
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
@@ -76,9 +77,11 @@ def attention_masses(analysis: Analysis) -> Figure:
 
 def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
     """Return the figure of a single head: norms of its pairs, attention, and what each pair adds to the logit."""
-    types = analysis.heads.layer(shown.layer).head_types(shown.head)
-    layer = analysis.capture.layer(shown.layer)
-    title = f"Layer {shown.layer}, head {shown.head}: {', '.join(types) or 'attends by content'}"
+    measured = analysis.heads.layer(shown.layer)
+    types = measured.head_types(shown.head)
+    if not types and float(measured.content_mass[shown.head]) >= TYPE_SHARE:
+        types = ("looks for content",)
+    title = f"Layer {shown.layer}, head {shown.head}: {', '.join(types) or 'no type'}"
     if "first token" in types or "sink" in types:
         first, others = shown.sink_terms()
         terms = {"the first key": first, "the keys after it": others}
@@ -94,7 +97,7 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         shown.inv_freq,
         title=title,
         caption=caption,
-        context=layer.context,
+        context=analysis.capture.layer(shown.layer).context,
         window=shown.window,
     )
 
@@ -209,9 +212,9 @@ def by_distance(analysis: Analysis) -> Figure:
                 every,
             )
     caption = (
-        "Logit of the mean query with the mean key of a head, D(p), the part of one outlier, d(p), and the rest "
+        "Logit of the mean query with the mean key of a head, D(p), the part of one pair, d(p), and the rest "
         "(Jonasson 2025, figures 5, 6 and 10), as means over ever wider bins of distances. An offset feature adds less "
         "at every distance than at 0."
     )
-    title = "What the longest outliers of the keys add, by distance"
+    title = "What the longest pairs of the keys add, by distance"
     return figure(plots.by_distance, list(panels.values()), title=title, caption=caption)

@@ -126,7 +126,7 @@ def tokens(analysis: Analysis) -> DataTable:
 def token_text(analysis: Analysis, token: int) -> str:
     """Return the text of a token on one line; a space is shown as ␣."""
     # repr escapes what is not printable, and adds quotes.
-    return repr(analysis.token_text(token))[1:-1].replace(" ", "␣") or "(empty)"
+    return repr(analysis.token_texts[token])[1:-1].replace(" ", "␣") or "(empty)"
 
 
 def _more(count: int, most: int) -> str:

@@ -147,7 +147,7 @@ def test_every_part_is_there(family):
     assert {stage for stage, _ in progress} == {"capture", "heads"}
     assert sum(tokens for _, tokens in progress) == sum(announced)
     assert result.context == 64
-    assert all(result.token_text(int(token)) for view in result.single_heads for token in view.token_ids)
+    assert all(result.token_texts[int(token)] for view in result.single_heads for token in view.token_ids)
 
 
 def test_tokens_that_are_parts_of_characters_are_written_by_their_bytes():

@@ -38,6 +38,7 @@ from transformers import (
 
 import rope_patch
 from rope_patch.analysis import attention_mass, attention_sums
+from rope_patch.analysis.analyze import _clearest
 from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads, repeated_tokens
 from rope_patch.analysis.attention_sums import SINKS_PER_HEAD
 from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, Heads
@@ -436,9 +437,11 @@ def test_a_head_that_looks_for_content_attends_far_to_few_keys():
         first_mass=values(0.0, 0.8, 0.0, 0.0, 0.1),
         sink_mass=values(0.0, 0.9, 0.0, 0.0, 0.0),
         induction_mass=values(math.nan, 0.0, 0.0, 0.9, math.nan),
+        repeated_mass=values(*[math.nan] * 5),
         entropy=values(6.0, 0.5, 0.5, 0.5, 1.0),
     )
-    assert layer.content_mass.tolist() == pytest.approx([1 / 7, 0.1 / 1.5, 0.1 / 1.5, 0.1 / 1.5, 0.9 / 2])
+    assert layer.content_mass.tolist() == pytest.approx([1.0, 0.1, 0.1, 0.1, 0.9])
+    assert _clearest(Heads((layer,)))[-1] == (0, 4), "head 0 attends to everything"
     assert Heads((layer,)).positional() == {(0, 2): 3}
 
 

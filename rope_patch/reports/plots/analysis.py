@@ -181,24 +181,25 @@ def outliers(points: Mapping[str, Sequence[MeanPair]], *, title: str) -> Figure:
         for axes, x, y in zip(row, ("phi", "turns", "radius"), ("radius", "phi", "deviation"), strict=True):
             for kind, color in zip(KINDS, ("0.6", COLORS[0], COLORS[1], COLORS[2]), strict=True):
                 shown = [pair for pair in pairs if pair.kind == kind]
-                axes.scatter(
-                    [getattr(pair, x) for pair in shown],
-                    [getattr(pair, y) for pair in shown],
-                    [2 + 25 * pair.radius / pairs[0].radius for pair in shown],
-                    label=kind,
-                    color=color,
-                    alpha=0.3,
-                    linewidths=0,
-                    # Many points would make a large file as shapes.
-                    rasterized=True,
-                )
+                if shown:
+                    axes.scatter(
+                        [getattr(pair, x) for pair in shown],
+                        [getattr(pair, y) for pair in shown],
+                        [2 + 25 * pair.radius / pairs[0].radius for pair in shown],
+                        label=kind,
+                        color=color,
+                        alpha=0.3,
+                        linewidths=0,
+                        # Many points would make a large file as shapes.
+                        rasterized=True,
+                    )
             axes.set(xlabel=labels[x], ylabel=labels[y])
             _plain(axes, f"mean {role}")
         row[0].axvline(math.pi, color="0.2", linewidth=1, linestyle="--")
         row[1].plot([0, 1], [math.pi, 2 * math.pi], color="0.2", linewidth=1, linestyle="--")
         row[1].axvline(1, color="0.2", linewidth=1, linestyle=":")
         row[1].set_xlim(-0.05, 1.5)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=4, markerscale=2, frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=4, markerscale=3, frameon=False)
     add_title(figure, title)
     return figure
 
