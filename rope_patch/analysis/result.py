@@ -108,13 +108,12 @@ def _positional(analysis: Analysis) -> str:
                 heads.setdefault(head_type, []).append(f"{layer.index}.{head}")
     total = sum(layer.heads for layer in analysis.heads.layers)
     positional = analysis.heads.positional()
-    sentence = f"{len(positional)} of {total} heads are positional: most of their attention is at one distance."
+    sentence = f"{len(positional)} of {total} heads are positional, with most of their attention at one distance"
     for head_type, names in heads.items():
-        sentence += f" {head_type.capitalize()}: {', '.join(names[:8])}"
+        sentence += f"; {head_type}: {', '.join(names[:8])}"
         if len(names) > 8:
             sentence += f" and {len(names) - 8} more"
-        sentence += "."
-    return sentence
+    return f"{sentence} (named by layer.head)."
 
 
 def _outliers(analysis: Analysis, states: str) -> str:
@@ -128,10 +127,10 @@ def _outliers(analysis: Analysis, states: str) -> str:
     often = [str(pair) for pair, _ in Counter(pair.pair for pair in pairs).most_common(4)]
     shares = recall(pairs, 0.0)
     return (
-        f"{len(pairs)} of {count} mean {states} pairs are outliers, over {OUTLIER_RATIO:g} and up to "
-        f"{pairs[0].ratio:.0f} times the median length, most often pair {', '.join(often)}: {shares['below']:.0%} make "
-        f"no full turn within the context, and {shares['beyond']:.0%} lie beyond the angle bound, too (Jonasson 2025 "
-        "expects both)."
+        f"{len(pairs)} of {count} mean {states} pairs (by query head) are outliers, over {OUTLIER_RATIO:g} and up to "
+        f"{pairs[0].ratio:.0f} times the median length, most often in pairs {', '.join(often)}: "
+        f"{100 * shares['below']:.0f} % make no full turn within the context, and {100 * shares['beyond']:.0f} % lie "
+        "beyond the angle bound, too (Jonasson 2025 expects both)."
     )
 
 
@@ -141,9 +140,9 @@ def _stopped(analysis: Analysis) -> str:
     keys = analysis.outliers("key")
     stopped = sum(pair.pair in point.stopped.get(types[pair.layer], ()) for pair in keys)
     return (
-        f"p-RoPE at p = {point.p:g} would stop pairs {point}, with {point.query_share:.0%} of the queries’ norm and "
-        f"{point.key_share:.0%} of the keys’, {stopped} of the {len(keys)} outliers of keys among them; stopping "
-        f"them moves logits by at most {point.turned:.1%} of what bounds these."
+        f"p-RoPE at p = {point.p:g} would stop pairs {point}, with {100 * point.query_share:.0f} % of the queries’ "
+        f"norm and {100 * point.key_share:.0f} % of the keys’, {stopped} of the {len(keys)} outliers of keys among "
+        f"them; of the products of both norms, {100 * point.turned:.1f} % depend on distance there."
     )
 
 

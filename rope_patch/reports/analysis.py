@@ -50,9 +50,9 @@ def _heads(analysis: Analysis) -> Section:
             shares[(layer.index, head) in positional].append(share)
     in_positional, in_others = (float(torch.tensor(values).mean()) for values in shares.values())
     answer = (
-        "The share of the products of norms in pairs that make a full turn within the context is "
-        f"{number_text(in_positional)} in positional heads and {number_text(in_others)} in the others; Barbero et al. "
-        "(2024) expect positional heads to use the fast pairs."
+        f"Positional heads have {number_text(in_positional)} of the products of their norms in pairs that make a full "
+        f"turn within the context, other heads {number_text(in_others)}; Barbero et al. (2024) find positional heads "
+        "in the fast pairs."
     )
     parts = [figures.attention_masses, figures.head_norms, tables.head_types, tables.sinks]
     if len(set(analysis.rows.groups)) > 1:
