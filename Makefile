@@ -22,7 +22,7 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs demo smollm2 gemma3 smollm2-checkpoint gemma3-checkpoint gpu commands test test-full test-engines check release
+.PHONY: help docs demo smollm2 gemma3 smollm2-checkpoint gemma3-checkpoint qwen-checkpoint gpu commands test test-full test-engines check release
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a
 
 gemma3-checkpoint: $(RUNTIME) ## the same for Gemma 3 270M (238 MB to download, under Gemma's terms), in build/gemma3
 	$(BIN)/python benchmarks/public_checkpoint.py gemma3
+
+qwen-checkpoint: $(RUNTIME) ## the same for Qwen2.5-Coder 0.5B (467 MB to download), in build/qwen; SIZE=1.5b for 1.5B (1.1 GB)
+	$(BIN)/python benchmarks/public_checkpoint.py qwen$(if $(SIZE),-$(SIZE))
 
 gpu: $(DEV) ## what only a GPU can measure, 25 minutes a run: make gpu TEXT="novels/*.txt" BUDGET=25m
 	$(BIN)/python benchmarks/gpu.py --budget $(or $(BUDGET),25m) $(if $(TEXT),--text $(TEXT))

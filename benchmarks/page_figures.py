@@ -36,10 +36,10 @@ CONTEXTS = {"smollm2": 8192, "gemma3": 32768}
 PAIRS = {"smollm2": (1e5, 32), "gemma3": (1e6, 128)}
 """Base and number of pairs of the table that p-RoPE changes."""
 TABLES = {
-    "as it is": ("default", "default"),
-    "YaRN ×2": ("yarn", "yarn:factor=2"),
-    "ABF ×4": ("abf", "abf:factor=4"),
-    "p-RoPE .75": ("p_rope-0.75", "p_rope:p=0.75"),
+    "default": ("default", "default"),
+    "yarn ×2": ("yarn", "yarn:factor=2"),
+    "abf ×4": ("abf", "abf:factor=4"),
+    "p_rope .75": ("p_rope-0.75", "p_rope:p=0.75"),
 }
 """Label to the names of a table in the results of SmolLM2 and in those of both models."""
 
@@ -72,7 +72,7 @@ def steps(perplexity: Mapping[str, float]) -> tuple[list[int], list[float]]:
 
 def before_after() -> Figure:
     """Draw SmolLM2 before and after YaRN."""
-    lines = {"default": "before", "yarn": "after (YaRN, no training)"}
+    lines = {"default": "default (before)", "yarn": "yarn (after, no training)"}
     figure = perplexity_by_position(
         {name: steps(smollm2(table)) for table, name in lines.items()},
         trained_length=CONTEXTS["smollm2"],
@@ -83,8 +83,8 @@ def before_after() -> Figure:
 
 
 def by_factor() -> Figure:
-    """Draw perplexity and passkeys of the bundled Llama against the factor, untrained, in the colours of the others."""
-    tables = {"as it is": "default", "YaRN": "YaRN", "ABF ×50": "ABF", "p-RoPE .5": "p-RoPE", "NTK": "NTK"}
+    """Draw perplexity and passkeys of the bundled Llama against the factor, untrained."""
+    tables = {"default": "default", "yarn": "YaRN", "abf ×50": "ABF", "p_rope .5": "p-RoPE", "ntk": "NTK"}
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     add_title(figure, "A Llama of 2 million parameters beyond its 256 tokens, no training")
     read, found = figure.subplots(1, 2)

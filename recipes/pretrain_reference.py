@@ -3,11 +3,15 @@
     python recipes/pretrain_reference.py llama -o out/llama          # about 15 minutes on one CPU core
     python recipes/pretrain_reference.py gemma3 -o out/gemma3 --device cuda
     python recipes/pretrain_reference.py llama --scaled llama3 -o out/llama3    # the bundled model, to 1024 tokens
+    python recipes/pretrain_reference.py llama --patch p_rope:p=0.5 -o out/p    # from random weights, under p-RoPE
 
 With so few training tokens, text alone does not teach a model of this size to retrieve; this curriculum does. Stages:
 text; then short windows of repeated random strings and passkeys until copying appears, which is sudden; then longer
 windows with more text. Only `builtin_text("train")` is read (and `--text`), never the held-out or haystack splits. At
 the end the model is measured on those, and the folder gets the weights in bfloat16, the tokenizer and a model card.
+
+`--patch` trains random weights under a method from the first step on, as Barbero et al. (2024, table 2) compare p-RoPE
+with other tables; `--scaled` trains the bundled weights on, as releases with a scaled table were made.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import rope_patch
 from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
@@ -334,9 +339,9 @@ library_name: transformers
 ---
 # Reference checkpoint: {name}
 
-A {parameters / 1e6:.2f}M-parameter model with a trained context of {context} tokens, small enough to try context
-extension on a laptop. It copies and retrieves within {context} tokens and fails beyond, so there is something to fix.
-It knows nothing else: do not use it for text.
+A {parameters / 1e6:.2f}M-parameter model, small enough to try context extension on a laptop. It was trained to copy
+and to retrieve within {context} tokens; the figures below say how far it does. It knows nothing else: do not use it for
+text.
 
 - **Data**: `builtin_text("train")`, English and Python source that ship with CPython {corpus.python_version}
   (PSF License; SHA-256 of the documents `{corpus.sha256}`),
@@ -366,10 +371,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=("llama", "gemma3"))
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
-    parser.add_argument(
+    tables = parser.add_mutually_exclusive_group()
+    tables.add_argument(
         "--scaled",
         choices=SCALED,
         help=f"train the bundled model on to {LENGTH * FACTOR} tokens under a table of this type",
+    )
+    tables.add_argument(
+        "--patch",
+        metavar="METHOD",
+        help="train random weights under a method of rope_patch, such as p_rope:p=0.5; in place of --scaled, which "
+        "trains on what was trained under plain RoPE",
     )
     parser.add_argument("--text", type=Path, help="folder of .txt files to add to the text")
     parser.add_argument("--seed", type=int, default=0)
@@ -395,6 +407,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(data_path("assets") / options.shape, model_max_length=LENGTH * FACTOR)
     else:
         model, tokenizer = build_model(options.shape), train_tokenizer(documents)
+    if options.patch:
+        rope_patch.apply(model, options.patch)
     model.to(options.device)
     stream = [
         token
@@ -409,13 +423,19 @@ def main() -> None:
     log = train(model, Sampler(tokenizer, stream, random.Random(options.seed)), options, curriculum)
     options.output.mkdir(parents=True, exist_ok=True)
     # Casting rounds the original rotary table, so the model is measured as a loader builds it from the folder.
-    model.to(torch.bfloat16).save_pretrained(options.output)
-    tokenizer.save_pretrained(options.output)
-    stored = AutoModelForCausalLM.from_pretrained(options.output, dtype=torch.float32).to(options.device)
+    model.to(torch.bfloat16)
+    if options.patch:
+        rope_patch.save(model, options.output, tokenizer=tokenizer)
+    else:
+        model.save_pretrained(options.output)
+        tokenizer.save_pretrained(options.output)
+    stored = rope_patch.load(options.output, dtype=torch.float32).to(options.device)
     figures = measure(stored, tokenizer, options)
     command = "python recipes/pretrain_reference.py " + shlex.join(sys.argv[1:])
     tokens = int(log[-1]["tokens"]) if log else 0
-    name = f"{options.shape} under {options.scaled}" if options.scaled else options.shape
+    name = options.shape
+    if options.scaled or options.patch:
+        name += f" under {options.scaled or options.patch}"
     (options.output / "README.md").write_text(
         card(
             name,

@@ -1,14 +1,14 @@
-"""What a rotary table implies, without a model: a head built by hand, and distances between images.
+"""What the papers name that follows from a rotary table alone: a head built by hand, and distances between images.
 
-Tables and lengths in, numbers and float64 tensors out. Everything is exact where it can be, and linear in the number of
-positions unless it says otherwise, so a million positions take seconds.
+The notebook ``docs/tutorials/rope_mathematics.ipynb`` shows each of them beside the numbers of the papers.
 
 *Sources*: Wendler, *Notes on rotary positional embeddings*, 2025 · Xiong et al., arXiv:2309.16039, appendix B ·
-Barbero et al., arXiv:2410.06205 · Jonasson, arXiv:2503.01832, whose bounds are in :mod:`rope_patch.frequencies`.
+Barbero et al., arXiv:2410.06205. Jonasson's bounds and Xiong et al.'s granularity are in :mod:`rope_patch.frequencies`,
+whose conventions hold here.
 
-Conventions are :mod:`rope_patch.frequencies`'s. A *distance* between tokens is the query's position minus the key's,
->= 0 in a causal model. The *image* of a vector is what rotation makes of it at a position; here it is that of a unit
-vector whose pairs are of equal norm, and an attention scaling is divided out.
+A *distance* between tokens is the query's position minus the key's, >= 0 in a causal model. The *image* of a vector is
+what rotation makes of it at a position; here it is that of a unit vector whose pairs are of equal norm, and an
+attention scaling is divided out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rope_patch.frequencies import Table, zero_unrotated
-
-VALUES_AT_ONCE = 1 << 21
-"""Number of elements of one intermediate tensor: 16 MiB in float64, whatever the number of positions."""
 
 
 def previous_token_factor(inv_freq: Table, *, mass: float, length: int) -> float | None:
@@ -41,17 +38,23 @@ def previous_token_factor(inv_freq: Table, *, mass: float, length: int) -> float
     Returns:
         The factor; None where another distance has as large a logit, in float64 at least.
 
+    Raises:
+        ValueError: ``mass`` is not in (0, 1), so that no factor gives it.
+
     >>> round(previous_token_factor(torch.tensor([1.0, 0.1]), mass=0.99, length=300), 2)
     322.58
     """
-    steps = zero_unrotated(inv_freq.double())
-    blocks = torch.split(torch.arange(-1, length - 1), max(1, VALUES_AT_ONCE // len(steps)))
-    logits = torch.cat([(block[:, None] * steps).cos().sum(1) for block in blocks])
+    if not 0 < mass < 1:
+        raise ValueError(f"mass must be in (0, 1), got {mass}")
+    away = torch.arange(-1, length - 1, dtype=torch.float64)
+    logits = torch.zeros(length, dtype=torch.float64)
+    # One pair at a time: a million positions of all pairs at once would take a gigabyte.
+    for step in zero_unrotated(inv_freq.double()):
+        logits += (away * step).cos()
     behind = logits - logits[1]
-    behind[1] = -torch.inf
-    if float(behind.max()) >= 0:
+    others = torch.cat([behind[:1], behind[2:]])
+    if float(others.max()) >= 0:
         return None
-    behind[1] = 0.0
 
     def reached(factor: float) -> bool:
         return float(torch.exp(-torch.logsumexp(factor * behind, dim=0))) >= mass
@@ -60,8 +63,7 @@ def previous_token_factor(inv_freq: Table, *, mass: float, length: int) -> float
     high = 1.0
     # This ends: every other logit is smaller, so the weight tends to 1.
     while not reached(high):
-        low = high
-        high = 2 * low
+        high *= 2
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
         if reached(middle):
@@ -83,11 +85,13 @@ def separation(inv_freq: Table, length: int) -> tuple[float, int]:
     >>> separation(geometric(10000.0, 8), 16384)[1]  # not 1: 1000 turns of pair 0 and 100 of pair 1, nearly
     6283
     """
-    steps = zero_unrotated(inv_freq.double())
-    blocks = torch.split(torch.arange(1, length), max(1, VALUES_AT_ONCE // len(steps)))
-    distances = torch.cat([_image_distance(block[:, None] * steps) for block in blocks])
-    nearest = int(distances.argmin())
-    return float(distances[nearest]), nearest + 1
+    apart = torch.arange(1, length, dtype=torch.float64)
+    squares = torch.zeros_like(apart)
+    for step in zero_unrotated(inv_freq.double()):
+        # Two points on the unit circle that are an angle a apart have the distance 2 sin(a / 2).
+        squares += (2 * torch.sin(apart * step / 2)).square()
+    nearest = int(squares.argmin())
+    return float((squares[nearest] / len(inv_freq)).sqrt()), nearest + 1
 
 
 def nearest_old(
@@ -96,7 +100,7 @@ def nearest_old(
     """Return how far each new image is from the nearest old one.
 
     *Source*: Xiong et al. appendix B, ``d(f, f_hat)``, which they print as the smallest over both positions; that is 0
-    for every method. It costs ``old_length`` × positions × pairs multiplications; memory is bounded by blocks.
+    for every method. It costs ``old_length`` × positions × pairs multiplications.
 
     Args:
         old: (pairs,) the table that the model was trained with [rad/token].
@@ -109,29 +113,19 @@ def nearest_old(
     >>> nearest_old(table, table / 2, old_length=4, new_positions=torch.tensor([0, 7])).round(decimals=6).tolist()
     [0.0, 0.049995]
     """
-    before, after = zero_unrotated(old.double()), zero_unrotated(new.double())
+    trained = _images(torch.arange(old_length), old)
     distances = []
-    # 2048 new images beside 1024 old ones are `VALUES_AT_ONCE` cosines.
-    for part in torch.split(new_positions.double(), 2048):
-        images = _images(part, after)
-        closest, at = torch.full_like(part, -torch.inf), torch.zeros(len(part), dtype=torch.int64)
-        for first in range(0, old_length, 1024):
-            olds = _images(torch.arange(first, min(first + 1024, old_length)), before)
-            best, where = (images @ olds.T).max(dim=1)  # the largest cosine is the smallest distance
-            at = torch.where(best > closest, where + first, at)
-            closest = torch.maximum(best, closest)
-        # Again from the angle between the two: 1 - cosine would leave 1e-8 of a distance that is 0.
-        distances.append(_image_distance(at.double()[:, None] * before - part[:, None] * after))
+    # 1024 new images at a time beside old ones of 32k tokens take 256 MiB.
+    for positions in torch.split(new_positions, 1024):
+        images = _images(positions, new)
+        # The largest cosine is the smallest distance, which is then taken from the difference of the two images:
+        # computed from a cosine that is rounded, a distance of 0 would be 1e-8.
+        nearest = trained[(images @ trained.T).argmax(dim=1)]
+        distances.append((images - nearest).norm(dim=1))
     return torch.cat(distances)
 
 
-def _image_distance(angles: Tensor) -> Tensor:
-    """Distance between two images whose pairs are these angles (positions, pairs) apart [rad]: (positions,)."""
-    # Two points on the unit circle that are an angle a apart have the distance 2 sin(a / 2).
-    return 2 * torch.sin(angles / 2).square().mean(1).sqrt()
-
-
-def _images(positions: Tensor, steps: Tensor) -> Tensor:
-    """Images as real vectors of one length, whose products grow with their cosines: (positions, 2 pairs)."""
-    angles = positions.double()[:, None] * steps
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
+def _images(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Images as real unit vectors: (positions, 2 pairs)."""
+    angles = positions.double()[:, None] * zero_unrotated(inv_freq.double())
+    return torch.cat([angles.cos(), angles.sin()], dim=1).div(len(inv_freq) ** 0.5)

@@ -304,6 +304,16 @@ def test_offset_bounds_against_the_table_of_the_paper(context, rotary_dim, share
     assert frequencies.offset_angle_bound(table, context)[under].mean().item() == pytest.approx(angle, abs=5e-3)
 
 
+def test_the_mean_angle_bound_leaves_out_pairs_that_p_rope_stops():
+    """Llama-2-7B under p = 0.75: pairs 46 and 47 rotate below the bound; those from 48 on have no bound."""
+    table = geometric(1e4, 128)
+    stopped = torch.where(torch.arange(64) < 48, table, 0.0)
+    angles = frequencies.offset_angle_bound(stopped, 4096)
+    by_hand = [math.pi + 2048 * 1e4 ** (-2 * i / 128) for i in (46, 47)]
+    assert float(angles[46:].nanmean()) == pytest.approx(sum(by_hand) / 2, rel=1e-6) == pytest.approx(5.690, abs=1e-3)
+    assert angles[48:].isnan().all()
+
+
 @pytest.mark.parametrize("context", [0, -1])
 def test_offset_bounds_need_a_context(context):
     with pytest.raises(ValueError, match="context"):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
@@ -20,6 +21,7 @@ from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import read_rows
 from rope_patch.evaluation.time_budget import default_tokens
+from rope_patch.methods.scaled import context_reached
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.options.analyze import P_VALUES
@@ -94,7 +96,7 @@ def analyze(
     config: Any = model.config
     check_choices(config, layers=layers, heads=heads, p_values=p_values, chunk=chunk)
     domains = text if isinstance(text, Mapping) or text is None else {"text": text}
-    context = max(table.max_position_embeddings for table in inspection.tables)
+    context = max(context_reached(table) for table in inspection.tables)
     if tokens is None:
         # Half of what such a model may read, since the rows are read twice.
         tokens = max(2, min(DEFAULT_TOKENS, default_tokens(model) // 2))
@@ -103,14 +105,19 @@ def analyze(
     progress.more(2 * rows.ids.numel())
     folder = None if resume is None else Path(resume)
     identity = {"model": model_hash(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
-    captured = {**identity, "chunk": chunk}
+    # The rows of a text are numbered by the place of its name among all names.
+    texts = list(map(list(dict.fromkeys(rows.groups)).index, rows.groups))
+    captured = {**identity, "chunk": chunk, "texts": texts}
     statistics = _load_or_measure(
-        Capture, "capture", captured, folder, lambda: capture(model, rows.ids, chunk=chunk, layers=layers)
+        Capture, "capture", captured, folder, lambda: capture(model, rows.ids, chunk=chunk, layers=layers, texts=texts)
     )
     measured = _load_or_measure(Heads, "heads", identity, folder, lambda: measure_heads(model, rows.ids, layers=layers))
     # Few tokens, which were not announced.
     with progress.unreported():
-        single_heads = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], heads or _clearest(measured))
+        chosen = list(heads) or _clearest(measured)
+        positional = measured.positional()
+        views = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], [*chosen, *positional])
+    single_heads = views[: len(chosen)]
     return Analysis(
         name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
         table=str(inspection),
@@ -120,6 +127,10 @@ def analyze(
         capture=statistics,
         heads=measured,
         single_heads=single_heads,
+        logits={
+            at: view.logit_and_bound(distance)
+            for view, (at, distance) in zip(views[len(chosen) :], positional.items(), strict=True)
+        },
         p_sweep=sweep_p(model, statistics, sorted(p_values, reverse=True)),
         token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
@@ -180,23 +191,36 @@ def _load_or_measure(
 
 def _clearest(heads: Heads) -> list[tuple[int, int]]:
     """Return the clearest head of each type, each head once."""
-    best: dict[str, tuple[float, int, int]] = {}
+    best: dict[int, tuple[float, int, int]] = {}
     for layer in heads.layers:
-        for head in range(layer.heads):
-            score = {
-                "diagonal": layer.offset_mass[head, 0],
-                "previous token": layer.offset_mass[head, 1],
+        masses = torch.stack(
+            (
+                layer.offset_mass[:, 0],
+                layer.offset_mass[:, 1],
                 # fmax ignores NaN, which stands for what was not measured.
-                "induction": torch.fmax(layer.induction_mass[head], layer.repeated_mass[head]).nan_to_num(),
-                "sink": torch.maximum(layer.first_mass[head], layer.sink_mass[head]),
-            }
-            for head_type, mass in score.items():
-                if float(mass) > best.get(head_type, (0.0, 0, 0))[0]:
-                    best[head_type] = float(mass), layer.index, head
+                torch.fmax(layer.induction_mass, layer.repeated_mass).nan_to_num(),
+                torch.maximum(layer.first_mass, layer.sink_mass),
+                # A head that spreads its attention over all keys looks for nothing.
+                layer.content_mass / (1 + layer.entropy),
+            )
+        )
+        for head_type, head in enumerate(masses.argmax(1).tolist()):
+            candidate = (float(masses[head_type, head]), layer.index, head)
+            best[head_type] = max(best.get(head_type, candidate), candidate)
     return list(dict.fromkeys((layer, head) for _, layer, head in best.values()))
 
 
 def _token_texts(tokenizer: Any, heads: Heads, single_heads: Sequence[SingleHead]) -> dict[int, str]:
     named = [layer.sink_token for layer in heads.layers] + [head.token_ids for head in single_heads]
     different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist()
-    return {token: tokenizer.decode([token]) for token in different if token >= 0}
+    return {token: token_text(tokenizer, token) for token in different if token >= 0}
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Return the text of a token; bytes that are no whole character are written as <0xE5>, as SentencePiece does."""
+    text: str = tokenizer.decode([token])
+    if "\N{REPLACEMENT CHARACTER}" in text:
+        # Byte-level vocabularies write each byte as one printable character.
+        codes = {name: f"<0x{byte:02X}>" for byte, name in bytes_to_unicode().items() if not name.isascii()}
+        text = tokenizer.convert_ids_to_tokens(token).translate(str.maketrans(codes))
+    return text

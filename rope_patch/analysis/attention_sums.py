@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rope_patch.analysis.heads import OFFSETS, SINK_DISTANCE, LayerHeads
+from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, LayerHeads
 from rope_patch.modeling.capture import device_of_sums
 
-FIRST_COUNTED_QUERY = 8
-"""Queries from this position on are counted: before it, every key is both near and among the first [tokens]."""
 SINK_WEIGHT = 0.3
 """Mean weight above which a key is a sink (Gu et al., arXiv:2410.10781)."""
 SINKS_PER_HEAD = 4

@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rope_patch.modeling.state_statistics import read_arrays, write_arrays
 
 SCHEMA = "heads 3"
 
+FIRST_COUNTED_QUERY = 8
+"""Queries from this position on are counted: before it, every key is both near and among the first [tokens]."""
 OFFSETS = 8
 """Number of distances, from 0 on, whose attention mass is kept one by one."""
 SINK_DISTANCE = 8
@@ -64,6 +67,12 @@ class LayerHeads:
         """Number of query heads."""
         return len(self.first_mass)
 
+    @property
+    def content_mass(self) -> Tensor:
+        """Attention that goes neither to near keys, nor to sinks, nor to induction: (heads,)."""
+        sinks = torch.maximum(self.first_mass, self.sink_mass)
+        return 1 - self.offset_mass.sum(1) - sinks - self.induction_mass.nan_to_num()
+
     def head_types(self, head: int) -> tuple[str, ...]:
         """Return what a head does with most of its attention.
 
@@ -108,6 +117,14 @@ class Heads:
             if layer.index == index:
                 return layer
         raise ValueError(f"layers {[layer.index for layer in self.layers]} were measured, got {index}")
+
+    def positional(self) -> dict[tuple[int, int], int]:
+        """Return the distance of each head that puts most of its attention at one, by layer and head [tokens]."""
+        return {
+            (layer.index, head): distance
+            for layer in self.layers
+            for head, distance in (layer.offset_mass >= TYPE_SHARE).nonzero().tolist()
+        }
 
     def to_npz(self, path: str | Path) -> None:
         """Write everything to one ``.npz`` of plain arrays, ``layer3.offset_mass`` and the like, no pickle in it.

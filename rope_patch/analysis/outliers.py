@@ -14,16 +14,23 @@ no angle is enough for it here.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.modeling.state_statistics import Capture
+from rope_patch.modeling.state_statistics import Capture, LayerCapture
 
 OUTLIER_RATIO = 5.0
 """A pair is an outlier above this multiple of the median radius, where no other one is given."""
+RADII = (6.0, 9.0, 12.0)
+"""Radii above which Jonasson's table 2 calls a pair an outlier."""
+
+
+KINDS = ("full turns", "partial turn", "offset feature", "unrotated")
+"""Places of a pair within the bounds: in none, in that of frequency, in both; unrotated pairs have no angle bound."""
 
 
 def bounds(inv_freq: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +42,7 @@ def bounds(inv_freq: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         (pairs,) whether a pair lies below the frequency ``2π / context``, unrotated pairs included (eq. 15), and
-        (pairs,) the angle to exceed, ``π + context inv_freq / 2`` (eq. 16) [rad]: inf for unrotated pairs, and beyond
+        (pairs,) the angle to exceed, ``π + context inv_freq / 2`` (eq. 16) [rad]: nan for unrotated pairs, and beyond
         2π, so out of reach, for pairs that are not below the frequency.
 
     Raises:
@@ -46,8 +53,7 @@ def bounds(inv_freq: Tensor, context: int) -> tuple[Tensor, Tensor]:
     ([11, 12, 13, 14, 15], 3.32)
     """
     table = inv_freq.double()
-    angle = frequencies.offset_angle_bound(table, context).masked_fill(frequencies.unrotated(table), math.inf)
-    return table < frequencies.offset_frequency_bound(context), angle
+    return table < frequencies.offset_frequency_bound(context), frequencies.offset_angle_bound(table, context)
 
 
 def phi(query: Tensor, key: Tensor) -> Tensor:
@@ -62,14 +68,13 @@ def phi(query: Tensor, key: Tensor) -> Tensor:
     [1.5, 2.0]
     """
     whole = 2 * math.pi
-    angle: Tensor = torch.atan2(key[..., 1], key[..., 0]) - torch.atan2(query[..., 1], query[..., 0])
-    angle = torch.remainder(angle, whole)
-    return torch.where(angle == 0, whole, angle)
+    behind: Tensor = torch.atan2(query[..., 1], query[..., 0]) - torch.atan2(key[..., 1], key[..., 0])
+    return whole - torch.remainder(behind, whole)
 
 
 @dataclass(frozen=True)
-class OutlierPair:
-    """A pair whose mean key (or query) is long, and where it lies with regard to the bounds.
+class MeanPair:
+    """A pair of a mean key (or query), and where it lies with regard to the bounds.
 
     Attributes:
         layer: the index of the layer.
@@ -81,7 +86,7 @@ class OutlierPair:
         ratio: the radius divided by the median radius of all pairs.
         deviation: the circular standard deviation of the vectors' directions [rad].
         phi: angle of the mean key minus that of the mean query, in (0, 2π] [rad].
-        angle: the angle bound [rad]; inf when it does not rotate.
+        angle: the angle bound [rad]; nan when it does not rotate.
         kind: the place within the bounds: ``"offset feature"`` (inside both bounds), ``"partial turn"`` (inside the
             frequency bound alone), ``"full turns"`` or ``"unrotated"``.
     """
@@ -99,11 +104,50 @@ class OutlierPair:
     kind: str
 
 
-def outlier_pairs(capture: Capture, states: str = "key", *, ratio: float = OUTLIER_RATIO) -> tuple[OutlierPair, ...]:
+def mean_pairs(capture: Capture, states: str = "key") -> tuple[MeanPair, ...]:
+    """Return every pair of the mean keys or queries, the longest first.
+
+    Key heads count once for each query head that they serve, as Jonasson counts them.
+
+    Args:
+        capture: the statistics of queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
+        states: the states whose mean vectors are taken, ``"key"`` or ``"query"``.
+
+    Raises:
+        ValueError: other states.
+    """
+    names = {"key": "key_by_query_head", "query": "query"}
+    if states not in names:
+        raise ValueError(f"states must be 'key' or 'query', got {states!r}")
+    means = [getattr(layer, names[states]) for layer in capture.layers]
+    median = torch.cat([mean.radius.flatten() for mean in means]).median()
+    pairs: list[MeanPair] = []
+    for layer, mean in zip(capture.layers, means, strict=True):
+        table = layer.inv_freq.double()
+        below, limit = bounds(table, layer.context)
+        angle = phi(layer.query.mean_pairs, layer.key_by_query_head.mean_pairs)
+        kinds = below.long() + (angle > limit) + 2 * frequencies.unrotated(table)
+        columns = (
+            torch.tensor(layer.index),
+            torch.arange(mean.heads)[:, None],
+            torch.arange(mean.pairs),
+            frequencies.wavelength(table),
+            frequencies.turns(table, layer.context),
+            mean.radius,
+            mean.radius / median,
+            mean.circular_deviation,
+            angle,
+            limit,
+        )
+        flat = [column.expand(mean.radius.shape).flatten().tolist() for column in columns]
+        pairs += map(MeanPair, *flat, (KINDS[kind] for kind in kinds.flatten().tolist()))
+    return tuple(sorted(pairs, key=lambda pair: pair.radius, reverse=True))
+
+
+def outlier_pairs(capture: Capture, states: str = "key", *, ratio: float = OUTLIER_RATIO) -> tuple[MeanPair, ...]:
     """Return the pairs whose radius is many times the median of all pairs, the longest first.
 
-    Jonasson's thresholds are radii of the models it measured; the median makes one rule for models of any scale. Key
-    heads count once for each query head that they serve, as Jonasson counts them.
+    Jonasson's thresholds are radii of the models it measured; the median makes one rule for models of any scale.
 
     Args:
         capture: the statistics of queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
@@ -115,44 +159,36 @@ def outlier_pairs(capture: Capture, states: str = "key", *, ratio: float = OUTLI
     """
     if not ratio > 0:
         raise ValueError(f"ratio must be > 0, got {ratio}")
-    if states not in ("key", "query"):
-        raise ValueError(f"states must be 'key' or 'query', got {states!r}")
-    if states == "key":
-        means = [layer.key_by_query_head for layer in capture.layers]
-    else:
-        means = [layer.query for layer in capture.layers]
-    median = float(torch.cat([mean.radius.flatten() for mean in means]).median())
-    pairs = []
-    for layer, mean in zip(capture.layers, means, strict=True):
-        table = layer.inv_freq.double()
-        rests = frequencies.unrotated(table)
-        waves = frequencies.wavelength(table)
-        turns = frequencies.turns(table, layer.context)
-        radius = mean.radius
-        below, limit = bounds(table, layer.context)
-        angle = phi(layer.query.mean_pairs, layer.key_by_query_head.mean_pairs)
-        for head, pair in (radius > ratio * median).nonzero().tolist():
-            if rests[pair]:
-                kind = "unrotated"
-            elif not below[pair]:
-                kind = "full turns"
-            elif angle[head, pair] > limit[pair]:
-                kind = "offset feature"
-            else:
-                kind = "partial turn"
-            pairs.append(
-                OutlierPair(
-                    layer=layer.index,
-                    head=head,
-                    pair=pair,
-                    wavelength=float(waves[pair]),
-                    turns=float(turns[pair]),
-                    radius=float(radius[head, pair]),
-                    ratio=float(radius[head, pair]) / median if median else math.inf,
-                    deviation=float(mean.circular_deviation[head, pair]),
-                    phi=float(angle[head, pair]),
-                    angle=float(limit[pair]),
-                    kind=kind,
-                )
-            )
-    return tuple(sorted(pairs, key=lambda pair: pair.radius, reverse=True))
+    return tuple(pair for pair in mean_pairs(capture, states) if pair.ratio > ratio)
+
+
+def recall(outliers: Sequence[MeanPair], radius: float) -> dict[str, float]:
+    """Return the recall of both bounds on the pairs that are longer than a radius; nan where there are none.
+
+    *Source*: Jonasson, table 2. Unrotated pairs lie below the frequency bound.
+    """
+    kinds = [pair.kind for pair in outliers]
+    count = len(kinds) or math.nan
+    below, beyond = 1 - kinds.count("full turns") / count, kinds.count("offset feature") / count
+    return {"radius": radius, "outliers": len(kinds), "below": below, "beyond": beyond}
+
+
+def contributions(layer: LayerCapture, head: int, distances: Tensor) -> Tensor:
+    """Return what each pair adds to the scaled logit of a head's mean query and mean key, by their distance.
+
+    *Source*: Jonasson, eq. 13, ``d_i(p) = |q_i| |k_i| cos(phi_i - inv_freq_i p)``; its eq. 14, ``D(p)``, is their sum
+    over pairs. The paper prints ``+`` there, which contradicts its eq. 16 and definition 3.1.
+
+    Args:
+        layer: the statistics of a layer.
+        head: the index of the query head.
+        distances: (distances,) how far the key lies behind the query [tokens].
+
+    Returns:
+        (pairs, distances) logits, before soft-capping.
+    """
+    query, key = layer.query, layer.key_by_query_head
+    angle = phi(query.mean_pairs[head], key.mean_pairs[head])
+    angles = angle[:, None] - layer.inv_freq.double()[:, None] * distances
+    size = query.radius[head] * key.radius[head] * layer.attention_scaling**2 * layer.scaling
+    return size[:, None] * angles.cos()

@@ -38,6 +38,11 @@ class SweepPoint:
     logit_share: float
     turned: float
 
+    def __str__(self) -> str:
+        """The pairs that are stopped."""
+        spans = (f"{pairs[0]} to {pairs[-1]} ({kind} layers)" for kind, pairs in self.stopped.items())
+        return " and ".join(spans) or "none"
+
 
 def sweep_p(model: nn.Module, statistics: Capture, p_values: Sequence[float]) -> tuple[SweepPoint, ...]:
     """Return what the pairs carry that p-RoPE would zero at each p, on top of the patch that is in place.
@@ -63,24 +68,22 @@ def sweep_p(model: nn.Module, statistics: Capture, p_values: Sequence[float]) ->
     return tuple(points)
 
 
-def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) -> tuple[float, float, float, float]:
+def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) -> list[float]:
     """Return the shares of queries' norms, keys' norms, products, and turned products, in that order."""
-    sums = [torch.empty(0, dtype=torch.float64)] * 4
+    shares = []
     for layer in statistics.layers:
         stopped = zeroed[layer.layer_type]
-        if not stopped.any():
-            continue
-        query, keys = layer.query.mean_norm, layer.key_by_query_head.mean_norm
-        product = query * keys
-        moved = product * half_chord(layer)
-        # The turned products are a part of all products, so that both are shares of the same whole.
-        for i, (part, whole) in enumerate(((query, query), (keys, keys), (product, product), (moved, product))):
-            share = part[:, stopped].sum(-1) / whole.sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
-            sums[i] = torch.cat((sums[i], share))
-    if not len(sums[0]):
-        return 0.0, 0.0, 0.0, 0.0
-    query_share, key_share, logit_share, turned = (float(part.mean()) for part in sums)
-    return query_share, key_share, logit_share, turned
+        if stopped.any():
+            query, keys = layer.query.mean_norm, layer.key_by_query_head.mean_norm
+            product = query * keys
+            # The turned products are a part of all products, so that both are shares of the same whole.
+            parts = torch.stack((query, keys, product, product * half_chord(layer)))
+            whole = torch.stack((query, keys, product, product)).sum(-1)
+            shares.append(parts[..., stopped].sum(-1) / whole.clamp_min(torch.finfo(torch.float64).tiny))
+    if not shares:
+        return [0.0] * 4
+    means: list[float] = torch.cat(shares, 1).mean(1).tolist()
+    return means
 
 
 def half_chord(layer: LayerCapture) -> Tensor:

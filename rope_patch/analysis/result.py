@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from rope_patch.analysis.heads import Heads
-from rope_patch.analysis.outliers import OutlierPair, outlier_pairs
+from rope_patch.analysis.outliers import OUTLIER_RATIO, RADII, MeanPair, mean_pairs, outlier_pairs, recall
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.result_cache import finite
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +29,13 @@ class Analysis:
         name: the name of the checkpoint.
         table: a description of its rotary tables, as the config and a patch state them.
         method: the patch in place as a method string, or None.
-        context: the context length that the config states [tokens].
+        context: the context length that the tables reach [tokens].
         rows: the rows of text that were read.
         capture: the statistics of queries, keys and values.
         heads: the attention masses and sinks of its heads.
         single_heads: the heads that are shown in detail, on a short text.
+        logits: the mean logit of each positional head at its distance on the same text, and its Cauchy–Schwarz bound,
+            by layer and head.
         p_sweep: what the pairs carry that p-RoPE would stop, at several p.
         token_texts: the text of each token id that the result mentions.
         environment: the versions, the device and the data type of the run.
@@ -44,17 +49,20 @@ class Analysis:
     capture: Capture
     heads: Heads
     single_heads: tuple[SingleHead, ...]
+    logits: Mapping[tuple[int, int], tuple[float, float]]
     p_sweep: tuple[SweepPoint, ...]
     token_texts: Mapping[int, str]
     environment: Mapping[str, str]
 
-    def token_text(self, token: int) -> str:
-        """Return the text of a token id."""
-        return self.token_texts.get(token, str(token))
-
-    def outliers(self, states: str = "key") -> tuple[OutlierPair, ...]:
+    def outliers(self, states: str = "key") -> tuple[MeanPair, ...]:
         """Return the outlier pairs of the keys or queries, the longest first."""
         return outlier_pairs(self.capture, states)
+
+    def recall(self, states: str) -> list[dict[str, float]]:
+        """Return the recall of both bounds on the mean keys or queries, at the paper's radii and at ours."""
+        pairs = mean_pairs(self.capture, states)
+        radii = (*RADII, OUTLIER_RATIO * pairs[0].radius / pairs[0].ratio)
+        return [recall([pair for pair in pairs if pair.radius > radius], radius) for radius in radii]
 
     def to_json(self) -> str:
         """Return everything but the arrays: types of heads, outliers and the p sweep."""
@@ -77,6 +85,7 @@ class Analysis:
                 _head_facts(self, layer.index, head) for layer in self.heads.layers for head in range(layer.heads)
             ],
             "outliers": {states: [asdict(pair) for pair in self.outliers(states)] for states in ("key", "query")},
+            "recall": {states: self.recall(states) for states in ("key", "query")},
             "p_sweep": [asdict(point) for point in self.p_sweep],
             "environment": dict(self.environment),
         }
@@ -84,61 +93,76 @@ class Analysis:
 
 
 def findings(analysis: Analysis) -> list[str]:
-    """Return the main findings, a sentence each."""
-    sentences = []
-    heads = [
-        (layer.index, head, layer.head_types(head)) for layer in analysis.heads.layers for head in range(layer.heads)
-    ]
-    total = len(heads)
-    for head_type, what in (
-        ("previous token", "attend to the previous token"),
-        ("diagonal", "attend to their own token"),
-        ("2 back", "attend two tokens back"),
-        ("induction", "do induction, on the text or on repeated random tokens,"),
-        ("first token", "attend to the first token"),
-        ("sink", "attend to several sinks"),
-    ):
-        names = [f"{layer}.{head}" for layer, head, types in heads if head_type in types]
-        if names:
-            listed = ", ".join(names[:12])
-            if len(names) > 12:
-                listed += f" and {len(names) - 12} more"
-            sentences.append(
-                f"Heads that {what} with most of their attention: {len(names)} of {total} (layer.head {listed})."
-            )
-    if not any(types for _, _, types in heads):
-        sentences.append(f"None of {total} heads is of a known type.")
-    for states in ("key", "query"):
-        pairs = analysis.outliers(states)
-        # A key head counts once for each query head that it serves, as in `outlier_pairs`.
-        count = sum(layer.query.heads * layer.query.pairs for layer in analysis.capture.layers)
-        if not pairs:
-            sentences.append(
-                f"No mean {states} is an outlier: none of {count} pairs has a radius over 5 times the median of the "
-                "layers read."
-            )
-            continue
-        kinds = {kind: sum(pair.kind == kind for pair in pairs) for kind in ("offset feature", "partial turn")}
-        below = sum(kinds.values()) + sum(pair.kind == "unrotated" for pair in pairs)
-        sentences.append(
-            f"{len(pairs)} of {count} mean {states} pairs are outliers, up to {pairs[0].ratio:.0f} times the median of "
-            f"the layers read (layer {pairs[0].layer}, query head {pairs[0].head}, pair {pairs[0].pair}); {below} lie "
-            f"below the frequency bound of Jonasson 2025, {kinds['offset feature']} of these beyond its angle bound."
+    """Return the main findings, a sentence each: positional heads, outliers, what p-RoPE would stop, the cache."""
+    sentences = [_positional(analysis), *(_outliers(analysis, states) for states in ("key", "query"))]
+    if analysis.p_sweep:
+        sentences.append(_stopped(analysis))
+    return [*sentences, _cache(analysis)]
+
+
+def _positional(analysis: Analysis) -> str:
+    heads: dict[str, list[str]] = {}
+    for layer in analysis.heads.layers:
+        for head in range(layer.heads):
+            for head_type in layer.head_types(head):
+                heads.setdefault(head_type, []).append(f"{layer.index}.{head}")
+    total = sum(layer.heads for layer in analysis.heads.layers)
+    positional = analysis.heads.positional()
+    sentence = f"{len(positional)} of {total} heads are positional, with most of their attention at one distance"
+    for head_type, names in heads.items():
+        sentence += f"; {head_type}: {', '.join(names[:8])}"
+        if len(names) > 8:
+            sentence += f" and {len(names) - 8} more"
+    return f"{sentence} (named by layer.head)."
+
+
+def _outliers(analysis: Analysis, states: str) -> str:
+    pairs = analysis.outliers(states)
+    # A key head counts once for each query head that it serves, as in `outlier_pairs`.
+    count = sum(layer.query.heads * layer.query.pairs for layer in analysis.capture.layers)
+    if not pairs:
+        return (
+            f"No mean {states} is an outlier: none of {count} pairs is over {OUTLIER_RATIO:g} times the median length."
         )
-    return sentences
+    often = [str(pair) for pair, _ in Counter(pair.pair for pair in pairs).most_common(4)]
+    shares = recall(pairs, 0.0)
+    return (
+        f"{len(pairs)} of {count} mean {states} pairs (by query head) are outliers, over {OUTLIER_RATIO:g} and up to "
+        f"{pairs[0].ratio:.0f} times the median length, most often in pairs {', '.join(often)}: "
+        f"{100 * shares['below']:.0f} % make no full turn within the context, and {100 * shares['beyond']:.0f} % lie "
+        "beyond the angle bound, too (Jonasson 2025 expects both)."
+    )
+
+
+def _stopped(analysis: Analysis) -> str:
+    point = next((point for point in analysis.p_sweep if point.p == 0.75), analysis.p_sweep[0])
+    types = {layer.index: layer.layer_type or "all" for layer in analysis.capture.layers}
+    keys = analysis.outliers("key")
+    stopped = sum(pair.pair in point.stopped.get(types[pair.layer], ()) for pair in keys)
+    return (
+        f"p-RoPE at p = {point.p:g} would stop pairs {point}, with {100 * point.query_share:.0f} % of the queries’ "
+        f"norm and {100 * point.key_share:.0f} % of the keys’, {stopped} of the {len(keys)} outliers of keys among "
+        f"them; of the products of both norms, {100 * point.turned:.1f} % depend on distance there."
+    )
+
+
+def _cache(analysis: Analysis) -> str:
+    peaks = [layer.key.largest.amax(1) / layer.key.mean_norm.mean(1) for layer in analysis.capture.layers]
+    return (
+        f"In a cache the largest feature of a key head is {float(torch.cat(peaks).median()):.0f} times the mean norm "
+        "of its pairs (median over heads): one scale for a whole key must cover it and rounds all others coarsely. "
+        "rope-patch kv-check measures which formats hold."
+    )
 
 
 def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
     measured = analysis.heads.layer(layer)
+    names = ("first_mass", "sink_mass", "induction_mass", "repeated_mass", "distance", "entropy")
     return {
         "layer": layer,
         "head": head,
         "types": list(measured.head_types(head)),
         "offset_mass": measured.offset_mass[head].tolist(),
-        "first_mass": float(measured.first_mass[head]),
-        "sink_mass": float(measured.sink_mass[head]),
-        "induction_mass": float(measured.induction_mass[head]),
-        "repeated_mass": float(measured.repeated_mass[head]),
-        "distance": float(measured.distance[head]),
-        "entropy": float(measured.entropy[head]),
+        **{name: float(getattr(measured, name)[head]) for name in names},
+        "logit_and_bound": analysis.logits.get((layer, head)),
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rope_patch.analysis.heads import FIRST_COUNTED_QUERY
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.inputs import token_rows
 from rope_patch.modeling.state_statistics import pairs_of
@@ -48,26 +49,16 @@ class SingleHead:
     window: int | None
     interleaved: bool
 
-    @property
-    def query_norms(self) -> Tensor:
-        """2-norm of each pair of each query: (tokens, pairs)."""
-        norms: Tensor = torch.linalg.vector_norm(self._pairs(self.query), dim=-1)
-        return norms
-
-    @property
-    def key_norms(self) -> Tensor:
-        """2-norm of each pair of each key: (tokens, pairs)."""
-        norms: Tensor = torch.linalg.vector_norm(self._pairs(self.key), dim=-1)
+    def norms(self, states: Tensor) -> Tensor:
+        """Return the 2-norm of each pair of the queries or keys: (tokens, pairs)."""
+        norms: Tensor = torch.linalg.vector_norm(self._pairs(states), dim=-1)
         return norms
 
     @functools.cached_property
     def logits(self) -> Tensor:
         """Scaled logits before soft-capping, future keys included: (queries, keys)."""
         query, key = self._rotated
-        # Features beyond the rotary dimension are multiplied as they are.
-        rotary = torch.einsum("qpx,kpx->qk", query, key)
-        rotary_dim = 2 * len(self.inv_freq)
-        return (rotary + self.query[:, rotary_dim:] @ self.key[:, rotary_dim:].T) * self.scaling
+        return query @ key.T * self.scaling
 
     @functools.cached_property
     def pattern(self) -> Tensor:
@@ -77,31 +68,56 @@ class SingleHead:
             capped = self.softcap * torch.tanh(capped / self.softcap)
         places = torch.arange(len(capped))
         distance = places[:, None] - places
-        hidden = distance < 0
-        if self.window is not None:
-            hidden = hidden | (distance >= self.window)
+        hidden = (distance < 0) | (distance >= (self.window or len(capped)))
         return capped.masked_fill(hidden, -torch.inf).softmax(-1)
 
     def mean_terms(self, distance: int) -> Tensor:
         """Return what each pair adds to the scaled logit at a distance, averaged over the text: (pairs,)."""
+        query, key = self._beside(distance)
+        return self._terms(query * key)
+
+    def sink_terms(self) -> tuple[Tensor, Tensor]:
+        """Return what each pair adds to the scaled logit with the first key, and with the mean of those after it.
+
+        They are means over the queries that see the first key, from ``FIRST_COUNTED_QUERY`` on: (pairs,) each.
+        """
         query, key = self._rotated
-        # Query i + distance stands beside key i.
-        return (query[distance:] * key[: len(key) - distance]).sum(-1).mean(0) * self.scaling
+        seeing = slice(min(FIRST_COUNTED_QUERY, len(key) - 1), self.window)
+        others = (key.cumsum(0) - key[0]) / torch.arange(len(key)).clamp_min(1)[:, None]
+        return self._terms(query[seeing] * key[0]), self._terms((query * others)[seeing])
+
+    def logit_and_bound(self, distance: int) -> tuple[float, float]:
+        """Return the mean scaled logit at a distance, and its Cauchy–Schwarz bound, the mean product of the norms."""
+        query, key = self._beside(distance)
+        bound = query.norm(dim=-1) * key.norm(dim=-1)
+        return float((query * key).sum(-1).mean() * self.scaling), float(bound.mean() * self.scaling)
+
+    def _beside(self, distance: int) -> tuple[Tensor, Tensor]:
+        """Queries, and the keys that stand a distance before them, as attention sees them."""
+        query, key = self._rotated
+        return query[distance:], key[: len(key) - distance]
+
+    def _terms(self, products: Tensor) -> Tensor:
+        """The sum over both features of a pair, averaged over tokens."""
+        rotary = products[:, : 2 * len(self.inv_freq)].mean(0)
+        return rotary.view(-1, 2).sum(-1) * self.scaling
 
     def _pairs(self, states: Tensor) -> Tensor:
         return pairs_of(states, len(self.inv_freq), self.interleaved)
 
     @functools.cached_property
     def _rotated(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys as attention sees them: (tokens, pairs, 2) each."""
+        """Queries and keys as attention sees them, the features of a pair side by side: (tokens, head_dim) each."""
+        rotary_dim = 2 * len(self.inv_freq)
         angles = torch.arange(len(self.query))[:, None] * self.inv_freq.double()
         turns = torch.polar(torch.ones_like(angles), angles) * self.attention_scaling
         # view_as_complex needs the two features of a pair side by side in memory.
         query, key = (
-            torch.view_as_real(torch.view_as_complex(self._pairs(states).contiguous()) * turns)
+            torch.view_as_real(torch.view_as_complex(self._pairs(states).contiguous()) * turns).flatten(1)
             for states in (self.query, self.key)
         )
-        return query, key
+        # Features beyond the rotary dimension are multiplied as they are.
+        return torch.cat((query, self.query[:, rotary_dim:]), 1), torch.cat((key, self.key[:, rotary_dim:]), 1)
 
 
 def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]]) -> tuple[SingleHead, ...]:

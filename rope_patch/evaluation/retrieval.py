@@ -123,6 +123,11 @@ class RetrievalResult:
         samples = self.samples(length)
         return sum(sample.correct for sample in samples) / len(samples)
 
+    def answered(self, length: int) -> str:
+        """Return how many prompts of a length are answered, as a text: ``2 of 6``."""
+        samples = self.samples(length)
+        return f"{sum(sample.correct for sample in samples)} of {len(samples)}"
+
     def haystacks(self, length: int) -> list[tuple[Sample, ...]]:
         """Return the samples of each haystack at a length, ordered by depth."""
         self.samples(length)  # raises an error that names the lengths, if this is none of them

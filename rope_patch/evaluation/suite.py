@@ -55,7 +55,7 @@ class EvalResult:
             if length is None or shares[length] >= ANSWERED_SHARE:
                 continue
             sentences.append(
-                f"without a patch the model answers {shares[length]:.0%} of the {task} prompts of {length} tokens, "
+                f"without a patch the model answers {result.answered(length)} {task} prompts of {length} tokens, "
                 f"within its trained length of {trained_length}, so scores at longer prompts say little about the "
                 f"tables. Try {_advice(result, self.spec.chat_template)}"
             )
@@ -88,7 +88,8 @@ def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy:
         shares = {n: max(result.retrieval[task].accuracy(n) for result in scores) for n in within}
         length = min(shares, key=shares.__getitem__, default=None)
         if length is not None and shares[length] < ANSWERED_SHARE:
-            failures.append(f"{shares[length]:.0%} of the {task} prompts of {length} tokens")
+            best = max((result.retrieval[task] for result in scores), key=lambda one: one.accuracy(length))
+            failures.append(f"{best.answered(length)} {task} prompts of {length} tokens")
     if not failures:
         return []
     most = "at most " if len(scores) > 1 else ""

@@ -14,6 +14,7 @@ from typing import Any
 
 from rope_patch.packaged import data_path
 from rope_patch.runtime.command import guarded
+from rope_patch.runtime.text import did_you_mean
 
 
 def main() -> None:
@@ -39,7 +40,14 @@ def _run() -> None:
     # lm-eval's own parser would refuse `--import`.
     sys.argv[1:] = without_imports(sys.argv[1:])
     harness = HarnessCLI()
-    harness.execute(with_ours(harness.parse_args()))
+    try:
+        harness.execute(with_ours(harness.parse_args()))
+    except ValueError as error:
+        _, missing, name = str(error).partition("Tasks not found: ")
+        if not missing:
+            raise
+        ours = [path.stem for path in data_path("eval_tasks").glob("*.yaml")]
+        raise ValueError(f"{error}.{did_you_mean(name, ours)} All tasks: rope-patch-eval ls tasks") from error
 
 
 def without_imports(words: list[str]) -> list[str]:

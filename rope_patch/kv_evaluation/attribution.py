@@ -50,7 +50,7 @@ class Attribution:
         if self.pairs:
             text += f", {indices_text('pair', self.pairs)}"
             if self.left is not None:
-                text += f" ({percent(self.left)} with these in full precision)"
+                text += f" (the whole format {percent(self.whole)}, with these in full precision {percent(self.left)})"
         elif abs(self.values) > abs(self.keys):
             text = f"values of {text}"
         return text

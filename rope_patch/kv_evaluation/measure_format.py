@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,29 +101,19 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
         row: the row of the format.
     """
     windows, layers = setting.suite.windows[:COMPARED_WINDOWS], patched.capture.layers
-    tokens = passes_of_attribution(len(layers)) * setting.compared.numel()
-    scheme = Scheme.parse(row.format_text).identity
-    about = {"scheme": scheme, "ids": ids_hash(setting.compared), "chunk": setting.chunk}
-    stored = setting.finished(
-        tokens,
-        lambda: asdict(_attribution(setting, patched, row, windows)),
-        kind="attribution",
-        tolerance=setting.limits.tolerance,
-        **about,
-    )
-    costs = {int(index): cost for index, cost in stored["layers"].items()}
-    parts = {name: tuple(stored[name]) for name in ("worst", "pairs")}
-    return Attribution(**{**stored, "layers": costs, **parts})
+    scheme = Scheme.parse(row.format_text)
+    passes = 0
 
-
-def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, windows: Any) -> Attribution:
-    model, scheme, layers = setting.model, Scheme.parse(row.format_text), patched.capture.layers
-
-    def loss(change: Callable[[LayerPlan], LayerPlan]) -> float:
-        with quantized(model, scheme, layers=setting.layers) as factory:
+    def loss(part: str, change: Callable[[LayerPlan], LayerPlan]) -> float:
+        nonlocal passes
+        passes += 1
+        with quantized(setting.model, scheme, layers=setting.layers) as factory:
             factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
-            longest = setting.suite.spec.longest
-            return perplexity(model, windows, window=longest, chunk=setting.chunk, cache=factory).nll
+            cache = replace(factory, identity=f"{factory.identity}, {part}")
+            window, resume = setting.suite.spec.longest, setting.result_cache
+            return perplexity(
+                setting.model, windows, window=window, chunk=setting.chunk, cache=cache, resume=resume
+            ).nll
 
     def in_full(plan: LayerPlan, *names: str) -> LayerPlan:
         return replace(plan, sides=plan.sides | dict.fromkeys(names, Side()))
@@ -131,49 +122,48 @@ def _attribution(setting: Setting, patched: MethodInPlace, row: CheckRow, window
         return lambda plan: plan if plan.layer.keys_of == layer else in_full(plan, "keys", "values")
 
     # Full precision is read through the same attention function, so that nothing but rounding makes a difference.
-    full = loss(lambda plan: in_full(plan, "keys", "values"))
-    costs = {layer.index: loss(only(layer.keys_of)) - full for layer in layers}
+    full = loss("full precision", lambda plan: in_full(plan, "keys", "values"))
+    costs = {layer.index: loss(f"layer {layer.keys_of}", only(layer.keys_of)) - full for layer in layers}
+    worst = worst_layers(costs, setting.limits.tolerance)
     attribution = Attribution(
-        whole=loss(lambda plan: plan) - full,
-        keys=loss(lambda plan: in_full(plan, "values")) - full,
-        values=loss(lambda plan: in_full(plan, "keys")) - full,
+        whole=loss("whole", lambda plan: plan) - full,
+        keys=loss("keys", lambda plan: in_full(plan, "values")) - full,
+        values=loss("values", lambda plan: in_full(plan, "keys")) - full,
         layers=costs,
-        worst=worst_layers(costs, setting.limits.tolerance),
+        worst=worst,
     )
-    # Pairs are looked for in keys alone, since values are not rotated.
-    if abs(attribution.values) > abs(attribution.keys):
-        return attribution
-    worst = attribution.worst
-    if scheme.key.hadamard:  # each feature that is rounded is a mixture of all pairs, so no pair can be left out
-        return attribution
-
-    def without(pairs: tuple[int, ...]) -> Callable[[LayerPlan], LayerPlan]:
-        def change(plan: LayerPlan) -> LayerPlan:
-            source = plan.layer
-            if source.index not in worst:
-                return plan
-            exact = torch.zeros(source.parts["key"].head_dim, dtype=torch.bool)
-            for half in split_pairs(exact, source.table.pairs, source.interleaved):
-                half[[pair for pair in pairs if pair < source.table.pairs]] = True
-            return replace(plan, exact=exact)
-
-        return change
-
-    # Long keys stretch the scale that the features of a token share: the error that they cause lies in other pairs.
-    longest = longest_keys(patched.capture, worst) if scheme.key.axis == "token" else ()
+    candidates: list[tuple[int, ...]] = []
+    # Pairs are looked for in keys alone, since values are not rotated. After a Hadamard transform each feature is a
+    # mixture of all pairs, so that no pair can be left out.
+    if abs(attribution.values) <= abs(attribution.keys) and not scheme.key.hadamard:
+        if scheme.key.axis == "token":
+            # Long keys stretch the scale that the features of a token share: their error lies in other pairs.
+            candidates.append(longest_keys(patched.capture, worst))
+        candidates.append(worst_pairs([error for error in row.errors if error.layer in worst]))
     least = abs(attribution.whole)
-    for pairs in dict.fromkeys((longest, worst_pairs([error for error in row.errors if error.layer in worst]))):
-        if not pairs:
-            continue
-        left = loss(without(pairs)) - full
-        if abs(left) < least:
-            least = abs(left)
-            attribution = replace(attribution, pairs=pairs, left=left)
+    for pairs in dict.fromkeys(candidates):
+        if pairs:
+            left = loss(f"without pairs {pairs} of layers {worst}", partial(_exact_pairs, worst, pairs)) - full
+            if abs(left) < least:
+                least = abs(left)
+                attribution = replace(attribution, pairs=pairs, left=left)
+    progress.known((passes_of_attribution(len(layers)) - passes) * setting.compared.numel())
     return attribution
 
 
+def _exact_pairs(layers: Sequence[int], pairs: Sequence[int], plan: LayerPlan) -> LayerPlan:
+    """Return the plan of a layer with some pairs of its keys in full precision, if it is one of these layers."""
+    source = plan.layer
+    if source.index not in layers:
+        return plan
+    exact = torch.zeros(source.parts["key"].head_dim, dtype=torch.bool)
+    for half in split_pairs(exact, source.table.pairs, source.interleaved):
+        half[[pair for pair in pairs if pair < source.table.pairs]] = True
+    return replace(plan, exact=exact)
+
+
 def passes_of_attribution(layers: int) -> int:
-    """Return how often :func:`measure_attribution` reads its windows."""
+    """Return how often :func:`measure_attribution` reads its windows at most."""
     # In full precision, the whole format, keys, values, twice without some pairs, and each layer.
     return 6 + layers
 

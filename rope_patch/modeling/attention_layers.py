@@ -10,13 +10,14 @@ is raised; nothing is guessed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rope_patch.frequencies import zero_unrotated
 from rope_patch.modeling.attention_probe import ROLES, AttentionCall, record_attention
 from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.temporary_modes import in_eval_mode
@@ -179,7 +180,11 @@ def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None
     if isinstance(module, PatchedRotary):
         return {table.layer_type: table for table in inspection.tables}
     original = original_tables(module)
-    return {table.layer_type: table.becomes(original[table.layer_type].float().cpu()) for table in inspection.tables}
+    # What the config states stays with the table: how far it reaches follows from it.
+    return {
+        table.layer_type: replace(table, inv_freq=zero_unrotated(original[table.layer_type].float().cpu()))
+        for table in inspection.tables
+    }
 
 
 def _check_finite(model: str, index: int, call: AttentionCall) -> None:

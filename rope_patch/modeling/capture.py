@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from rope_patch.methods.scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.inputs import rows_digest, token_rows
@@ -34,6 +35,7 @@ def capture(
     *,
     chunk: int | None = None,
     layers: Sequence[int] | None = None,
+    texts: Sequence[int] | None = None,
 ) -> Capture:
     """Measure a model's queries, keys and values before rotation on a text.
 
@@ -45,6 +47,8 @@ def capture(
         token_ids: (tokens,) or (rows, tokens) token ids, at least 2 in a row; rows are separate texts, read one by one.
         chunk: number of tokens in a forward pass, through a cache; by default a text is read in one pass.
         layers: indices of the layers that are measured; all by default.
+        texts: number of the text of each row, from 0 on, where mean norms are wanted by text; by default all rows are
+            of one text.
 
     Returns:
         The statistics.
@@ -56,13 +60,16 @@ def capture(
             infinite, which the message names with their positions.
     """
     rows = token_rows(token_ids)
+    if texts is None:
+        texts = [0] * len(rows)
+    tokens = torch.bincount(torch.tensor(texts)) * rows.shape[1]
     sums: dict[tuple[int, str], _StateSums] = {}
 
     def visit(layer: AttentionLayer, role: str, states: Tensor, row: int, start: int) -> None:
         state_sums = sums.get((layer.index, role))
         if state_sums is None:
-            state_sums = sums[layer.index, role] = _StateSums(layer, role, states)
-        state_sums.add(states, row, start)
+            state_sums = sums[layer.index, role] = _StateSums(layer, role, states, tokens)
+        state_sums.add(states, row, start, texts[row])
 
     read = visit_states(model, rows, visit, chunk=chunk, layers=layers)
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
@@ -91,9 +98,10 @@ class _StateSums:
         layer: the attention layer.
         role: ``"query"``, ``"key"`` or ``"value"``.
         states: (tokens, heads, head_dim) first states, from which shapes and device are taken.
+        tokens: (texts,) number of tokens that will be read of each text.
     """
 
-    def __init__(self, layer: AttentionLayer, role: str, states: Tensor) -> None:
+    def __init__(self, layer: AttentionLayer, role: str, states: Tensor, tokens: Tensor) -> None:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
         self.device = device_of_sums(states.device)
@@ -102,9 +110,10 @@ class _StateSums:
                 f"layer {layer.index} has {role}s of {head_dim} features and a table for {2 * self.pairs}: "
                 "they cannot be paired"
             )
-        self.count = 0
+        self.tokens = tokens
+        self.largest = torch.zeros_like(states[0])
         self.sum = self._zeros(heads, head_dim)
-        self.norm_sum = self._zeros(heads, self.pairs)
+        self.norm_sum = self._zeros(len(tokens), heads, self.pairs)
         self.unit_sum = self._zeros(2, heads, self.pairs)
         self.directed = self._zeros(heads, self.pairs)
 
@@ -115,21 +124,23 @@ class _StateSums:
         """Return the sum over tokens."""
         return values.sum(0).to(self.device).double()
 
-    def add(self, states: Tensor, row: int, start: int) -> None:
+    def add(self, states: Tensor, row: int, start: int, text: int) -> None:
         """Add the states of a slice of tokens.
 
         Args:
             states: (tokens, heads, head_dim) float32 states.
             row: index of the text, for errors.
             start: position of the first token [tokens].
+            text: number of the text of the row.
         """
-        if not float(states.abs().max()) < LARGEST_STATE:  # also true for NaN
+        largest = states.abs().amax(0)
+        if not float(largest.max()) < LARGEST_STATE:  # also true for NaN
             self._refuse(states, row, start)
-        self.count += len(states)
+        self.largest = torch.maximum(self.largest, largest)
         self.sum += self._sum(states)
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
-        self.norm_sum += self._sum(norms)
+        self.norm_sum[text] += self._sum(norms)
         # Zero vectors have no direction: they are neither counted nor divided by their norm.
         zero = norms == 0
         self.directed += self._sum(~zero)
@@ -152,9 +163,13 @@ class _StateSums:
         """Return the statistics."""
         # Rounding can make a mean of unit vectors longer than 1.
         length = torch.hypot(*(self.unit_sum / self.directed.clamp_min(1))).clamp(0, 1)
+        count = int(self.tokens.sum())
+        norms = self.norm_sum.cpu()
         return Statistics(
-            mean=(self.sum / self.count).cpu(),
-            mean_norm=(self.norm_sum / self.count).cpu(),
+            mean=(self.sum / count).cpu(),
+            mean_norm=norms.sum(0) / count,
+            largest=self.largest.cpu().double(),
+            text_norm=(norms / self.tokens[:, None, None]).transpose(0, 1),
             circular_deviation=(-2 * length.log()).clamp_min(0).sqrt().cpu(),
             interleaved=self.layer.interleaved,
         )
@@ -162,7 +177,7 @@ class _StateSums:
 
 def _layer_capture(layer: AttentionLayer, sums: Mapping[str, _StateSums]) -> LayerCapture:
     table = layer.table
-    context = table.max_position_embeddings
+    context = context_reached(table)
     if layer.window is not None:
         context = min(context, layer.window)
     return LayerCapture(

@@ -17,7 +17,7 @@ from rope_patch.modeling.attention_layers import split_pairs
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.runtime.folders import write_atomically
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,8 @@ class Statistics:
     Attributes:
         mean: (heads, head_dim) mean of each feature, those outside the table included.
         mean_norm: (heads, pairs) mean 2-norm of each pair.
+        largest: (heads, head_dim) largest magnitude of each feature.
+        text_norm: (heads, texts, pairs) mean 2-norm of each pair on each text.
         circular_deviation: (heads, pairs) ``sqrt(-2 ln R)``, where R is the length of the mean unit vector (Mardia &
             Jupp, *Directional Statistics*, 2000, sec. 2.3.1) [rad]; inf if the directions cancel out. Zero vectors have
             no direction and are left out.
@@ -38,6 +40,8 @@ class Statistics:
 
     mean: Tensor
     mean_norm: Tensor
+    largest: Tensor
+    text_norm: Tensor
     circular_deviation: Tensor
     interleaved: bool
 
@@ -79,8 +83,8 @@ class LayerCapture:
         layer_type: layer type of the layer's table; None on a model with one table.
         inv_freq: (pairs,) float32 frequencies in use [rad/token].
         attention_scaling: factor on cos and sin.
-        context: number of positions that a query of the layer can look back over: the context that the config states,
-            or the window of a sliding layer [tokens].
+        context: number of positions that a query of the layer can look back over: the context that the table in use
+            reaches, as the config states it or YaRN's factor does, or the window of a sliding layer [tokens].
         scaling: factor on q·k.
         softcap: bound of the scaled logits; None if the model has none.
         keys_of: index of the layer whose keys and values this one uses; its own index on most models.

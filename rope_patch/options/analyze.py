@@ -62,7 +62,8 @@ class AnalyzeOptions(OptionSet, command="analyze"):
     model: str = shared.model()
     texts: tuple[Path, ...] = path(
         "A text file, or a folder of text files, to run the model on. Repeat it for more: the statistics read as much "
-        "of each, and are of all together. By default short built-in texts of five kinds.",
+        "of each, and are of all together; the page shows the norms of each text. By default short built-in texts of "
+        "five kinds.",
         (),
         name="text",
         repeated=True,

@@ -53,14 +53,15 @@ class EvalSpec(OptionSet):
     samples: int = whole("The number of haystacks for each task and length.", 4, least=1)
     windows: int | None = whole(
         "The number of pieces of text that perplexity is measured on, each as long as the longest length. 0 "
-        "leaves perplexity out. Without a number it is 16, or fewer if the text is short or the model is large.",
+        "leaves perplexity out, which kv-check needs. Without a number it is 16, or fewer if the text is short or the "
+        "model is large.",
         None,
         least=0,
     )
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
         "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, or qa1, qa2 "
-        'and qa3 (facts of a story). "" asks none, and leaves perplexity.',
+        'and qa3 (facts of a story). "" asks none, and leaves perplexity; extend needs one.',
         ("passkey",),
         metavar="TASKS",
         several=True,

@@ -162,7 +162,7 @@ def force() -> Any:
 
 def report() -> Any:
     """Return the field for whether the HTML report is written."""
-    return flag("Write the HTML report. It needs matplotlib: pip install 'rope_patch[plots]'.", True)
+    return flag("Write the HTML report and its figures. It needs matplotlib: pip install 'rope_patch[plots]'.", True)
 
 
 def imports() -> Any:

@@ -57,7 +57,7 @@ class PatchRequest:
         return cls(kinds, record.target_length, True, record.freeze_at)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TableChange:
     """The change that a patch makes in a model or in a file.
 
@@ -125,8 +125,11 @@ class TableChange:
 
     __str__ = describe
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.method}>"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class PatchPlan(TableChange):
     """A patch that is not in place yet.
 

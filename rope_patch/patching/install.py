@@ -39,7 +39,7 @@ from rope_patch.tables import choose_layer_types
 logger = hf_logging.get_logger("rope_patch")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Patch(TableChange):
     """A patch that is in place in a model."""
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from rope_patch.analysis.outliers import bounds
 from rope_patch.analysis.result import Analysis, findings
-from rope_patch.frequencies import offset_frequency_bound, unrotated
+from rope_patch.evaluation.number_format import number_text
+from rope_patch.frequencies import unrotated
 from rope_patch.modeling.attention_layers import layers_text
 from rope_patch.reports import analysis_figures as figures
 from rope_patch.reports import analysis_tables as tables
@@ -20,7 +24,7 @@ def page(analysis: Analysis) -> Page:
     Args:
         analysis: the analysis of a checkpoint.
     """
-    return _page(analysis, _summary, _heads, _single, _usage, _outliers, _p_sweep)
+    return _page(analysis, _summary, _heads, _outliers, _p_sweep, _single)
 
 
 def brief(analysis: Analysis) -> Page:
@@ -37,39 +41,41 @@ def _summary(analysis: Analysis) -> Section:
 
 
 def _heads(analysis: Analysis) -> Section:
+    positional = analysis.heads.positional()
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for layer in analysis.capture.layers:
+        norms = layer.query.mean_norm * layer.key_by_query_head.mean_norm
+        fast = ~bounds(layer.inv_freq, layer.context)[0]
+        for head, share in enumerate((norms[:, fast].sum(1) / norms.sum(1)).tolist()):
+            shares[(layer.index, head) in positional].append(share)
+    in_positional, in_others = (float(torch.tensor(values).mean()) for values in shares.values())
     answer = (
-        "A head is of a type when at least half of its attention goes where the type says; diagonal heads (own token) "
-        "and previous-token heads need position (Barbero et al. 2024)."
+        f"Positional heads have {number_text(in_positional)} of the products of their norms in pairs that make a full "
+        f"turn within the context, other heads {number_text(in_others)}; Barbero et al. (2024) find positional heads "
+        "in the fast pairs."
     )
-    shown_tables = [tables.head_types(analysis), tables.sinks(analysis)]
-    return Section("Which heads are positional", [answer], [*shown_tables, figures.attention_masses(analysis)])
+    parts = [figures.attention_masses, figures.head_norms, tables.head_types, tables.sinks]
+    if len(set(analysis.rows.groups)) > 1:
+        parts.insert(2, figures.norms_by_text)
+    return Section("Which heads are positional", [answer], [part(analysis) for part in parts])
 
 
 def _single(analysis: Analysis) -> Section:
     answer = (
-        "A positional head has fast pairs that are long at every token and adds to one distance; a head that looks for "
-        "content has slow pairs that are long at some tokens only (Barbero et al. 2024)."
+        "The clearest head of each kind on the first tokens of the text, or those that were asked for: a positional "
+        "head looks alike at every token, one that looks for content does not."
     )
-    figures_of_heads = [figures.single_head(analysis, head) for head in analysis.single_heads]
-    return Section("Single heads", [answer], [*figures_of_heads, tables.tokens(analysis)])
-
-
-def _usage(analysis: Analysis) -> Section:
-    answer = (
-        "A pair adds at most the product of its norms in query and key to their logit (Cauchy–Schwarz), so the long "
-        "pairs are those that the model uses."
-    )
-    return Section("Which frequencies are used", [answer], [figures.norms(analysis)])
+    drawn = [figures.single_head(analysis, head) for head in analysis.single_heads]
+    return Section("Single heads", [answer], [*drawn, tables.tokens(analysis)])
 
 
 def _outliers(analysis: Analysis) -> Section:
     answer = (
-        "A pair whose mean query and mean key are long adds a part to the logit that depends on distance and not on "
-        "the tokens; Jonasson (2025) expects such outliers in pairs that make no full turn within the context, at "
-        "angles beyond a bound of their own."
+        "An offset feature is a slow pair that lowers the logit at every distance from 1 on; a sink has a key that it "
+        "lowers less (Jonasson 2025)."
     )
-    listed = [tables.outlier_pairs(analysis, states) for states in ("key", "query")]
-    return Section("Outliers and their bounds", [answer], listed)
+    drawn = (figures.outliers, figures.by_distance, figures.largest_features, tables.recall)
+    return Section("Outliers and their bounds", [answer], [part(analysis) for part in drawn])
 
 
 def _p_sweep(analysis: Analysis) -> Section:
@@ -98,7 +104,6 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
         ("Model", f"{analysis.name}, {capture.model}"),
         ("Rotary table", analysis.table),
         ("Patch", analysis.method or "none"),
-        ("Context", f"{analysis.context} tokens, as stated in the config"),
         *layers,
         ("Text", f"{rows.name}; SHA-256 {rows.sha256[:16]}…; token ids {capture.text}"),
         ("Rows", shape),
@@ -108,9 +113,12 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 def _layers(kind: Kind) -> str:
     layer, zeroed = kind.layers[0], int(unrotated(kind.inv_freq).sum())
-    partial = int((kind.inv_freq.double() < offset_frequency_bound(kind.context)).sum())
+    below, angle = bounds(kind.inv_freq, kind.context)
+    mean_angle = ""
+    if zeroed < int(below.sum()):
+        mean_angle = f", for which the angle bound is {number_text(float(angle[below].nanmean()))} rad on average"
     return (
         f"{layers_text([layer.index for layer in kind.layers])}; {layer.query.heads} query heads over "
-        f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {partial} of them without a full turn within "
-        f"{kind.context} tokens ({zeroed} unrotated)"
+        f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {int(below.sum())} of them without a full turn "
+        f"within {kind.context} tokens ({zeroed} unrotated){mean_angle}"
     )

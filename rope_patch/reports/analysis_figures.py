@@ -3,46 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from rope_patch.analysis.heads import LayerHeads
+from rope_patch.analysis.heads import TYPE_SHARE
+from rope_patch.analysis.outliers import contributions, mean_pairs
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.number_format import number_text
-from rope_patch.reports.analysis_tables import PLURAL_OF_ROLE
-from rope_patch.reports.layer_kinds import kinds
+from rope_patch.modeling.state_statistics import pairs_of
+from rope_patch.reports.layer_kinds import Kind, kinds
 from rope_patch.reports.page import Figure, figure
-from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, head_view, heat_maps, pair_map, spread
+from rope_patch.reports.plots import analysis as plots
+from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, few, pair_map
 
+PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
 BOUND_CAPTION = (
     "A line 2π/L, where there is one, is the frequency bound of Jonasson (2025): slower pairs make no full turn within "
     "the context L."
 )
+MOST_CONTRIBUTIONS = 4
+"""Number of outliers whose contribution by distance is drawn."""
 
 
 def attention_masses(analysis: Analysis) -> Figure:
     """Return the figure of the attention mass of every head, by what it attends to."""
     layers = analysis.heads.layers
-    masses: list[tuple[str, Callable[[LayerHeads], Tensor]]] = [
-        ("own token", lambda layer: layer.offset_mass[:, 0]),
-        ("previous token", lambda layer: layer.offset_mass[:, 1]),
-        ("first token", lambda layer: layer.first_mass),
-        ("all sinks", lambda layer: layer.sink_mass),
-        ("induction, on the text", lambda layer: layer.induction_mass),
-        ("induction, on repeated tokens", lambda layer: layer.repeated_mass),
+    names = (
+        "own token",
+        "previous token",
+        "one of the tokens 2 to 7 back",
+        "first token",
+        "induction, on the text",
+        "induction, on repeated tokens",
+    )
+    masses = [
+        torch.stack(
+            (
+                layer.offset_mass[:, 0],
+                layer.offset_mass[:, 1],
+                layer.offset_mass[:, 2:].amax(1),
+                layer.first_mass,
+                layer.induction_mass,
+                layer.repeated_mass,
+            ),
+            dim=1,
+        )
+        for layer in layers
     ]
-    rows = [str(layer.index) for layer in layers]
-    ticks = {head: str(head) for head in spread(max(layer.heads for layer in layers), 9)}
-    panels = [Map(name, _stacked([part(layer) for layer in layers]), rows, ticks) for name, part in masses]
+    # Layers may have different numbers of heads.
+    values = pad_sequence(masses, batch_first=True, padding_value=math.nan)
+    rows = few([str(layer.index) for layer in layers])
+    columns = few([str(head) for head in range(values.shape[1])])
+    panels = [Map(name, values[..., i], rows, columns) for i, name in enumerate(names)]
     caption = (
-        "Mean weight that each head puts on its own token, the previous one, the first one, all sinks, and the token "
-        "that followed the same token before (induction). What was not measured is grey."
+        "Mean weight that each head puts on its own token, an earlier one, the first one, and the token that followed "
+        "the same token before (induction). What was not measured is grey."
     )
     return figure(
-        heat_maps,
+        plots.heat_maps,
         [panels[:3], panels[3:]],
         title="Attention mass of each head",
         caption=caption,
@@ -53,30 +75,23 @@ def attention_masses(analysis: Analysis) -> Figure:
     )
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return vectors as rows of one matrix, nan behind the shorter ones."""
-    out = torch.full((len(rows), max(len(row) for row in rows)), math.nan, dtype=torch.float64)
-    for line, row in zip(out, rows, strict=True):
-        line[: len(row)] = row
-    return out
-
-
 def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
     """Return the figure of a single head: norms of its pairs, attention, and what each pair adds to the logit."""
-    terms = {distance: shown.mean_terms(distance) for distance in (0, 1)}
-    logits = [number_text(float(shown.logits.diagonal(-distance).mean())) for distance in terms]
-    title = _title(analysis, shown.layer, shown.head)
-    unrotated_features = shown.query.shape[1] - 2 * len(shown.inv_freq)
-    also = ""
-    if unrotated_features:
-        also = f", with what {unrotated_features} features without rotation add"
-    caption = (
-        f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
-        f"key, {logits[1]}{also}. {BOUND_CAPTION}"
-    )
+    measured = analysis.heads.layer(shown.layer)
+    types = measured.head_types(shown.head)
+    if not types and float(measured.content_mass[shown.head]) >= TYPE_SHARE:
+        types = ("looks for content",)
+    title = f"Layer {shown.layer}, head {shown.head}: {', '.join(types) or 'no type'}"
+    if "first token" in types or "sink" in types:
+        first, others = shown.sink_terms()
+        terms = {"the first key": first, "the keys after it": others}
+    else:
+        terms = {"its own key": shown.mean_terms(0), "the previous key": shown.mean_terms(1)}
+    sums = ", ".join(f"{number_text(float(values.sum()))} with {name}" for name, values in terms.items())
+    caption = f"{title}. The bars add up to a mean logit of {sums}, without features outside the table."
     return figure(
-        head_view,
-        {"queries": shown.query_norms, "keys": shown.key_norms},
+        plots.head_view,
+        {"queries": shown.norms(shown.query), "keys": shown.norms(shown.key)},
         shown.pattern,
         terms,
         shown.inv_freq,
@@ -87,24 +102,119 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
     )
 
 
-def _title(analysis: Analysis, layer: int, head: int) -> str:
-    types = analysis.heads.layer(layer).head_types(head)
-    return f"Layer {layer}, head {head}: {', '.join(types) or 'no type'}"
+def head_norms(analysis: Analysis) -> Figure:
+    """Return the figure of the mean norm of each pair by head; the rows of positional heads are named."""
+    positional = analysis.heads.positional()
+
+    def panel(kind: Kind, role: str) -> tuple[Tensor, dict[int, str]]:
+        heads: list[Tensor] = []
+        names: dict[int, tuple[int, str]] = {}
+        most = 30 / sum(getattr(layer, role).heads for layer in kind.layers)
+        for layer in kind.layers:
+            states = getattr(layer, role)
+            for index, head in positional:
+                if index == layer.index:
+                    row = len(heads) + head * states.heads // layer.query.heads
+                    # Names of neighbouring rows would be written over each other.
+                    names[int(row * most)] = (row, f"{index}.{head}")
+            heads += states.mean_norm
+        return torch.stack(heads), dict(names.values())
+
+    return _by_kind(
+        analysis,
+        panel,
+        title="Mean norm of each pair, by head",
+        caption="Means over tokens, a row for each head, in which positional heads are named (Barbero et al. 2024, "
+        f"figures 4 and 11). {BOUND_CAPTION}",
+        ylabel="layer.head",
+    )
 
 
-def norms(analysis: Analysis) -> Figure:
-    """Return the figure of the mean norm of each pair by layer, with a row of panels for each kind of layers."""
+def norms_by_text(analysis: Analysis) -> Figure:
+    """Return the figure of the mean norm of each pair by text."""
+    names = dict(enumerate(dict.fromkeys(analysis.rows.groups)))
+    return _by_kind(
+        analysis,
+        lambda kind, role: (torch.cat([getattr(layer, role).text_norm for layer in kind.layers]).mean(0), names),
+        title="Mean norm of each pair, by text",
+        caption="Means over tokens, heads and layers (Barbero et al. 2024, figure 19): a column of one colour is a "
+        "pair that all texts use alike.",
+        ylabel="text",
+    )
+
+
+def largest_features(analysis: Analysis) -> Figure:
+    """Return the figure of the largest magnitude of both features of each pair, by layer."""
+
+    def panel(kind: Kind, role: str) -> tuple[Tensor, dict[int, str]]:
+        largest = [getattr(layer, role).largest.amax(0) for layer in kind.layers]
+        pairs = pairs_of(torch.stack(largest), len(kind.inv_freq), kind.layers[0].query.interleaved)
+        return pairs.amax(-1), few(kind.rows)
+
+    return _by_kind(
+        analysis,
+        panel,
+        title="Largest magnitude in each pair, by layer",
+        caption="Over both features, all heads and tokens (Jonasson 2025, figure 1): a pair that is large in all "
+        f"layers is what the scales of a cache have to hold. {BOUND_CAPTION}",
+        ylabel="layer",
+        label="largest magnitude",
+    )
+
+
+def _by_kind(
+    analysis: Analysis,
+    panel: Callable[[Kind, str], tuple[Tensor, dict[int, str]]],
+    *,
+    ylabel: str,
+    title: str,
+    caption: str,
+    label: str = "mean norm",
+) -> Figure:
+    """Return heat maps over pairs, a column for queries, keys and values and a row for each kind of layers."""
     grid = []
     for kind in kinds(analysis.capture):
         row: list[Map] = []
         for role, plural in PLURAL_OF_ROLE.items():
-            means = torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
-            name = plural
-            if kind.name and not row:
-                # The first panel says of which layers the row is, where there are several kinds.
-                name = f"{kind.name}\n{plural}"
-            row.append(pair_map(name, means, kind.rows, kind.inv_freq, kind.context))
+            name = f"{kind.name}\n{plural}".strip()
+            row.append(pair_map(name, *panel(kind, role), kind.inv_freq, kind.context))
         grid.append(row)
-    title = "Mean norm of each pair, by layer"
-    caption = f"Means over tokens and heads, as in Barbero et al. (2024). {BOUND_CAPTION}"
-    return figure(heat_maps, grid, title=title, caption=caption, xlabel=PAIR_AXIS, ylabel="layer", label="mean norm")
+    return figure(plots.heat_maps, grid, title=title, caption=caption, xlabel=PAIR_AXIS, ylabel=ylabel, label=label)
+
+
+def outliers(analysis: Analysis) -> Figure:
+    """Return the figure of every pair's radius, angle, turns and circular deviation, with both bounds."""
+    points = {role: mean_pairs(analysis.capture, role) for role in ("query", "key")}
+    caption = (
+        "A point is a pair of a query head. Left: offset features (orange) lie beyond both bounds of Jonasson (2025), "
+        "which are the lines in the middle, and the larger a point, the longer its mean; right: long means are those "
+        "of vectors that point one way."
+    )
+    return figure(plots.outliers, points, title="Every pair: length and angle of its mean", caption=caption)
+
+
+def by_distance(analysis: Analysis) -> Figure:
+    """Return the figure of what the longest outliers add to the mean logit of their heads, by distance."""
+    panels: dict[float, tuple[str, Tensor, Tensor, Tensor]] = {}
+    for pair in mean_pairs(analysis.capture):
+        # Query heads that share a key head have one key, of one length.
+        if len(panels) < MOST_CONTRIBUTIONS and pair.radius not in panels:
+            layer = analysis.capture.layer(pair.layer)
+            logits = contributions(layer, pair.head, torch.arange(layer.context))
+            # Fast pairs turn many times between two pixels of a logarithmic axis, which shows means over bins.
+            edges = torch.unique(torch.logspace(0, math.log10(layer.context), 60).round().long())
+            sums = torch.stack((logits[pair.pair], logits.sum(0))).cumsum(1)
+            one, every = sums[:, edges - 1].diff(dim=1) / edges.diff()
+            panels[pair.radius] = (
+                f"head {pair.layer}.{pair.head}, pair {pair.pair}:\n{pair.kind}",
+                edges[:-1],
+                one,
+                every,
+            )
+    caption = (
+        "Logit of the mean query with the mean key of a head, D(p), the part of one pair, d(p), and the rest "
+        "(Jonasson 2025, figures 5, 6 and 10), as means over ever wider bins of distances. An offset feature adds less "
+        "at every distance than at 0."
+    )
+    title = "What the longest pairs of the keys add, by distance"
+    return figure(plots.by_distance, list(panels.values()), title=title, caption=caption)

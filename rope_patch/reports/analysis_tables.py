@@ -2,140 +2,95 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 from rope_patch.analysis.attention_sums import SINK_WEIGHT
-from rope_patch.analysis.heads import SINK_DISTANCE, TYPE_SHARE, LayerHeads
+from rope_patch.analysis.heads import SINK_DISTANCE, TYPE_SHARE
 from rope_patch.analysis.outliers import OUTLIER_RATIO
 from rope_patch.analysis.result import Analysis
-from rope_patch.evaluation.number_format import four_digits, number_text
+from rope_patch.evaluation.number_format import number_text
+from rope_patch.reports.analysis_figures import PLURAL_OF_ROLE
 from rope_patch.reports.page import Cell, Cells, DataTable, Note
 
-PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
-MOST_HEADS, MOST_OUTLIERS, MOST_SINKS = 400, 24, 16
+MOST_HEADS, MOST_SINKS = 40, 16
 """Number of rows of a table at most; all are in analysis.json."""
-TOKENS_PER_LINE = 16
-"""Number of tokens in a line of the text that single heads are shown on."""
+TOKENS_PER_LINE = 8
+"""Number of tokens in a line of the text that single heads are shown on: more are cut at the edge of a page."""
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
 def head_types(analysis: Analysis) -> DataTable | Note:
-    """Return the heads that are of a type, with their attention masses."""
+    """Return the heads that are positional or do induction, with their masses, and their logits beside the bound."""
     rows: list[Cells] = []
-    for layer, head in _all_heads(analysis):
-        types = layer.head_types(head)
-        if types:
-            masses = (
-                layer.offset_mass[head, 0],
-                layer.offset_mass[head, 1],
-                layer.first_mass[head],
-                layer.sink_mass[head],
-                layer.induction_mass[head],
-                layer.repeated_mass[head],
-            )
-            cells = []
-            for mass in masses:
-                style = "strong" if float(mass) >= TYPE_SHARE else ""
-                cells.append(Cell(number_text(float(mass)), style=style))
-            distance = number_text(float(layer.distance[head]), 1)
-            entropy = number_text(float(layer.entropy[head]))
-            rows.append([f"{layer.index}.{head}", Cell(", ".join(types), style="left"), *cells, distance, entropy])
+    for layer in analysis.heads.layers:
+        for head in range(layer.heads):
+            types = [name for name in layer.head_types(head) if name not in ("first token", "sink")]
+            if types:
+                mass, distance = layer.offset_mass[head].max(0)
+                masses = [number_text(float(x)) for x in (mass, layer.induction_mass[head], layer.repeated_mass[head])]
+                logit = " of ".join(number_text(value, 1) for value in analysis.logits.get((layer.index, head), ()))
+                name = Cell(", ".join(types), style="left")
+                rows.append([f"{layer.index}.{head}", name, str(int(distance)), *masses, logit])
     if not rows:
-        return Note("No head is of a known type.")
+        return Note("No head is positional or does induction.")
     columns = (
         "Head",
         "Types",
-        "Own",
-        "Previous",
-        "First",
-        "Sinks",
+        "Distance [tokens]",
+        "Attention there",
         "Induction, text",
         "Induction, repeated",
-        "Distance [tokens]",
-        "Entropy [nats]",
+        "Logit there, of its bound",
     )
     caption = (
-        f"Mean attention weight by what a head attends to; bold from {TYPE_SHARE:g} on, the share that makes a type."
-        f"{_more(len(rows), MOST_HEADS)}"
+        f"At the distance that draws most of a head: its mean attention, of which {TYPE_SHARE:g} makes a type, and the "
+        "mean logit beside its Cauchy–Schwarz bound, the product of the norms of query and key (Barbero et al. 2024, "
+        f"tables 3 to 5).{_more(len(rows), MOST_HEADS)}"
     )
-    return DataTable("Heads and their types", columns, rows[:MOST_HEADS], caption)
+    return DataTable("Positional heads, and heads that do induction", columns, rows[:MOST_HEADS], caption)
 
 
 def sinks(analysis: Analysis) -> DataTable | Note:
     """Return the sinks, by the number of heads that attend to them."""
-    heads_by_sink: dict[tuple[int, bool], list[tuple[float, str, int]]] = {}
-    for layer, head in _all_heads(analysis):
-        parts = (layer.sink_weight[head], layer.sink_position[head], layer.sink_token[head])
-        for weight, position, token in zip(*(part.tolist() for part in parts), strict=True):
-            if weight > SINK_WEIGHT:
-                heads_by_sink.setdefault((token, position == 0), []).append((weight, f"{layer.index}.{head}", position))
-    if not heads_by_sink:
+    hits_of: dict[str, list[tuple[float, str, int]]] = {}
+    for layer in analysis.heads.layers:
+        for head, place in (layer.sink_weight > SINK_WEIGHT).nonzero().tolist():
+            token = token_text(analysis, int(layer.sink_token[head, place]))
+            name, position = f"{layer.index}.{head}", int(layer.sink_position[head, place])
+            hits_of.setdefault(token, []).append((float(layer.sink_weight[head, place]), name, position))
+    if not hits_of:
         return Note(f"No head has a sink: none puts more than {SINK_WEIGHT:g} of its attention on one distant token.")
-    counts = {key: len({name for _, name, _ in hits}) for key, hits in heads_by_sink.items()}
     rows: list[Cells] = []
-    for key in sorted(heads_by_sink, key=lambda key: (-counts[key], key))[:MOST_SINKS]:
-        weight, head_name, _ = max(heads_by_sink[key])
-        where = "first"
-        if not key[1]:
-            places = sorted({position for _, _, position in heads_by_sink[key]})
-            where = ", ".join(map(str, places[:4]))
-            if len(places) > 4:
-                where += "…"
-        token = Cell(token_text(analysis, key[0]), style="token")
-        rows.append([token, Cell(where, style="left"), str(counts[key]), head_name, number_text(weight)])
+    for token, hits in hits_of.items():
+        weights, names, positions = zip(*hits, strict=True)
+        places = Cell(", ".join(map(str, sorted(set(positions))[:4])), style="left")
+        rows.append([Cell(token, style="token"), places, str(len(set(names))), number_text(max(weights))])
+    rows.sort(key=lambda row: -int(str(row[2])))
     caption = (
         f"Tokens that draw more than {SINK_WEIGHT:g} of a head’s attention, averaged over the queries at least "
-        f"{SINK_DISTANCE} tokens behind them.{_more(len(heads_by_sink), MOST_SINKS)}"
+        f"{SINK_DISTANCE} tokens behind them; bytes that are no whole character are written <0xE5>, and four positions "
+        f"are named at most.{_more(len(rows), MOST_SINKS)}"
     )
-    columns = ("Token", "Position [tokens]", "Heads", "Strongest in head", "Weight in that head")
-    return DataTable("Sinks", columns, rows, caption)
+    columns = ("Token", "Position [tokens]", "Heads", "Largest weight")
+    return DataTable("Sinks", columns, rows[:MOST_SINKS], caption)
 
 
 # --- outliers --------------------------------------------------------------------------------------------------------
 
 
-def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
-    """Return the outlier pairs of the mean keys or queries, and where they lie with regard to the bounds."""
-    pairs = analysis.outliers(states)
-    if not pairs:
-        return Note(
-            f"No pair of a mean {states} is longer than {OUTLIER_RATIO:g} times the median: there is no outlier."
-        )
-    rows: list[Cells] = [
-        [
-            f"{pair.layer}.{pair.head}",
-            str(pair.pair),
-            "∞" if math.isinf(pair.wavelength) else four_digits(pair.wavelength),
-            four_digits(pair.turns),
-            number_text(pair.radius),
-            number_text(pair.ratio, 1),
-            number_text(pair.deviation),
-            number_text(pair.phi),
-            number_text(pair.angle) if pair.angle <= 2 * math.pi else "none",
-            Cell(pair.kind, style="left"),
-        ]
-        for pair in pairs[:MOST_OUTLIERS]
-    ]
+def recall(analysis: Analysis) -> DataTable:
+    """Return how many of the outliers lie inside the bounds, by the radius that makes an outlier."""
+    rows: list[Cells] = []
+    for states in ("key", "query"):
+        for row in analysis.recall(states):
+            shares = [number_text(row[name]) for name in ("below", "beyond")]
+            rows.append([PLURAL_OF_ROLE[states], number_text(row["radius"], 1), f"{row['outliers']}", *shares])
+    columns = ("Of the mean", "Longer than", "Outliers", "Below the frequency bound", "Beyond the angle bound")
     caption = (
-        "An offset feature makes no full turn, lies at an angle φ beyond its bound, and adds less at every distance "
-        f"than at 0; a partial turn adds most at some distance.{_more(len(pairs), MOST_OUTLIERS)}"
+        "Recall of Jonasson’s bounds (2025, table 2) at the paper’s lengths, and at "
+        f"{OUTLIER_RATIO:g} times the median length; key heads count once for each query head."
     )
-    columns = (
-        "Head",
-        "Pair",
-        "Wavelength [tokens]",
-        "Turns",
-        "Length",
-        "Times median",
-        "Deviation [rad]",
-        "Angle φ [rad]",
-        "Bound [rad]",
-        "Kind",
-    )
-    return DataTable(f"Outlier pairs of the {PLURAL_OF_ROLE[states]}", columns, rows, caption)
+    return DataTable("Outliers inside the bounds", columns, rows, caption)
 
 
 # --- p ---------------------------------------------------------------------------------------------------------------
@@ -143,17 +98,10 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
 
 def p_sweep(analysis: Analysis) -> DataTable:
     """Return for each p the pairs that p-RoPE would stop, and what they carry."""
-    whole = {layer.layer_type or "all": layer.query.pairs for layer in analysis.capture.layers}
     rows: list[Cells] = []
     for point in analysis.p_sweep:
-        stopped = []
-        for kind, pairs in point.stopped.items():
-            text = f"{len(pairs)} of {whole.get(kind, '?')}"
-            if kind != "all":
-                text += f" ({kind})"
-            stopped.append(text)
-        shares = [_percent(x) for x in (point.query_share, point.key_share, point.logit_share, point.turned)]
-        rows.append([f"{point.p:g}", Cell("; ".join(stopped) or "none", style="left"), *shares])
+        shares = (point.query_share, point.key_share, point.logit_share, point.turned)
+        rows.append([f"{point.p:g}", Cell(str(point), style="left"), *(f"{100 * share:.1f} %" for share in shares)])
     columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits", "By distance")
     caption = (
         "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs; by "
@@ -167,40 +115,21 @@ def p_sweep(analysis: Analysis) -> DataTable:
 
 def tokens(analysis: Analysis) -> DataTable:
     """Return the text that single heads are shown on, token by token."""
-    ids = analysis.single_heads[0].token_ids.tolist()
-    rows: list[Cells] = [
-        [
-            str(start),
-            *(Cell(token_text(analysis, token), style="token") for token in ids[start : start + TOKENS_PER_LINE]),
-        ]
-        for start in range(0, len(ids), TOKENS_PER_LINE)
-    ]
-    columns = ("Position", *(f"+{i}" for i in range(min(TOKENS_PER_LINE, len(ids)))))
-    return DataTable(f"The text of these figures, {len(ids)} tokens", columns, rows, "Token by token.", folded=True)
+    names = [token_text(analysis, token) for token in analysis.single_heads[0].token_ids.tolist()]
+    rows: list[Cells] = []
+    for start in range(0, len(names), TOKENS_PER_LINE):
+        rows.append([str(start), Cell("  ".join(names[start : start + TOKENS_PER_LINE]), style="token")])
+    columns = ("Position", "Tokens, two spaces apart")
+    return DataTable(f"The text of these figures, {len(names)} tokens", columns, rows, "", folded=True)
 
 
 def token_text(analysis: Analysis, token: int) -> str:
-    """Return the text of a token with its id where it is part of a character; a space is shown as ␣."""
+    """Return the text of a token on one line; a space is shown as ␣."""
     # repr escapes what is not printable, and adds quotes.
-    shown = repr(analysis.token_text(token))[1:-1].replace(" ", "␣") or "(empty)"
-    if "\N{REPLACEMENT CHARACTER}" in shown:
-        return f"{shown} (id {token})"
-    return shown
-
-
-def _all_heads(analysis: Analysis) -> Iterator[tuple[LayerHeads, int]]:
-    return ((layer, head) for layer in analysis.heads.layers for head in range(layer.heads))
+    return repr(analysis.token_texts[token])[1:-1].replace(" ", "␣") or "(empty)"
 
 
 def _more(count: int, most: int) -> str:
     if count <= most:
         return ""
     return f" The first {most} of {count} are shown; all are in analysis.json."
-
-
-def _percent(share: float | None) -> str:
-    if share is None or math.isnan(share):
-        return "–"
-    if share >= 0.1:
-        return f"{100 * share:.0f} %"
-    return f"{100 * share:.1f} %"

@@ -192,8 +192,9 @@ def _attribution(check: KVCheck) -> Section:
     )
     columns = ("Format", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why")
     table = DataTable("Unsafe formats", columns, rows, caption)
-    answer = f"{len(rows)} formats are unsafe."
-    if len(rows) == 1:
+    unsafe = len({row[0] for row in rows})  # a format may be unsafe under several methods
+    answer = f"{unsafe} formats are unsafe."
+    if unsafe == 1:
         answer = "1 format is unsafe."
     return Section("Where the cost comes from", [answer], [table, _by_wavelength(check)])
 
@@ -205,7 +206,8 @@ def _attribution_row(check: KVCheck, row: CheckRow) -> Cells | None:
     attribution = row.attribution
     why = f"keys alone cost {percent(attribution.keys)}, values alone {percent(attribution.values)}"
     if attribution.left is not None:
-        why += f"; with these pairs in full precision the format costs {percent(attribution.left)}"
+        why += f"; the whole format {percent(attribution.whole)}"
+        why += f", and {percent(attribution.left)} with these pairs in full precision"
     texts = (row.method, ", ".join(lengths), ranges_text(attribution.worst), ranges_text(attribution.pairs) or "–", why)
     return [row.format, *(Cell(text, style="text") for text in texts)]
 

@@ -31,6 +31,11 @@ KERNEL_NAMES = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 
 # Small reference checkpoints that come with the package, to try a recipe without a download.
 BUNDLED_MODELS = ("llama", "gemma3")
+# Their tokenizers have no chat template; without one a recipe that learns conversations could not be tried on them.
+BUNDLED_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for turn in messages %}{{ turn.role + '\n' + turn.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+)
 
 
 def bundled_folder_or_name(name: str) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -146,7 +147,21 @@ def test_every_part_is_there(family):
     assert {stage for stage, _ in progress} == {"capture", "heads"}
     assert sum(tokens for _, tokens in progress) == sum(announced)
     assert result.context == 64
-    assert all(result.token_text(int(token)) for view in result.single_heads for token in view.token_ids)
+    assert all(result.token_texts[int(token)] for view in result.single_heads for token in view.token_ids)
+
+
+def test_tokens_that_are_parts_of_characters_are_written_by_their_bytes():
+    class Vocabulary:
+        names: ClassVar = ["Ġhere", "åŃ", "▁字", "<0xE5>"]  # the second is bytes E5 and AD of 字, as GPT-2 writes them
+
+        def decode(self, ids):
+            return [" here", "\ufffd", "\ufffd字", "\ufffd"][ids[0]]
+
+        def convert_ids_to_tokens(self, token):
+            return self.names[token]
+
+    shown = [engine.token_text(Vocabulary(), token) for token in range(4)]
+    assert shown == [" here", "<0xE5><0xAD>", "▁字", "<0xE5>"]
 
 
 def test_finished_parts_are_kept(tmp_path, monkeypatch):

@@ -38,9 +38,10 @@ from transformers import (
 
 import rope_patch
 from rope_patch.analysis import attention_mass, attention_sums
+from rope_patch.analysis.analyze import _clearest
 from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads, repeated_tokens
-from rope_patch.analysis.attention_sums import FIRST_COUNTED_QUERY, SINKS_PER_HEAD
-from rope_patch.analysis.heads import OFFSETS, SINK_DISTANCE, Heads
+from rope_patch.analysis.attention_sums import SINKS_PER_HEAD
+from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, Heads
 from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric
 from rope_patch.modeling.capture import capture
@@ -422,6 +423,28 @@ def test_head_types_by_hand(values, expected):
     assert layer.head_types(1) == expected and layer.head_types(0) == ()
 
 
+def test_a_head_that_looks_for_content_attends_far_to_few_keys():
+    """Head 0 spreads its attention, 1 rests on a sink, 2 on near keys, 3 does induction, 4 finds few distant keys."""
+
+    def values(*numbers):
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    near = torch.zeros(5, OFFSETS, dtype=torch.float64)
+    near[2, 3] = 0.9
+    layer = dataclasses.replace(
+        measure_heads(model_of("llama"), few_kinds()).layers[0],
+        offset_mass=near,
+        first_mass=values(0.0, 0.8, 0.0, 0.0, 0.1),
+        sink_mass=values(0.0, 0.9, 0.0, 0.0, 0.0),
+        induction_mass=values(math.nan, 0.0, 0.0, 0.9, math.nan),
+        repeated_mass=values(*[math.nan] * 5),
+        entropy=values(6.0, 0.5, 0.5, 0.5, 1.0),
+    )
+    assert layer.content_mass.tolist() == pytest.approx([1.0, 0.1, 0.1, 0.1, 0.9])
+    assert _clearest(Heads((layer,)))[-1] == (0, 4), "head 0 attends to everything"
+    assert Heads((layer,)).positional() == {(0, 2): 3}
+
+
 # --- single heads
 
 
@@ -437,6 +460,20 @@ def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypat
         torch.testing.assert_close(view.pattern, torch.tensor(recorded.weights[view.head]), rtol=1e-4, atol=2e-5)
         logits = recorded.query[view.head] @ recorded.key[view.head].T * recorded.scaling
         torch.testing.assert_close(view.logits, logits, rtol=1e-4, atol=2e-4)
+        query, key = recorded.query[view.head], recorded.key[view.head]
+        for distance in (0, 3):
+            pairs_of_tokens = [(i, i - distance) for i in range(distance, 40)]
+            expected = [
+                numpy.mean([float(logits[i, j]) for i, j in pairs_of_tokens]),
+                numpy.mean([float(query[i].norm() * key[j].norm() * recorded.scaling) for i, j in pairs_of_tokens]),
+            ]
+            assert view.logit_and_bound(distance) == pytest.approx(expected, rel=1e-3, abs=1e-3)
+        if len(view.inv_freq) * 2 == query.shape[1]:
+            last = view.window or 40
+            first, others = view.sink_terms()
+            assert float(first.sum()) == pytest.approx(float(logits[8:last, 0].mean()), rel=1e-3, abs=1e-3)
+            means = [float(logits[i, 1 : i + 1].mean()) for i in range(8, last)]
+            assert float(others.sum()) == pytest.approx(numpy.mean(means), rel=1e-3, abs=1e-3)
         assert view.window == windows[view.layer] and torch.equal(view.token_ids, row)
         assert view.interleaved == (name in INTERLEAVED)
         for distance in (0, 9):
@@ -461,8 +498,8 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     query, key = states["query"][1][:, 2].double(), states["key"][1][:, 2 // groups].double()
     first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if name == "glm" else (slice(n), slice(n, 2 * n))
     q, k = (torch.complex(x[:, first], x[:, second]) for x in (query, key))
-    torch.testing.assert_close(view.query_norms, q.abs(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(view.key_norms, k.abs(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(view.norms(view.query), q.abs(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(view.norms(view.key), k.abs(), rtol=1e-5, atol=1e-6)
     for distance in (0, 12):
         turn = torch.polar(torch.ones(n).double(), distance * view.inv_freq.double())
         terms = (q[distance:] * k[: 20 - distance].conj() * turn).real * scale / 4

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 from support.states import model_of, text
-from support.tiny import LLAMA3, ids, tiny_model
+from support.tiny import LLAMA3, YARN, ids, tiny_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_patch
 from rope_patch import frequencies
-from rope_patch.analysis.outliers import bounds, outlier_pairs
+from rope_patch.analysis.outliers import bounds, contributions, mean_pairs, outlier_pairs, recall
 from rope_patch.modeling.capture import capture
 
 LAYERS, HEADS, GROUPS, PAIRS, CONTEXT = 3, 4, 2, 16, 256
@@ -83,21 +83,42 @@ def test_bounds_are_those_of_a_scan(context):
 def test_an_unrotated_pair_lies_below_the_frequency_bound_and_is_never_an_offset_feature():
     below, angle = bounds(torch.tensor([1.0, 0.01, 0.0]), 256)
     assert below.tolist() == [False, True, True]
-    assert angle.tolist() == pytest.approx([math.pi + 128, math.pi + 1.28, math.inf])
+    assert angle.tolist() == pytest.approx([math.pi + 128, math.pi + 1.28, math.nan], nan_ok=True)
     assert not any(is_offset(angle, 0.0, 256) for angle in (0.5, 2.0, 4.0, 6.0))
     for context in (0, -1):
         with pytest.raises(ValueError, match="context"):
             bounds(torch.tensor([1.0]), context)
 
 
-def test_bounds_of_a_scaled_table_are_taken_against_the_stated_context():
-    """arXiv:2503.01832 has 9 of 32 pairs and an angle of 4.26 for DeepSeek-V2-Lite: those of 160,000 tokens."""
+def test_the_bounds_of_deepseek_v2_lite_are_those_of_the_paper():
+    """arXiv:2503.01832 has 9 of 32 pairs and a mean angle of 4.26 for it; its config states 163,840 tokens."""
     parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
-    model = tiny_model(head_dim=64, max_position_embeddings=160_000, rope_parameters=parameters)
+    model = tiny_model(head_dim=64, max_position_embeddings=163_840, rope_parameters=parameters)
     layer = capture(model, ids(8)).layers[0]
     below, angle = bounds(layer.inv_freq, layer.context)
     assert int(below.sum()) == 9
-    assert float(angle[26]) == pytest.approx(4.26, abs=0.01)
+    assert float(angle[below].mean()) == pytest.approx(4.26, abs=0.005)
+
+
+SCALED = {
+    # Llama 3.1: its factor 8 over 8192 tokens would be 65,536, and it was trained with what it states.
+    "llama3": ({**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 8192}, 131072, 25, 3.733),
+    # The cards of Qwen2.5 add YaRN and leave the context at what it was before the scaling.
+    "yarn": ({**YARN, "rope_theta": 1e6, "original_max_position_embeddings": 32768}, 32768, 24, 3.763),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_bounds_of_a_scaled_table_are_not_taken_against_the_context_before_the_scaling(name):
+    parameters, stated, count, mean = SCALED[name]
+    model = tiny_model(head_dim=128, max_position_embeddings=stated, rope_parameters=parameters)
+    layer = capture(model, ids(8)).layers[0]
+    below, angle = bounds(layer.inv_freq, layer.context)
+    table, _ = ROPE_INIT_FUNCTIONS[name](model.config)
+    slow = [f for f in table.tolist() if f < TAU / 131072]
+    assert layer.context == 131072 and int(below.sum()) == len(slow) == count
+    by_hand = sum(math.pi + 131072 * f / 2 for f in slow) / count
+    assert float(angle[below].mean()) == pytest.approx(by_hand, rel=1e-6) == pytest.approx(mean, abs=1e-3)
 
 
 def every_pair(capture, states="key"):
@@ -126,7 +147,7 @@ def test_bounds_are_of_the_table_and_the_window_in_use():
     # 2π/64 = 0.098: pair 2 turns 0.1 rad/token
     assert [pair.kind in BELOW for pair in got] == [False] * 3 + [True] * 5
     assert [pair.kind == "unrotated" for pair in got] == [False] * 4 + [True] * 4
-    assert [math.isinf(pair.angle) for pair in got] == [False] * 4 + [True] * 4
+    assert [math.isnan(pair.angle) for pair in got] == [False] * 4 + [True] * 4
     sliding = capture(model_of("gemma2"), text())
     # The window of 16 tokens: 2π/16 = 0.39 passes pair 1 (0.316) too; the full layer of 64 does not.
     assert [pair.kind in BELOW for pair in first_head(sliding)] == [False] + [True] * 7
@@ -155,6 +176,40 @@ def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk):
         assert key.kind == ("offset feature" if is_one else "partial turn" if is_below else "full turns")
         offsets += is_one
     assert 10 < offsets < len(keys) - 10, "some satisfy the definition, some do not"
+
+
+def test_the_recall_of_the_bounds_is_that_of_a_scan():
+    drawn_phi, arrays = draw()
+    got = capture(planted(*arrays), ids(30, 1))
+    radius = arrays[2].repeat_interleave(GROUPS, 1)
+    table = frequencies.geometric(1e4, 2 * PAIRS).double().tolist()
+    for least in (6.0, 12.0):
+        long = (radius > least).nonzero().tolist()
+        slow = [CONTEXT * table[at[2]] < TAU for at in long]
+        offset = [is_offset(float(drawn_phi[tuple(at)]), table[at[2]], CONTEXT) for at in long]
+        expected = {"radius": least, "outliers": len(long), "below": sum(slow) / len(long)}
+        row = recall([pair for pair in mean_pairs(got) if pair.radius > least], least)
+        assert row == pytest.approx({**expected, "beyond": sum(offset) / len(long)})
+    assert math.isnan(recall([], 99.0)["below"])
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "phi", "glm"])
+def test_contributions_are_products_of_rotated_means(name):
+    """d(p) by rotating mean query and mean key to two positions, features one by one, and D(p) as their whole logit."""
+    layer = capture(model_of(name), text()).layers[1]
+    n, scale = len(layer.inv_freq), layer.attention_scaling**2 * layer.scaling
+    query, key = layer.query.mean[3], layer.key.mean[3 // layer.groups]
+    for distance in (0, 1, 30):
+        turned = []
+        for i, f in enumerate(layer.inv_freq.tolist()):
+            a, b = (2 * i, 2 * i + 1) if layer.query.interleaved else (i, i + n)
+            place = 5
+            q, k = complex(query[a], query[b]), complex(key[a], key[b])
+            q *= complex(math.cos(f * (place + distance)), math.sin(f * (place + distance)))
+            k *= complex(math.cos(f * place), math.sin(f * place))
+            turned.append((q.real * k.real + q.imag * k.imag) * scale)
+        got = contributions(layer, 3, torch.tensor([distance]))[:, 0]
+        assert got.tolist() == pytest.approx(turned, rel=1e-5, abs=1e-7)
 
 
 def test_outliers_are_above_a_multiple_of_the_median_of_all_layers():

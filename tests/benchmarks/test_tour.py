@@ -27,7 +27,7 @@ def digest(content: bytes) -> str:
 
 def make_wheel(folder: Path, name: str, members: dict[str, bytes]):
     """Write a wheel, and return what is known of it."""
-    wheel = checkpoint.Wheel(name=name, version="1.0", sha256="", members=tuple(members))
+    wheel = checkpoint.Wheel(name=name, version="1.0", sha256="")
     info = f"{name.replace('-', '_')}-1.0.dist-info"
     with zipfile.ZipFile(folder / wheel.file, "w") as archive:
         for member, content in members.items():
@@ -35,7 +35,9 @@ def make_wheel(folder: Path, name: str, members: dict[str, bytes]):
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    return dataclasses.replace(wheel, sha256=digest((folder / wheel.file).read_bytes()))
+    (member,) = members
+    holds = {"part": member} if ".gguf" in member else {"beside": (member,)}
+    return dataclasses.replace(wheel, sha256=digest((folder / wheel.file).read_bytes()), **holds)
 
 
 @pytest.fixture(scope="module")

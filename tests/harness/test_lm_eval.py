@@ -707,6 +707,9 @@ def test_errors_are_one_line(shell, capsys, monkeypatch):
     # lm-eval 0.5 raises a KeyError, which may be a fault of a program's own.
     assert "nothing" in failure(shell, capsys, base.replace("rope_passkey", "nothing"), status=1 if SINCE_0_5 else 2)
     assert "nowhere" in failure(shell, capsys, f"{base} --include_path nowhere")
+    if not SINCE_0_5:
+        misspelt = failure(shell, capsys, base.replace("rope_passkey", "rope_paskey"))
+        assert "not found: rope_paskey. Did you mean 'rope_passkey'?" in misspelt
     monkeypatch.setenv("ROPE_PATCH_DEBUG", "1")
     with pytest.raises(ValueError, match="unknown method"):
         shell(f"{base},method=prope")

@@ -209,7 +209,7 @@ def test_attribution_by_hand():
     assert worst_pairs(errors) == (1,)  # squares 2, 10 and 4: pair 1 carries over half
     assert worst_pairs([error(3, [[0, 0, 0], [0, 0, 0.0]])]) == ()
     assert [str(one) for one in (COST, replace(COST, left=None), replace(COST, pairs=(), values=0.5))] == [
-        "layers 1-2, pair 0 (+2.02 % with these in full precision)",
+        "layers 1-2, pair 0 (the whole format +64.9 %, with these in full precision +2.02 %)",
         "layers 1-2, pair 0",
         "values of layers 1-2",
     ]
@@ -308,7 +308,7 @@ def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(che
     _, check = checked
     other = replace(check, rows=check.of("p_rope:p=0.5"), trained_length=56)
     (sentence,) = other.warnings
-    assert sentence.startswith("0% of the passkey prompts of 40 tokens are answered, within the trained length of 56")
+    assert sentence.startswith("0 of 2 passkey prompts of 40 tokens are answered, within the trained length of 56")
     assert "the unpatched model was not measured" in sentence
     assert replace(other, loaded="pi:factor=2").warnings == []
 
@@ -334,6 +334,31 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
         results.append(check.to_json())
     assert results[0] == results[1]
     assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
+
+
+def test_attribution_goes_on_where_it_was_stopped():
+    model, finished, five_passes = small(), {}, 5 * 2 * 56
+    read = []
+
+    def ask(stop=math.inf):
+        def count(stage, tokens):
+            if "attribution" in stage:
+                read.append(tokens)
+                if sum(read) >= stop:
+                    raise KeyboardInterrupt
+
+        read.clear()
+        with listen(count, on_known=lambda tokens: None):
+            return check_cache(model, TOKENIZER, ["int2.token"], resume=finished, **{**ASKED, "confidence": 0.1})
+
+    check = ask()
+    whole = sum(read)
+    assert whole in (7 * 2 * 56, 8 * 2 * 56), "one or two sets of pairs are left exact"
+    finished.clear()
+    with pytest.raises(KeyboardInterrupt):
+        ask(stop=five_passes)
+    assert ask().to_json() == check.to_json()
+    assert sum(read) == whole - five_passes
 
 
 def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
@@ -425,4 +450,6 @@ def test_a_planted_fault_is_named():
     assert (broken.attribution.worst, broken.attribution.pairs) == ((0, 2), (14, 15))
     assert broken.attribution.left < broken.attribution.whole / 2, "without these pairs the others do no harm"
     (sentence,) = check.summary()
-    assert re.search(r"layers 0, 2, pairs 14-15 \([+−]\d\.\d\d % with these in full precision\)", sentence)
+    assert re.search(
+        r"layers 0, 2, pairs 14-15 \(the whole format .*, with these in full precision [+−]\d\.\d\d %\)", sentence
+    )

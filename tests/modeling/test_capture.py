@@ -38,6 +38,7 @@ def direct(states, pairs, interleaved):
     between = {"high": math.pi, "low": -math.pi, "axis": 0}
     return {
         "mean": x.mean(0),
+        "largest": abs(x).max(0),
         "mean_norm": numpy.hypot(a, b).mean(0),
         "circular_deviation": scipy.stats.circstd(angles, **between),
         "radius": numpy.hypot(a.mean(0), b.mean(0)),
@@ -48,7 +49,7 @@ def assert_same(statistics, states, pairs, interleaved):
     """Compare with the direct computation; states may hold the rotating features alone."""
     for name, expected in direct(states, pairs, interleaved).items():
         got = getattr(statistics, name).numpy()
-        if name == "mean":
+        if name in ("mean", "largest"):
             got = got[..., : states.shape[-1]]
         numpy.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=name)
     assert statistics.interleaved is interleaved
@@ -79,6 +80,17 @@ def test_statistics_equal_those_of_stored_states(name, chunk, monkeypatch):
     assert [layer.index for layer in got.layers if layer.keys_of != layer.index] == shared
     if shared:
         assert [layer.keys_of for layer in got.layers] == [0, 1, 0, 1]
+
+
+def test_mean_norms_by_text_are_those_of_the_texts_alone():
+    model, rows = model_of("llama"), ids(20, 3)
+    got = capture(model, rows, texts=[1, 0, 1], chunk=7)
+    for text_number, own in ((0, rows[1:2]), (1, rows[[0, 2]])):
+        alone = capture(model, own)
+        for role in ROLES:
+            norms = [getattr(layer, role).text_norm[:, text_number] for layer in got.layers]
+            expected = [getattr(layer, role).mean_norm for layer in alone.layers]
+            torch.testing.assert_close(norms, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_the_layers_say_of_attention():
@@ -335,7 +347,7 @@ def test_a_capture_survives_its_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         got.to_npz(tmp_path / "missing" / "some.npz")
     numpy.savez(tmp_path / "other.npz", x=numpy.zeros(3))
-    with pytest.raises(ValueError, match="holds no results of schema 2, got schema None"):
+    with pytest.raises(ValueError, match="holds no results of schema 3, got schema None"):
         Capture.from_npz(tmp_path / "other.npz")
 
 

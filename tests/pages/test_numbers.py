@@ -131,17 +131,21 @@ def smollm2_at_32k(method: str) -> list[float]:
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
     ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
-    ("README.md", "3 to 4 % lost up to", lambda: lost("yarn")),
-    ("README.md", "and 6 to 12 % lost", lambda: lost("abf")),
+    ("docs/methods.md", "3 to 4 % lost up to", lambda: lost("yarn")),
+    ("docs/methods.md", "and 6 to 12 % lost", lambda: lost("abf")),
     (
-        "README.md",
+        "docs/methods.md",
         "12.4 in the last half, 42.7 without",
         lambda: [toy(table, 4)["perplexity"]["1024"] for table in ("YaRN", "default")],
     ),
-    ("README.md", "passkeys .91, none without", lambda: passkeys(["YaRN"], 4)),
-    ("README.md", "passkeys .89, with `abf` .60, with `ntk` .02", lambda: passkeys(["YaRN", "ABF", "NTK"], 8)),
-    ("README.md", "passkeys .80, after LoRA .89", lambda: passkeys(["YaRN"], 16) + passkeys(["YaRN"], 16, lora=True)),
-    ("README.md", "with `abf` 0 and .24", lambda: passkeys(["ABF"], 16) + passkeys(["ABF"], 16, lora=True)),
+    ("docs/methods.md", "passkeys .91, none without", lambda: passkeys(["YaRN"], 4)),
+    ("docs/methods.md", "passkeys .89, with `abf` .60, with `ntk` .02", lambda: passkeys(["YaRN", "ABF", "NTK"], 8)),
+    (
+        "docs/methods.md",
+        "passkeys .80, after LoRA .89",
+        lambda: passkeys(["YaRN"], 16) + passkeys(["YaRN"], 16, lora=True),
+    ),
+    ("docs/methods.md", "with `abf` 0 and .24", lambda: passkeys(["ABF"], 16) + passkeys(["ABF"], 16, lora=True)),
     (
         "README.md",
         "127 of the 196 causal language models",
@@ -185,7 +189,7 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: on_scaled("gemma3-linear", "abf:factor=4") + on_scaled("gemma3-proportional", "abf:factor=4"),
     ),
     (
-        "README.md",
+        "docs/methods.md",
         "passkeys .93, .56 without, `pi` .81",
         lambda: [on_scaled("gemma3-linear", one)[2] for one in ("abf:factor=4", "default", "pi:factor=2")],
     ),
@@ -195,7 +199,7 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [rise("smollm2", "0.75", "all"), 30, rise("smollm2", "0.75", "every sixth"), rise("gemma3", "0.625")],
     ),
     (
-        "README.md",
+        "docs/methods.md",
         "52 without a patch (three novels",
         lambda: [gemma("default")],
     ),

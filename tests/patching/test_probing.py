@@ -286,6 +286,7 @@ def test_a_target_is_checked_and_a_factor_left_out_filled_in(monkeypatch):
     assert not warnings
     patch = rope_patch.apply(model, "yarn:factor=4")  # the checkpoint still states 64 tokens
     assert len(warnings) == 1 and "256" in warnings[0] and warnings[0] in str(patch)
+    assert repr(patch) == "<Patch yarn:factor=4>"
 
 
 def test_a_record_is_carried_out_as_it_is(tmp_path):

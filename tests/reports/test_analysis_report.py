@@ -16,6 +16,7 @@ from support.report_pages import Page, accessible, loads_nothing
 from rope_patch import frequencies
 from rope_patch.analysis.analyze import analyze
 from rope_patch.analysis.heads import Heads, LayerHeads
+from rope_patch.analysis.outliers import contributions, mean_pairs
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.single_heads import SingleHead
@@ -38,6 +39,8 @@ def random_statistics(draw, heads, head_dim, pairs):
     return Statistics(
         mean=mean,
         mean_norm=1 + draw(heads, pairs),
+        largest=10 * draw(heads, head_dim),
+        text_norm=1 + draw(heads, 2, pairs),
         circular_deviation=2 * draw(heads, pairs),
         interleaved=False,
     )
@@ -130,6 +133,7 @@ def random_analysis(
         capture=Capture("TinyForCausalLM", 48, 2, "c" * 16, 0, tuple(captured)),
         heads=Heads(tuple(attended)),
         single_heads=(view,),
+        logits={(index, head): (7.0 + index, 9.5) for index in range(layers) for head in (0, 1)},
         p_sweep=points,
         token_texts=WORDS,
         environment={"torch": "2"},
@@ -152,10 +156,10 @@ def test_the_page_is_whole_and_loads_nothing():
     loads_nothing(text)
     accessible(text)
     page = Page(text)
-    assert len(page.all("img")) == 3  # masses, view, norms
+    # Masses, norms by head and by text, every pair, by distance, largest features, view.
+    assert len(page.all("img")) == 7
     words = "".join(page.text)
     assert "Some <b> model" in words and "<b>" not in text
-    assert not re.search(r"figures? \d", words), "the figures of a page have no numbers"
     facts = dict(page.table("What was measured")[1:])
     assert facts["Text"].startswith("a text; SHA-256 abababababababab…")
     assert facts["Rows"] == "2 of 24 tokens, 48 in all"
@@ -166,38 +170,43 @@ def test_the_page_is_whole_and_loads_nothing():
 def test_tokens_are_seen_and_do_no_harm(page):
     rows = page.table("The text of these figures, 24 tokens")[1:]
     token_names = ["<s>", "␣the", r"\n", "$x$", "<script>", "字"]
-    assert rows[0] == ["0", *(token_names * 3)[:16]]
-    assert rows[1][0] == "16"
-    assert token_text(replace(random_analysis(), token_texts={7: "\ufffd"}), 7) == "� (id 7)"
+    assert rows[0] == ["0", "  ".join((token_names * 3)[:8])]
+    assert rows[1][0] == "8"
     assert token_text(replace(random_analysis(), token_texts={7: "a\tb\x00\u202e"}), 7) == r"a\tb\x00\u202e"
     assert token_text(replace(random_analysis(), token_texts={7: ""}), 7) == "(empty)"
 
 
+def test_the_text_of_single_heads_fits_a_page():
+    """1280 pixels leave 1144 for a table; a sign of its font takes 8.4, the space around a cell 25.6."""
+    words = dict(enumerate([" the", " position", "␣understanding", "<0xE5><0xAD>"]))
+    ids = torch.arange(256) % len(words)
+    analysis = random_analysis()
+    shown = replace(analysis, single_heads=(replace(analysis.single_heads[0], token_ids=ids),), token_texts=words)
+    columns = zip(*analysis_tables.tokens(shown).cells, strict=True)
+    assert sum(25.6 + 8.4 * max(len(cell.text) for cell in column) for column in columns) < 1144
+
+
 def test_numbers_of_heads_are_those_of_the_analysis(page):
     analysis = random_analysis()
-    rows = {row[0]: row for row in page.table("Heads and their types")[1:]}
-    assert set(rows) == {"0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "2.0", "2.1", "2.2"}
-    assert rows["0.2"][1] == "first token"
+    rows = {row[0]: row for row in page.table("Positional heads, and heads that do induction")[1:]}
+    assert set(rows) == {"0.0", "0.1", "1.0", "1.1", "2.0", "2.1"}, "heads that rest on the first token are no such"
     layer = analysis.heads.layer(1)
-    assert rows["1.1"][1] == "previous token"
-    masses = [layer.offset_mass[1, 0], layer.offset_mass[1, 1], layer.first_mass[1], layer.sink_mass[1]]
-    assert rows["1.1"][2:7] == [f"{float(mass):.2f}" for mass in [*masses, layer.induction_mass[1]]]
-    assert rows["1.1"][7:] == ["–", f"{float(layer.distance[1]):.1f}", f"{float(layer.entropy[1]):.2f}"]
-    assert page.table("Sinks")[1:] == [["<s>", "first", "3", "2.2", "0.64"]]
+    assert rows["1.1"][1:4] == ["previous token", "1", f"{float(layer.offset_mass[1, 1]):.2f}"]
+    assert rows["1.1"][4:] == [f"{float(layer.induction_mass[1]):.2f}", "–", "8.0 of 9.5"]
+    assert page.table("Sinks")[1:] == [["<s>", "0", "3", "0.64"]]
 
 
 def test_numbers_of_outliers_and_p_are_those_of_the_analysis(page):
     analysis = random_analysis()
-    outliers = analysis.outliers("key")
-    rows = page.table("Outlier pairs of the keys")[1:]
-    assert len(rows) == len(outliers) == 6  # one key head in each of three layers, for two query heads
-    for row, pair in zip(rows, outliers, strict=True):
-        assert row[:2] == [f"{pair.layer}.{pair.head}", "7"]
-        assert row[4:8] == [f"{pair.radius:.2f}", f"{pair.ratio:.1f}", f"{pair.deviation:.2f}", f"{pair.phi:.2f}"]
-        assert row[8] == f"{pair.angle:.2f}"
+    assert len(analysis.outliers("key")) == 6  # one key head in each of three layers, for two query heads
+    rows = page.table("Outliers inside the bounds")[1:]
+    assert [row[:2] for row in rows[:3]] == [["keys", "6.0"], ["keys", "9.0"], ["keys", "12.0"]]
+    assert [row[2] for row in rows[:4]] == ["6", "6", "0", "6"] and rows[2][3:] == ["–", "–"]
+    beyond = sum(pair.phi > pair.angle for pair in analysis.outliers("key"))
+    assert rows[0][3:] == ["1.00", f"{beyond / 6:.2f}"]
     middle, most = page.table("The p sweep")[1:]
-    assert middle == ["0.75", "2 of 8", "21 %", "22 %", "18 %", "1.1 %"]
-    assert most[:2] == ["0.25", "6 of 8"]
+    assert middle == ["0.75", "6 to 7 (all layers)", "21.0 %", "22.0 %", "18.0 %", "1.1 %"]
+    assert most[:2] == ["0.25", "2 to 7 (all layers)"]
 
 
 def test_nothing_found_is_said(figures):
@@ -214,14 +223,15 @@ def test_nothing_found_is_said(figures):
     heads, capture = replace(analysis.heads, layers=tuple(idle)), replace(analysis.capture, layers=tuple(even))
     words = "".join(Page(render(analysis_report.page(replace(analysis, heads=heads, capture=capture)))).text)
     for sentence in (
-        "No head is of a known type.",
+        "0 of 12 heads are positional",
+        "No head is positional or does induction.",
         "No head has a sink",
-        "No pair of a mean key is longer than 5 times",
-        "No pair of a mean query",
+        "No mean key is an outlier",
+        "No mean query is an outlier",
     ):
         assert sentence in words
     assert not NO_NUMBER.search(words)
-    assert len(figures) == 3  # masses, view, norms
+    assert len(figures) == 6, "norms by text need two texts"
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -233,7 +243,7 @@ def test_the_bound_is_drawn_between_its_pairs():
     assert bound_edges(frequencies.geometric(1e4, 128), 4096) == [45.5]  # Llama-2-7B: pairs 46 to 63
     assert bound_edges(torch.cat((torch.zeros(3), phi_1[3:])), 2048) == [2.5, 10.5]  # the fastest are unrotated
     assert bound_edges(phi_1, 1) == bound_edges(torch.ones(4), 64) == []
-    panel = pair_map("norms", torch.rand(2, 16), ["0", "1"], phi_1, 2048)
+    panel = pair_map("norms", torch.rand(2, 16), {0: "0", 1: "1"}, phi_1, 2048)
     figure = heat_maps([[panel]], title="t", xlabel="x", ylabel="y", label="norm")
     (line,) = figure.axes[0].lines
     assert list(line.get_xdata()) == [10.5, 10.5]
@@ -248,7 +258,7 @@ def test_heat_maps_show_their_values_and_clip_few():
     values = torch.ones(10, 50, dtype=torch.float64)
     values[0, 0], values[1, 1] = 100.0, math.nan
     figure = heat_maps(
-        [[Map("a", values, list("0123456789"), {0: "0"}), Map("b", values / 2, list("0123456789"), {0: "0"})]],
+        [[Map("a", values, {9: "9"}, {0: "0"}), Map("b", values / 2, {9: "9"}, {0: "0"})]],
         title="t", xlabel="x", ylabel="y", label="one",
     )  # fmt: skip
     left, right = (axes.images[0] for axes in figure.axes[:2])
@@ -259,7 +269,7 @@ def test_heat_maps_show_their_values_and_clip_few():
     assert right.norm.vmax == pytest.approx(0.5, abs=1e-12)
     assert [axes.get_ylim() for axes in figure.axes[:2]] == [(9.5, -0.5)] * 2  # layer 0 above
     nothing = torch.full((2, 3), math.nan)
-    heat_maps([[Map("", nothing, ["0", "1"], {})]], title="t", xlabel="x", ylabel="y", label="one")
+    heat_maps([[Map("", nothing, {0: "0", 1: "1"}, {})]], title="t", xlabel="x", ylabel="y", label="one")
 
 
 def test_unrotated_pairs_are_named():
@@ -267,7 +277,7 @@ def test_unrotated_pairs_are_named():
     tables = [torch.where(torch.arange(8) < 5, layer.inv_freq, 0.0) for layer in analysis.capture.layers]
     layers = [replace(layer, inv_freq=t) for layer, t in zip(analysis.capture.layers, tables, strict=True)]
     analysis = replace(analysis, capture=replace(analysis.capture, layers=tuple(layers)))
-    assert {row[-1].text for row in analysis_tables.outlier_pairs(analysis, "key").rows} == {"unrotated"}
+    assert {pair.kind for pair in analysis.outliers("key")} == {"unrotated"}
 
 
 def test_a_view_shows_its_head():
@@ -276,9 +286,12 @@ def test_a_view_shows_its_head():
     shown = analysis_figures.single_head(analysis, replace(view, window=6))
     drawn = shown.draw()
     query, key, *_ = [axes.images[0] for axes in drawn.axes if axes.images]
-    numpy.testing.assert_allclose(query.get_array().data, view.query_norms.T)
-    numpy.testing.assert_allclose(key.get_array().data, view.key_norms.T)
+    numpy.testing.assert_allclose(query.get_array().data, view.norms(view.query).T)
+    numpy.testing.assert_allclose(key.get_array().data, view.norms(view.key).T)
     pattern = next(axes.images[0] for axes in drawn.axes if axes.get_title(loc="left") == "Attention")
+    numpy.testing.assert_array_equal(pattern.axes.images[1].get_array(), pattern.get_array()[:, :1])
+    left, right, *_ = pattern.axes.images[1].get_extent()
+    assert right - left > 1.5, "the first key is wider than the others"
     hidden = pattern.get_array().mask
     assert hidden[3, 4] and not hidden[3, 3] and not hidden[10, 5] and hidden[10, 4]
     bars = [axes for axes in drawn.axes if "adds to the logit" in axes.get_title(loc="left")]
@@ -290,6 +303,46 @@ def test_a_view_shows_its_head():
         assert f"{mean:.2f}".replace("-", "−") in shown.caption
 
 
+def test_a_head_that_rests_on_the_first_token_is_shown_beside_the_other_keys():
+    analysis = random_analysis()
+    shown = replace(analysis.single_heads[0], head=2)
+    drawn = analysis_figures.single_head(analysis, shown).draw()
+    bars = [axes for axes in drawn.axes if "adds to the logit" in axes.get_title(loc="left")]
+    assert "the first key" in bars[0].get_title(loc="left") and "the keys after it" in bars[1].get_title(loc="left")
+    for axes, terms in zip(bars, shown.sink_terms(), strict=True):
+        numpy.testing.assert_allclose([bar.get_height() for bar in axes.patches], terms)
+
+
+def test_every_pair_is_a_point_between_both_bounds():
+    analysis = random_analysis()
+    drawn = analysis_figures.outliers(analysis).draw()
+    assert len(drawn.axes) == 6
+    for row, states in enumerate(("query", "key")):
+        left, middle, right = drawn.axes[3 * row : 3 * row + 3]
+        pairs = mean_pairs(analysis.capture, states)
+        for axes, x, y in ((left, "phi", "radius"), (middle, "turns", "phi"), (right, "radius", "deviation")):
+            points = [tuple(at) for collection in axes.collections for at in collection.get_offsets().tolist()]
+            numpy.testing.assert_allclose(sorted(points), sorted((getattr(p, x), getattr(p, y)) for p in pairs))
+        assert [list(line.get_ydata()) for line in middle.lines[:1]] == [[math.pi, 2 * math.pi]]
+        assert list(middle.lines[1].get_xdata()) == [1, 1]
+
+
+def test_the_longest_pairs_are_drawn_over_distance_once_for_a_key_head():
+    analysis = random_analysis(tables=((None, 40, 8),))
+    drawn = analysis_figures.by_distance(analysis).draw()
+    assert len(drawn.axes) == 4 and len({axes.get_title(loc="left") for axes in drawn.axes}) == 4
+    pair = mean_pairs(analysis.capture)[0]
+    layer = analysis.capture.layer(pair.layer)
+    logits = contributions(layer, pair.head, torch.arange(40))
+    every, one, others = drawn.axes[0].lines
+    distances = [int(x) for x in every.get_xdata()] + [40]
+    for name, line in (("one", one), ("every", every)):
+        values = logits[pair.pair] if name == "one" else logits.sum(0)
+        means = [float(values[a:b].mean()) for a, b in itertools.pairwise(distances)]
+        numpy.testing.assert_allclose(line.get_ydata(), means)
+    numpy.testing.assert_allclose(others.get_ydata(), every.get_ydata() - one.get_ydata())
+
+
 def test_layers_of_two_tables_are_apart():
     analysis = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)))
     layer_kinds = kinds(analysis.capture)
@@ -297,11 +350,20 @@ def test_layers_of_two_tables_are_apart():
         ("sliding_attention, 64 tokens", ["0", "2", "4"]),
         ("full_attention, 4096 tokens", ["1", "3"]),
     ]
-    shown = [axes for axes in analysis_figures.norms(analysis).draw().axes if axes.images]
-    assert sorted(axes.images[0].get_array().shape for axes in shown) == [(2, 16)] * 3 + [(3, 8)] * 3
+    shown = [axes for axes in analysis_figures.head_norms(analysis).draw().axes if axes.images]
+    assert sorted(axes.images[0].get_array().shape for axes in shown) == [
+        (4, 16),
+        (4, 16),
+        (6, 8),
+        (6, 8),
+        (8, 16),
+        (12, 8),
+    ]
     queries = next(axes for axes in shown if axes.get_title(loc="left") == "full_attention, 4096 tokens\nqueries")
-    expected = torch.stack([analysis.capture.layer(i).query.mean_norm.mean(0) for i in (1, 3)])
+    expected = torch.cat([analysis.capture.layer(i).query.mean_norm for i in (1, 3)])
     numpy.testing.assert_allclose(queries.images[0].get_array().data, expected)
+    named = dict(zip(queries.get_yticks(), (label.get_text() for label in queries.get_yticklabels()), strict=True))
+    assert named == {0: "1.0", 1: "1.1", 4: "3.0", 5: "3.1"}, "heads 0 and 1 of a layer are positional"
 
 
 # --- real models -----------------------------------------------------------------------------------------------------
@@ -329,7 +391,7 @@ def test_a_real_model_has_a_page(figures, tmp_path, family):
     page_text = "".join(page.text)
     assert "uses its rotary table" in page_text
     assert not NO_NUMBER.search(page_text)
-    (norms,) = (figure for figure in figures if figure.get_suptitle() == "Mean norm of each pair, by layer")
+    (norms,) = (figure for figure in figures if figure.get_suptitle() == "Mean norm of each pair, by head")
     assert len([axes for axes in norms.axes if axes.images]) == (3 if family == "llama" else 6)
     if family == "gemma4":
         widths = {axes.images[0].get_array().shape[1] for axes in norms.axes if axes.images}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 
+import matplotlib.image
 import pytest
 from support.report_pages import Page as Parsed
 from support.report_pages import accessible, loads_nothing
 
 import rope_patch
 from rope_patch.reports.page import Cell, DataTable, Figure, Note, Page, Section, render, short_names, write
-from rope_patch.reports.plots.base import new_figure
+from rope_patch.reports.plots.base import WIDTH, line_styles, new_figure
 
 EVIL = '<script>alert("1")</script>&$x$'
 CELLS = [
@@ -73,7 +74,32 @@ def test_write_is_all_or_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         write(path, a_page("two"))
-    assert path.read_text(encoding="utf-8") == before and list(tmp_path.iterdir()) == [path]
+    assert path.read_text(encoding="utf-8") == before
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "page-figures", path]
+
+
+def test_figures_stand_beside_the_page_as_png_and_those_of_an_earlier_page_go(tmp_path):
+    folder = tmp_path / "page-figures"
+    folder.mkdir()
+    for name in ("01-an-older-figure.png", "mine.png"):
+        (folder / name).write_bytes(b"")
+    write(tmp_path / "page.html", a_page())
+    assert sorted(path.name for path in folder.iterdir()) == ["01-a-figure.png", "mine.png"]
+    height, width, _ = matplotlib.image.imread(folder / "01-a-figure.png").shape
+    assert width == 150 * WIDTH and height > 500
+    write(tmp_path / "empty.html", Page("No figure", []))
+    assert not (tmp_path / "empty-figures").exists()
+
+
+def test_a_method_has_one_colour_whatever_stands_beside_it():
+    few, many = line_styles(["default", "yarn:factor=4"]), line_styles(["mine", "p_rope:p=0.5", "yarn", "default", "x"])
+    assert few["default"] == many["default"] and few["yarn:factor=4"] == many["yarn"]
+    assert len({style["color"] for style in many.values()}) == 5
+    factors = line_styles(["yarn:factor=2", "yarn:factor=4"])
+    assert len({style["color"] for style in factors.values()}) == 1
+    assert len({style["linestyle"] for style in factors.values()}) == 2
+    numbered = line_styles([f"format {i}" for i in range(20)]).values()
+    assert len({(style["color"], style["linestyle"]) for style in numbered}) == 20
 
 
 def luminance(colour: str) -> float:

@@ -57,6 +57,12 @@ def test_the_factor_by_hand():
         assert theory.previous_token_factor(torch.tensor([step], dtype=torch.float64), mass=0.99, length=10) is None
 
 
+@pytest.mark.parametrize("mass", [0.0, 1.0, 99.0])
+def test_a_mass_that_no_factor_gives_is_refused(mass):
+    with pytest.raises(ValueError, match="mass"):
+        theory.previous_token_factor(PLAIN, mass=mass, length=10)
+
+
 @pytest.mark.parametrize("mass", [0.3, 0.99, 0.999999])
 def test_the_factor_reaches_the_mass_and_no_less_does(mass):
     table, length = geometric(5e5, 16), 300

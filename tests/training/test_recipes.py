@@ -105,15 +105,20 @@ def short(split, whole=builtin_text):
 RUNS = ["llama", *(pytest.param(each, marks=pytest.mark.full) for each in ("gemma3", "gemma3 --scaled linear"))]
 
 
+def smoke(arguments, folder):
+    """Run the script for a few steps, and return the figures that it prints."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(corpora, "builtin_text", short)
+        patch.setattr(sys, "argv", [str(SCRIPT), *arguments.split(), "-o", str(folder), "--smoke"])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return json.loads(printed.getvalue())
+
+
 @pytest.fixture(scope="module", params=RUNS)
 def smoked(request, tmp_path_factory):
     """The arguments, the folder and the printed figures of a short run of the script."""
-    shape, folder = request.param, tmp_path_factory.mktemp("smoke") / request.param.split()[0]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(corpora, "builtin_text", short)
-        patch.setattr(sys, "argv", [str(SCRIPT), *shape.split(), "-o", str(folder), "--smoke"])
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    return shape, folder, json.loads(printed.getvalue())
+    folder = tmp_path_factory.mktemp("smoke") / request.param.split()[0]
+    return request.param, folder, smoke(request.param, folder)
 
 
 @pytest.mark.slow
@@ -140,3 +145,15 @@ def test_smoke_run_writes_a_folder_that_loads(smoked):
         assert figures["heldout_perplexity"]["0-1024"] < 100
     else:  # 4 steps teach next to nothing: a little better than 1024 equally likely tokens.
         assert all(100 < value < 1100 for value in figures["heldout_perplexity"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("smoked", ["llama"], indirect=True)
+def test_a_patch_is_in_place_from_the_first_step_on(smoked, tmp_path):
+    plain = json.loads((smoked[1] / "training_log.json").read_text())
+    smoke("llama --patch nope", tmp_path / "nope")
+    patched = json.loads((tmp_path / "nope" / "training_log.json").read_text())
+    assert patched[0]["loss"] != plain[0]["loss"], "of the random weights, which no step has changed"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nope")
+    assert not model.model.rotary_emb.inv_freq.any()
+    assert "llama under nope" in (tmp_path / "nope" / "README.md").read_text()

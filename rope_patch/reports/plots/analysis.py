@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 from torch import Tensor
 
+from rope_patch.analysis.outliers import KINDS, MeanPair
 from rope_patch.frequencies import offset_frequency_bound, wavelength
 from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, plain_axes, wrapped_name
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 BOUND_LABEL = "2π/L"
 COLOUR_QUANTILE = 0.995
 """Quantile of the values at which the colours end, where a few larger values would leave all others dark."""
+FIRST_KEY_WIDTH = 0.03
+"""Width at which the first key is drawn, as a share of that of all keys."""
 PAIR_AXIS = "wavelength of the pair [tokens]\n(number of the pair)"
 
 
@@ -33,25 +36,25 @@ class Map(NamedTuple):
     Attributes:
         name: the title of the panel, which may have two lines.
         values: (rows, columns) the numbers; what is no finite number has no colour.
-        rows: the name of each row.
+        rows: the labels of some rows, by number of the row.
         ticks: the labels of some columns, by number of the column.
         edges: the places of the frequency bound, as numbers of columns.
     """
 
     name: str
     values: Tensor
-    rows: Sequence[str]
+    rows: Mapping[int, str]
     ticks: Mapping[int, str]
     edges: Sequence[float] = ()
 
 
-def pair_map(name: str, values: Tensor, rows: Sequence[str], inv_freq: Tensor, context: int) -> Map:
+def pair_map(name: str, values: Tensor, rows: Mapping[int, str], inv_freq: Tensor, context: int) -> Map:
     """Return a panel over pairs.
 
     Args:
         name: the title of the panel.
         values: (rows, pairs) the numbers.
-        rows: the name of each row.
+        rows: the labels of some rows, by number of the row.
         inv_freq: (pairs,) the table [rad/token].
         context: the greatest distance that the frequency bound considers [tokens].
     """
@@ -79,7 +82,7 @@ def heat_maps(
     """
     from matplotlib.figure import Figure
 
-    heights = [min(3.4, max(0.85, 0.15 * max(len(panel.rows) for panel in line))) for line in grid]
+    heights = [min(3.4, max(0.85, 0.15 * max(len(panel.values) for panel in line))) for line in grid]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(grid) + 1.3), layout="constrained")
     axes = figure.subplots(len(grid), len(grid[0]), squeeze=False, height_ratios=heights)
     for i, column in enumerate(zip(*grid, strict=True)):
@@ -98,7 +101,7 @@ def heat_maps(
 def head_view(
     norms: Mapping[str, Tensor],
     pattern: Tensor,
-    terms: Mapping[int, Tensor],
+    terms: Mapping[str, Tensor],
     inv_freq: Tensor,
     *,
     context: int,
@@ -112,7 +115,7 @@ def head_view(
     Args:
         norms: the norms of the pairs (tokens, pairs), of ``"queries"`` and of ``"keys"``.
         pattern: (queries, keys) attention weights.
-        terms: (pairs,) what each pair adds to the mean logit at a distance, for two distances [tokens].
+        terms: (pairs,) what each pair adds to the mean logit with a key, by the name of the key, for two of them.
         inv_freq: (pairs,) the table [rad/token].
         context: the greatest distance that the frequency bound considers [tokens].
         window: the number of tokens that a query sees; None for all [tokens].
@@ -120,7 +123,7 @@ def head_view(
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     spec = figure.add_gridspec(3, 2, width_ratios=(1.25, 1), height_ratios=(1, 1, 0.95))
     ticks = pair_ticks(inv_freq)
     for row, (name, values) in enumerate(norms.items()):
@@ -138,25 +141,99 @@ def head_view(
         add_bar(figure, image, [axes], "norm", extend, vertical=True)
     _draw_pattern(figure, figure.add_subplot(spec[:2, 1]), pattern, window)
     first: Axes | None = None
-    for column, (distance, values) in enumerate(terms.items()):
+    for column, (key, values) in enumerate(terms.items()):
         axes = figure.add_subplot(spec[2, column], sharey=first)
         axes.bar(range(len(values)), values.numpy(), width=0.85, color=COLORS[0])
         axes.axhline(0, color="0.4", linewidth=0.8)
-        plain_axes(axes)
+        _plain(axes, f"What each pair adds to the logit with {key}", pad=12)
         axes.set_xticks(list(ticks), list(ticks.values()))
-        axes.tick_params(labelsize=8)
         axes.set_xlim(-0.6, len(inv_freq) - 0.4)
         for edge in bound_edges(inv_freq, context):
             axes.axvline(edge, color="0.25", linewidth=1, linestyle="--")
             _name_bound(axes, edge)
-        which = {0: "its own key", 1: "the previous key"}.get(distance, f"the key {distance} back")
-        axes.set_title(f"What each pair adds to the logit with {which}", loc="left", fontsize=9, pad=12)
         axes.set_xlabel(PAIR_AXIS, fontsize=9)
         if first is None:
             axes.set_ylabel("logit", fontsize=9)
             first = axes
     add_title(figure, title)
     return figure
+
+
+def outliers(points: Mapping[str, Sequence[MeanPair]], *, title: str) -> Figure:
+    """Draw every pair of the mean queries and keys by radius, angle, turns and circular deviation.
+
+    *Source*: Jonasson, arXiv:2503.01832, figures 2, 8 and 11. In the middle both bounds are lines.
+
+    Args:
+        points: the pairs of the ``"query"`` and of the ``"key"`` states, the longest first.
+        title: the title of the figure.
+    """
+    from matplotlib.figure import Figure
+
+    labels = {
+        "phi": "angle from query to key [rad]",
+        "radius": "length of the mean",
+        "turns": "turns within the context",
+        "deviation": "circular deviation [rad]",
+    }
+    figure = Figure(figsize=(WIDTH, 6.2), layout="constrained", dpi=160)
+    for row, (role, pairs) in zip(figure.subplots(2, 3), points.items(), strict=True):
+        for axes, x, y in zip(row, ("phi", "turns", "radius"), ("radius", "phi", "deviation"), strict=True):
+            for kind, color in zip(KINDS, ("0.6", COLORS[0], COLORS[1], COLORS[2]), strict=True):
+                shown = [pair for pair in pairs if pair.kind == kind]
+                if shown:
+                    axes.scatter(
+                        [getattr(pair, x) for pair in shown],
+                        [getattr(pair, y) for pair in shown],
+                        [2 + 25 * pair.radius / pairs[0].radius for pair in shown],
+                        label=kind,
+                        color=color,
+                        alpha=0.3,
+                        linewidths=0,
+                        # Many points would make a large file as shapes.
+                        rasterized=True,
+                    )
+            axes.set(xlabel=labels[x], ylabel=labels[y])
+            _plain(axes, f"mean {role}")
+        row[0].axvline(math.pi, color="0.2", linewidth=1, linestyle="--")
+        row[1].plot([0, 1], [math.pi, 2 * math.pi], color="0.2", linewidth=1, linestyle="--")
+        row[1].axvline(1, color="0.2", linewidth=1, linestyle=":")
+        row[1].set_xlim(-0.05, 1.5)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=4, markerscale=3, frameon=False)
+    add_title(figure, title)
+    return figure
+
+
+def by_distance(panels: Sequence[tuple[str, Tensor, Tensor, Tensor]], *, title: str) -> Figure:
+    """Draw what one pair adds to the mean logit of a head by distance, beside all pairs and all others.
+
+    *Source*: Jonasson, arXiv:2503.01832, figures 5, 6 and 10.
+
+    Args:
+        panels: of each pair its name, distances from 1 on [tokens], what it adds there, and what all pairs add.
+        title: the title of the figure.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    for axes, (name, distances, one, every) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        axes.plot(distances, every, color="black", label="all pairs, D(p)")
+        axes.plot(distances, one, color=COLORS[1], label="the pair, d(p)")
+        axes.plot(distances, every - one, color=COLORS[0], label="the others")
+        axes.set(xscale="log", xlabel="distance [tokens]")
+        _plain(axes, name)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+    figure.supylabel("logit", fontsize=9)
+    add_title(figure, title)
+    return figure
+
+
+def _plain(axes: Axes, title: str, pad: float = 6) -> None:
+    axes.set_title(title, loc="left", fontsize=9, pad=pad)
+    axes.tick_params(labelsize=8)
+    plain_axes(axes)
 
 
 def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | None) -> None:
@@ -168,7 +245,12 @@ def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | Non
         hidden |= numpy.tril(numpy.ones_like(hidden), -window)
     shown = numpy.ma.masked_array(pattern.numpy(), mask=hidden)
     # Most weights are small, and the square root spreads them over the colours.
-    image = axes.imshow(shown, cmap=_colors(), norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="none")
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    image = axes.imshow(shown, cmap=_colors(), norm=norm, interpolation="none")
+    # The first key, on which many heads rest, would be a line as wide as a pixel at the very edge.
+    left, right = -1 - FIRST_KEY_WIDTH * len(shown), len(shown) - 0.5
+    axes.imshow(shown[:, :1], cmap=_colors(), norm=norm, interpolation="none", extent=(left, 0.5, right, -0.5))
+    axes.set_xlim(left, right)
     axes.set_title("Attention", loc="left", fontsize=9)
     axes.set_xlabel("position of the key [tokens]", fontsize=9)
     axes.set_ylabel("of the query [tokens]", fontsize=9)
@@ -216,8 +298,7 @@ def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
     name = "\n".join(wrapped_name(line, 80) for line in panel.name.split("\n"))
     axes.set_title(name, loc="left", fontsize=9, pad=12 if panel.edges else 4)
     axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
-    rows = spread(len(panel.rows), 9)
-    axes.set_yticks(rows, [panel.rows[row] for row in rows])
+    axes.set_yticks(list(panel.rows), list(panel.rows.values()))
     axes.tick_params(labelsize=8)
     for edge in panel.edges:
         _outlined(axes.axvline(edge, color="white", linewidth=1.1))
@@ -288,12 +369,13 @@ def add_bar(
     return bar
 
 
-def spread(count: int, most: int) -> list[int]:
-    """Return indices from 0 at an even step that people count in, no more than ``most``.
+def few(names: Sequence[str]) -> dict[int, str]:
+    """Return some names by their number, at an even step that people count in.
 
-    >>> spread(6, 9), spread(32, 9), spread(80, 9)
-    ([0, 1, 2, 3, 4, 5], [0, 4, 8, 12, 16, 20, 24, 28], [0, 10, 20, 30, 40, 50, 60, 70])
+    >>> list(few(["a"] * 6)), list(few(["a"] * 30))
+    ([0, 1, 2, 3, 4, 5], [0, 4, 8, 12, 16, 20, 24, 28])
     """
-    steps = (size * ten for ten in (1, 10, 100, 1000) for size in (1, 2, 4, 5, 8))
-    step = next((step for step in steps if -(-count // step) <= most), count)
-    return list(range(0, count, step))
+    from matplotlib.ticker import MaxNLocator
+
+    places = MaxNLocator(9, integer=True).tick_values(0, len(names) - 1)
+    return {int(place): names[int(place)] for place in places if place in range(len(names))}

@@ -7,8 +7,10 @@ Needs matplotlib (``pip install "rope_patch[plots]"``).
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,9 @@ WIDTH = 10.0
 """Width of every figure [inches]."""
 # Okabe & Ito's colours, which colour-blind readers can distinguish; without their yellow, which is too pale for a line.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+METHOD_COLORS = dict(zip(("yarn", "p_rope", "abf", "pi", "mrrope", "ntk", "default"), COLORS, strict=True))
+"""The colour of each common method, the same in all figures; other methods get what is left."""
+DASHES = ("-", "--", ":")
 
 Curves = Mapping[str, tuple[Any, Any]]
 """The x and y of each line, of equal length, by its name."""
@@ -222,12 +227,20 @@ def signed_percent(axis: Any) -> None:
 
 
 def line_styles(names: Sequence[str] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a distinct line for each name: all colours, then the same ones dashed, then dotted."""
-    size = len(COLORS)
-    return {
-        name: {"color": COLORS[i % size], "linestyle": ("-", "--", ":")[i // size % 3], "linewidth": 1.5}
-        for i, name in enumerate(names)
-    }
+    """Return a distinct line for each name: methods in their own colours, all others in those that are left.
+
+    Where a colour comes again, such as for one method with two factors, the line is dashed, then dotted.
+    """
+    methods = {name: re.split(r"\W", name)[0] for name in names}
+    taken = {METHOD_COLORS[method] for method in methods.values() if method in METHOD_COLORS}
+    others = itertools.cycle([color for color in COLORS if color not in taken] or COLORS)
+    used: Counter[str] = Counter()
+    styles = {}
+    for name, method in methods.items():
+        color = METHOD_COLORS.get(method) or next(others)
+        styles[name] = {"color": color, "linestyle": DASHES[used[color] % len(DASHES)], "linewidth": 1.5}
+        used[color] += 1
+    return styles
 
 
 def add_legend(axes: Axes, title: str) -> None:
