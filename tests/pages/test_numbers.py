@@ -128,8 +128,25 @@ def smollm2_at_32k(method: str) -> list[float]:
     return [column["values"][step["methods"].index(method)] for column in columns]
 
 
+def pretrained(method: str) -> list[float]:
+    """Return the perplexities and the shares of passkeys of a model that was trained under a method with seed 0."""
+    run = row(result("pretrain_methods")["runs"], method=method, seed=0)
+    return [*run["heldout_perplexity"].values(), *run["passkey"].values()]
+
+
+def less_than_plain(method: str, span: int) -> float:
+    """Return by how much a method reads better than plain RoPE at a range of positions, trained with seed 0 [%]."""
+    return 100 * (1 - pretrained(method)[span] / pretrained("default")[span])
+
+
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
+    ("docs/methods/p_rope.md", "| 21.5 | 22.7 | 42.9 | .32, .03, .00 |", lambda: pretrained("default")),
+    ("docs/methods/p_rope.md", "| 20.8 | 21.9 | 42.9 | .74, .34, .00 |", lambda: pretrained("p_rope:p=0.75")),
+    ("docs/methods/p_rope.md", "| 21.0 | 24.4 | 27.4 | .76, .21, .06 |", lambda: pretrained("p_rope:p=0.5")),
+    ("docs/methods/p_rope.md", "reads 3.5 % better", lambda: [less_than_plain("p_rope:p=0.75", 0)]),
+    ("docs/methods/p_rope.md", "reads 36 % better", lambda: [less_than_plain("p_rope:p=0.5", 2)]),
+    ("docs/methods/p_rope.md", "reads 7.5 % worse", lambda: [-less_than_plain("p_rope:p=0.5", 1)]),
     ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
     ("docs/methods.md", "3 to 4 % lost up to", lambda: lost("yarn")),
     ("docs/methods.md", "and 6 to 12 % lost", lambda: lost("abf")),
