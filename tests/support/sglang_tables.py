@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 Tables = dict[str, Tensor]
-ABSENT = ("torchvision", "torchaudio", "cv2", "sgl_kernel", "flashinfer", "torchcodec", "decord", "decord2")
+ABSENT = ("vllm", "torchvision", "torchaudio", "cv2", "sgl_kernel", "flashinfer", "torchcodec", "decord", "decord2")
 ABSENT = tuple(name for name in ABSENT if importlib.util.find_spec(name) is None)
 
 
@@ -185,7 +185,7 @@ def looked_up(rotary: Any) -> Tensor:
 
 def main(folder: Path) -> None:
     """Do all jobs."""
-    import transformers.image_utils  # noqa: F401  it asks for torchvision in its own way
+    from transformers import AutoProcessor, CLIPVisionModel  # noqa: F401  they ask for torchvision in their own way
 
     sys.meta_path.append(Finder())
     from sglang.srt.models.registry import ModelRegistry
