@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
-ENGINES := $(VENV)/.engines
+ENGINES := $(addprefix $(VENV)/engines/,transformers-4 mlx llama.cpp vllm sglang)
 SITE := $(VENV)/.site
 RELEASE := $(VENV)/.release
 # A process per core, up to four: each holds torch and small models, and computes on one thread.
@@ -57,8 +57,8 @@ test: $(DEV) ## the tests, without those that take minutes
 test-full: $(DEV) ## the tests, with those that take minutes
 	$(BIN)/python -m pytest $(PARALLEL) -m "not engines" --durations=20
 
-test-engines: $(ENGINES) ## what is exported, run in llama.cpp itself; builds it first, in 4 to 10 minutes
-	$(BIN)/python -m pytest -m engines --durations=20
+test-engines: $(DEV) $(ENGINES) ## transformers 4, vLLM, MLX and llama.cpp read our folders; builds them first, about 15 minutes
+	$(BIN)/python -m pytest -m engines --durations=20 $(TESTS)
 
 check: $(DEV) ## style, format, types, and whether what docs/commands.py writes is current
 	$(BIN)/ruff check
@@ -91,8 +91,12 @@ $(DEV): pyproject.toml constraints.txt
 	$(if $(WITH),$(PIP) "$(WITH)")
 	@touch $@ $(RUNTIME)
 
-$(ENGINES): $(DEV)
-	$(INSTALL) -e ".[dev,engines]"
+# Each engine in an environment of its own, outside the package's.
+$(VENV)/engines/%: tests/engines/environments/%.txt
+	rm -rf $@
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install -q --disable-pip-version-check -r $<
+	$(if $(filter %/sglang,$@),$@/bin/python -m pip install -q --disable-pip-version-check --no-deps sglang==0.5.23)
 	@touch $@
 
 $(SITE): $(RUNTIME)

@@ -52,7 +52,9 @@ def _check(row: ProgramReading, own: Built | None) -> Check:
     # A difference that would be printed as 0.00 % is left out.
     off = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"
     problem = f"it computes another table: attention factor {built.attention_scaling:.6g}, context {built.context}{off}"
-    if own is not None and built.equals(own):
+    if row.moved:
+        problem = row.moved
+    elif own is not None and built.equals(own):
         context = min(built.context, built.positions or built.context)
         problem = f"it computes the same table, for a context of {context} tokens and not of {own.context}"
     return replace(check, state=DIFFERS, found=problem, meaning=reasons, fix=fix)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import copy
 import shlex
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from rope_patch.checkpoints.source_files import auto_class, config_json, load_config, naming_checkpoint
 from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
+from rope_patch.engines.export_gguf import PATTERNED, one_table
 from rope_patch.engines.folders import exported_config, read_tables
-from rope_patch.engines.program_contexts import kind_of
-from rope_patch.engines.tables_by_program import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
+from rope_patch.engines.stated_config import SLIDING, StatedConfig
+from rope_patch.engines.tables_by_program import PROGRAMS, Reading, reading_of
 from rope_patch.engines.verified_versions import check_version
-from rope_patch.gguf.table import LAYERED, graph_of, read_gguf, scaling_keys
+from rope_patch.gguf.table import graph_of, read_gguf, scaling_keys
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.verify import Inspection, inspect_model
@@ -41,7 +42,6 @@ class ProgramReading:
     Attributes:
         program: the program, a key of ``PROGRAMS`` or ``OURS``.
         layer_type: the type of the layers; None if all layers share a table.
-        layers: the indices of these layers, from 0.
         verdict: the verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (the program fails) or ``"unverified"``;
             ``"reference"`` for transformers 5, if it can run the model, and for llama.cpp on a GGUF file.
         built: the table that the program builds; None if it refuses or is unverified.
@@ -49,16 +49,17 @@ class ProgramReading:
             if only one of them rotates a pair. None if the numbers of pairs differ, or there is no table.
         reasons: sentences on the reasons of the difference.
         fix: the command that removes the difference, or the reason why there is none; None if nothing needs to be done.
+        moved: a sentence on layers that use another table or window than in transformers 5; empty if none does.
     """
 
     program: str
     layer_type: str | None
-    layers: tuple[int, ...]
     verdict: str
     built: Built | None = None
     difference: float | None = None
     reasons: tuple[str, ...] = ()
     fix: str | None = None
+    moved: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,13 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison
         complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
         tables={table.layer_type: table for table in inspection.tables},
     )
-    layers = _layers(text, stated.tables)
-    rows = _own_rows(inspection, layers)
+    rows = _own_rows(inspection)
     if (reason := _failure(model, stated)) is not None:
         rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
     for name in programs:
         reading = reading_of(name, stated)
-        rows += _rows(name, reading, stated.tables, layers, partial(_fix, source, name, model, stated))
-    notes = (*_about_truncate(stated), *inspection.warnings)
-    return ProgramComparison(tuple(rows), notes)
+        rows += _rows(name, reading, stated, partial(_fix, source, name, model, stated))
+    return ProgramComparison(tuple(rows), inspection.warnings)
 
 
 _SHARE_FIX = (
@@ -146,17 +145,8 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
     return None
 
 
-def _layers(config: PreTrainedConfig, kinds: Iterable[str | None]) -> dict[str | None, tuple[int, ...]]:
-    """Return the indices of the layers of each table; ``kinds`` are the layer types that have one."""
-    types = getattr(config, "layer_types", None) or [None] * int(config.num_hidden_layers)
-    return {kind: tuple(i for i, each in enumerate(types) if kind in (None, each)) for kind in kinds}
-
-
-def _own_rows(found: Inspection, layers: Mapping[str | None, tuple[int, ...]]) -> list[ProgramReading]:
-    return [
-        ProgramReading(OURS, table.layer_type, layers[table.layer_type], REFERENCE, _built(table), 0.0)
-        for table in found.tables
-    ]
+def _own_rows(found: Inspection) -> list[ProgramReading]:
+    return [ProgramReading(OURS, table.layer_type, REFERENCE, _built(table), 0.0) for table in found.tables]
 
 
 def _built(table: RotaryTable) -> Built:
@@ -166,8 +156,7 @@ def _built(table: RotaryTable) -> Built:
 def _rows(
     program: str,
     reading: Reading,
-    tables: Mapping[str | None, RotaryTable],
-    layers: Mapping[str | None, tuple[int, ...]],
+    stated: StatedConfig,
     fix: Callable[[], str],
 ) -> list[ProgramReading]:
     if (reason := reading.refused or reading.unverified) is not None:
@@ -176,32 +165,34 @@ def _rows(
         if reading.refused:
             verdict = REFUSES
             needed = fix()
-        return [ProgramReading(program, kind, layers[kind], verdict, reasons=(reason,), fix=needed) for kind in tables]
+        return [ProgramReading(program, kind, verdict, reasons=(reason,), fix=needed) for kind in stated.tables]
     needed = ""
-    if not all(built.is_table(tables[kind]) for kind, built in reading.tables.items()):
+    if not reading.agrees(stated):
         needed = fix()
-    return [_row(program, built, tables[kind], layers[kind], needed) for kind, built in reading.tables.items()]
+    rows = []
+    for kind, table in stated.tables.items():
+        pairs = enumerate(zip(stated.layers, reading.layers, strict=True))
+        moved = {i: (own, there) for i, (own, there) in pairs if own.kind == kind and own != there}
+        if not moved:
+            rows.append(_row(program, reading.tables[kind], table, needed))
+            continue
+        # The layers of one type are of two types in a program at most, of which one is the same.
+        own, there = next(iter(moved.values()))
+        row = _row(program, reading.tables[there.kind], table, needed)
+        sentence = f"it runs layers {', '.join(map(str, moved))} as {there}, not as {own}"
+        rows.append(replace(row, verdict=DIFFERS, moved=sentence, reasons=(reading.moved, *row.reasons), fix=needed))
+    return rows
 
 
-def _row(program: str, built: Built, table: RotaryTable, layers: tuple[int, ...], fix: str) -> ProgramReading:
+def _row(program: str, built: Built, table: RotaryTable, fix: str) -> ProgramReading:
     difference = relative_difference(built.inv_freq, table.inv_freq)
     if built.is_table(table):
-        return ProgramReading(program, table.layer_type, layers, AGREES, built, difference)
+        return ProgramReading(program, table.layer_type, AGREES, built, difference)
     reasons = built.reasons or (OTHER_KEYS,)
     if difference is None:
         pairs = f"it rotates {len(built.inv_freq)} pairs of features, and transformers 5 {table.pairs}"
         reasons = (pairs, *built.reasons)
-    return ProgramReading(program, table.layer_type, layers, DIFFERS, built, difference, reasons, fix)
-
-
-def _about_truncate(stated: StatedConfig) -> list[str]:
-    """Return sentences on a key of YaRN that transformers 5 does not find in the parameters of a layer type."""
-    every = {kind: stated.parameters(kind) for kind in stated.tables if kind is not None}
-    return [
-        f"transformers 5 ignores truncate=false in the parameters of {kind}; other programs may obey it"
-        for kind, parameters in every.items()
-        if kind_of(parameters) == "yarn" and parameters.get("truncate") is False
-    ]
+    return ProgramReading(program, table.layer_type, DIFFERS, built, difference, reasons, fix)
 
 
 _EXPORTS = {"transformers-4": "hf", "mlx": "hf"}
@@ -215,7 +206,7 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
     """
     source = shlex.quote(str(source))
     if program == "llama.cpp":
-        return _llama_cpp_fix(source, stated)
+        return _llama_cpp_fix(source, model, stated)
     to = _EXPORTS.get(program, program)
     try:
         tables = read_tables(model)
@@ -226,20 +217,20 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
         return f"none: {error}"
     text = written.get_text_config(decoder=True).to_dict()
     reading = reading_of(program, replace(stated, raw=text_part(config), complete=text))
-    if reading.tables and all(built.is_table(stated.tables[kind]) for kind, built in reading.tables.items()):
+    if reading.agrees(stated):
         return f"rope-patch export {source} --to {to} -o FOLDER"
-    return f"none: {reading.refused or 'it computes another table of what rope-patch export writes, too'}"
+    reason = reading.refused or reading.moved or "it computes another table of what rope-patch export writes, too"
+    return f"none: {reason}"
 
 
-def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
-    sliding = stated.tables.get(SLIDING)
+def _llama_cpp_fix(source: str, model: Any, stated: StatedConfig) -> str:
     try:
         graph = graph_of(stated.model_type)
-        scaling_keys(next(table for kind, table in stated.tables.items() if kind != SLIDING), graph)
+        scaling_keys(one_table(model, graph), graph)
     except ValueError as error:
         return f"none: {error}"
-    if sliding is not None and not (graph.architecture in LAYERED and sliding.is_geometric):
-        return "none: llama.cpp has no keys for such a table of its sliding layers"
+    if graph.architecture not in (*PATTERNED, "gemma4") and any(layer.window is not None for layer in stated.layers):
+        return f"none: llama.cpp knows no sliding window on {stated.model_type}"
     return f"rope-patch export {source} --to gguf --converter PATH -o FILE.gguf"
 
 
@@ -257,25 +248,25 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
         model = AutoModelForCausalLM.from_config(load_config(source))
     plain = inspect_model(model)
     tables = {table.layer_type: table for table in plain.tables}
-    layers = _layers(locate(model).config, tables)
     rows = []
-    for own in _own_rows(plain, layers):
+    for own in _own_rows(plain):
         if own.layer_type == SLIDING and len(found.tables) > 1:
-            row = _row("llama.cpp", _built(found.tables[1]), tables[SLIDING], own.layers, _SLIDING_FIX)
+            row = _row("llama.cpp", _built(found.tables[1]), tables[SLIDING], _SLIDING_FIX)
             if row.verdict != AGREES:
                 row = replace(row, reasons=(_SCALED_TOO,))
             rows += [own, row]
             continue
         in_file = replace(found.tables[0], layer_type=own.layer_type)
         rows.append(replace(own, program="llama.cpp", built=_built(in_file)))
-        row = _row(OURS, _built(tables[own.layer_type]), in_file, own.layers, f"rope_patch.load({str(source)!r})")
+        row = _row(OURS, _built(tables[own.layer_type]), in_file, f"rope_patch.load({str(source)!r})")
         if row.verdict != AGREES:
             row = replace(row, reasons=(_BASE_ALONE,))
         rows.append(row)
     for name in programs:
         if name == "llama.cpp":
             continue
-        rows += _rows(name, Reading(unverified="what it reads of a GGUF file was not compared"), tables, layers, str)
+        reason = "what it reads of a GGUF file was not compared"
+        rows += [ProgramReading(name, kind, UNVERIFIED, reasons=(reason,)) for kind in tables]
     return ProgramComparison(tuple(rows), found.warnings)
 
 

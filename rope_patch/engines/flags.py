@@ -23,16 +23,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_patch import frequencies
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json
-from rope_patch.engines.dialect_tables import SHARE
+from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, build
 from rope_patch.engines.encodings import config_keys, with_context
 from rope_patch.engines.folders import read_tables
-from rope_patch.engines.program_contexts import other_contexts
-from rope_patch.engines.tables_by_program import PROGRAMS, StatedConfig, reading_of
+from rope_patch.engines.program_contexts import kind_of, other_contexts
+from rope_patch.engines.stated_config import StatedConfig
+from rope_patch.engines.tables_by_program import PROGRAMS, reading_of
 from rope_patch.engines.verified_versions import UNVERIFIED, check_version
-from rope_patch.gguf.table import graph_of, read_gguf, scaling_keys
+from rope_patch.gguf.table import graph_of, read_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
@@ -94,11 +94,10 @@ class PatchedCheckpoint:
         """The context that the method reaches [tokens]."""
         return self.tables[0].max_position_embeddings
 
-    def settings(self, *, everywhere: bool) -> dict[str, Any]:
-        """Return the keys of a config that state the tables, for transformers or for engines, too."""
-        keys = config_keys(locate(self.model), self.tables, everywhere=everywhere)
-        if everywhere:
-            keys |= dict.fromkeys(other_contexts(self.stated.complete), self.context)
+    def settings(self) -> dict[str, Any]:
+        """Return the keys of a config that state the tables, for transformers and for engines."""
+        keys = config_keys(locate(self.model), self.tables, everywhere=True)
+        keys |= dict.fromkeys(other_contexts(self.stated.complete), self.context)
         return {key: value for key, value in keys.items() if value is not None}
 
     @property
@@ -125,15 +124,16 @@ class PatchedCheckpoint:
         name = f"{PROGRAMS[program].name} {PROGRAMS[program].version}"
         if reading.refused is not None:
             raise ValueError(f"{name} cannot run {self.stated.model_type}: {reading.refused}")
-        for kind, built in reading.tables.items():
-            if not built.is_table(self.stated.tables[kind]):
-                raise ValueError(f"{name} would compute another table: {'; '.join(built.reasons)}")
         if reading.unverified is not None:
             return f"{UNVERIFIED}: {reading.unverified}"
-        compared = f"{name}: what it makes of these keys was compared with its code (benchmarks/reading_rules.py)"
+        if not reading.agrees(self.stated):
+            reasons = [reason for built in reading.tables.values() for reason in built.reasons]
+            raise ValueError(f"{name} would compute another table: {'; '.join([reading.moved, *reasons])}")
+        if ran := PROGRAMS[program].ran:
+            name = f"{PROGRAMS[program].name} {ran}, which was run with such options (make test-engines)"
         if self.multimodal:
-            return f"{compared}; how they get into text_config was read in its source"
-        return compared
+            return f"{name}; how they get into text_config was read in its source"
+        return name
 
 
 def checkpoint_under(
@@ -203,7 +203,7 @@ def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
 
 
 def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
-    settings = checkpoint.settings(everywhere=True)
+    settings = checkpoint.settings()
     before = checkpoint.stated.complete["rope_parameters"]
     parameters = settings["rope_parameters"]
     if checkpoint.multimodal:  # what it finds in text_config is merged into the old dictionaries
@@ -228,7 +228,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
-    stated, settings = checkpoint.stated, checkpoint.settings(everywhere=True)
+    stated, settings = checkpoint.stated, checkpoint.settings()
     parameters = settings["rope_parameters"]
     if not checkpoint.multimodal:  # of a multimodal checkpoint, they take the place of the old
         check_version("sglang", stated.model_type, checkpoint.tables)
@@ -258,28 +258,28 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
         raise ValueError(
             f"{checkpoint.source} holds factors or a scaling of its own, and the options would come on top of them"
         )
-    encoded = dict(table.rope_parameters or {})
-    kind = "custom"
-    if encoded:
-        kind = str(encoded.get("rope_type", "default"))
-    options: dict[str, Any] = {"--rope-freq-base": table.rope_theta}
-    if kind == "linear":
-        options |= {"--rope-scaling": "linear", "--rope-scale": encoded["factor"]}
-    elif kind == "yarn":
-        options |= {"--rope-scaling": "yarn", "--rope-scale": encoded["factor"]}
+    encoded = {"rope_type": "custom", **(table.rope_parameters or {}), "rope_theta": table.rope_theta}
+    # What llama.cpp computes from its options; of those in a file it reads no beta_fast and beta_slow.
+    dialect = replace(DIALECTS["llama.cpp"], obeys_betas=True, ignored=frozenset())
+    try:
+        expressed = build(encoded, table.rotary_dim, checkpoint.context, dialect).equals(table)
+    except RefusesError:
+        expressed = False
+    if not expressed:
+        raise ValueError(
+            f"llama.cpp's options cannot express this table ({table.rope_type}): they know a base, linear scaling and "
+            "YaRN with a factor on cos and sin of its own. What the model's graph can compute, "
+            "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes into a file"
+        )
+    kind = kind_of(encoded)
+    options: dict[str, Any] = {"--rope-freq-base": table.rope_theta, "--rope-scaling": "none"}
+    if kind != "default":
+        options |= {"--rope-scaling": kind, "--rope-scale": encoded["factor"]}
+    if kind == "yarn":
         options |= {"--yarn-orig-ctx": encoded["original_max_position_embeddings"]}
         for key in ("beta_fast", "beta_slow"):
             if key in encoded:
                 options[f"--yarn-{key.replace('_', '-')}"] = encoded[key]
-    elif kind == "default":
-        options |= {"--rope-scaling": "none"}
-    # The options are read back as llama.cpp reads them: those that do not give the very table are not printed.
-    rebuilt = _by_options(options, table)
-    if rebuilt is None:
-        raise ValueError(
-            f"llama.cpp's options cannot express this table ({table.rope_type}): they know a base, linear scaling and "
-            f"YaRN with a factor on cos and sin of its own. {_in_a_file(checkpoint.stated.model_type, table)}"
-        )
     options |= {"--ctx-size": checkpoint.context}
     # The server gives a prompt no more than the context that the file states.
     if checkpoint.context > checkpoint.stated.complete["max_position_embeddings"]:
@@ -295,42 +295,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     notes: tuple[str, ...] = ()
     if not is_gguf(checkpoint.source):
         notes = ("use them with a GGUF file of this checkpoint that holds no rotary factors and no scaling",)
-    return Flags("llama.cpp", tuple(lines), options, (rebuilt,), shown, notes)
-
-
-def _in_a_file(model_type: str, table: RotaryTable) -> str:
-    """Return how a GGUF file can hold a table that no option expresses, or that it cannot."""
-    try:
-        scaling_keys(table, graph_of(model_type))
-    except ValueError as error:
-        return str(error)
-    return "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a GGUF file"
-
-
-def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable | None:
-    """Return the table that llama.cpp computes from its options; None where it is not the one of the method."""
-    # As they are printed: nine digits, by which float32 numbers are told apart.
-    theta = float(f"{options['--rope-freq-base']:.9g}")
-    factor = float(f"{options.get('--rope-scale', 1.0):.9g}")
-    inv_freq = frequencies.geometric(theta, table.rotary_dim) / factor
-    attention = 1.0
-    if options.get("--rope-scaling") == "yarn":
-        inv_freq = frequencies.yarn(
-            theta,
-            table.rotary_dim,
-            factor=factor,
-            context=options["--yarn-orig-ctx"],
-            beta_fast=options.get("--yarn-beta-fast", 32.0),
-            beta_slow=options.get("--yarn-beta-slow", 1.0),
-        )
-        attention = frequencies.yarn_scaling(factor)
-    elif "--rope-scaling" not in options:
-        return None
-    rebuilt = replace(table, inv_freq=frequencies.zero_unrotated(inv_freq), attention_scaling=attention)
-    off = (rebuilt.inv_freq - table.inv_freq).abs() <= 1e-5 * table.inv_freq
-    if bool(off.all()) and abs(attention - table.attention_scaling) < 1e-5:
-        return rebuilt
-    return None
+    return Flags("llama.cpp", tuple(lines), options, (table,), shown, notes)
 
 
 WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {

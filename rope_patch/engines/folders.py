@@ -16,7 +16,7 @@ from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
 from rope_patch.engines.lora import copy_adapter
 from rope_patch.engines.program_contexts import other_contexts
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
+from rope_patch.engines.verified_versions import ENGINES, check_version
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
@@ -95,7 +95,6 @@ def export_folder(
     summary: dict[str, Any] = {
         "engine": ENGINES[to].name,
         "checked_against": version,
-        "shown_by": ENGINES[to].shown_by if version != UNVERIFIED else None,
         "model_type": model.config.model_type,
         "context": tables[0].max_position_embeddings,
         "tables": table_summaries,

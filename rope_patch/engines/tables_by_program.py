@@ -16,12 +16,13 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.engines.dialect_tables import DIALECTS, MSCALE, SHARE, Built, RefusesError, build
-from rope_patch.engines.program_contexts import StatedContext, kind_of, other_contexts
+from rope_patch.engines.dialect_tables import DIALECTS, SHARE, Built, RefusesError, build
+from rope_patch.engines.layers_by_program import layers_of
+from rope_patch.engines.program_contexts import kind_of
+from rope_patch.engines.stated_config import FULL, SLIDING, LayerReach, StatedConfig
 from rope_patch.engines.verified_versions import ENGINES
 from rope_patch.tables import RotaryTable
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _UNSCALED: dict[str, Any] = {"rope_type": "default"}
 
 
@@ -31,8 +32,9 @@ class Program:
 
     Attributes:
         name: the name of the program, as its users write it.
-        version: the version whose code was compared.
+        version: the version whose code was read.
         families: the model types on which it was compared.
+        ran: the version that ``make test-engines`` runs; empty if there is no package of it for a CPU.
         multimodal: the model types of multimodal checkpoints whose ``text_config`` it reads as the same config alone;
             of vLLM and SGLang this was read in their source, of the others it was compared.
     """
@@ -40,6 +42,7 @@ class Program:
     name: str
     version: str
     families: frozenset[str]
+    ran: str = ""
     multimodal: frozenset[str] = frozenset()
 
 
@@ -64,12 +67,15 @@ _NO_KEYS = ("gemma", "gemma2")
 _CONVERTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "olmo3", *_NO_KEYS})
 
 PROGRAMS: dict[str, Program] = {
-    "transformers-4": Program("transformers 4", "4.57.1", frozenset(_OLDER), multimodal=frozenset({"gemma3"})),
+    "transformers-4": Program(
+        "transformers 4", "4.57.1", frozenset(_OLDER), "4.57.1", multimodal=frozenset({"gemma3"})
+    ),
     # From 0.30.0 on (PR #56446) it obeys attention_factor, mscale and mscale_all_dim of YaRN.
     "vllm": Program(
         "vLLM",
         ENGINES["vllm"].version,
         ENGINES["vllm"].reads,
+        "0.32.0",
         frozenset({"gemma3", "gemma4"}),
     ),
     # Run with transformers 5.19, which it asks for.
@@ -77,64 +83,20 @@ PROGRAMS: dict[str, Program] = {
         "SGLang",
         ENGINES["sglang"].version,
         ENGINES["sglang"].reads,
-        frozenset({"gemma3"}),
+        multimodal=frozenset({"gemma3"}),
     ),
     # What its own converter, convert_hf_to_gguf.py, makes of a folder.
-    "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED),
+    "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "of llama-cpp-python 0.3.36"),
     "mlx": Program(
         # The package mlx-lm.
         "MLX",
         "0.32.2",
         frozenset({*_OLDER, "gemma4_text"}),
+        "0.32.2",
         frozenset({"gemma3", "gemma4"}),
     ),
 }
 """The programs whose reading is known, by the name that ``rope-patch doctor --for`` takes."""
-
-
-@dataclass(frozen=True)
-class StatedConfig:
-    """A checkpoint's config, as it is written and as transformers 5 completes it.
-
-    Attributes:
-        model_type: the model type of the text decoder.
-        outer_type: the model type of the whole checkpoint, which is another for a multimodal one.
-        raw: the text part of config.json.
-        complete: the text config as transformers 5 writes it.
-        tables: the tables that transformers 5 computes, by layer type.
-    """
-
-    model_type: str
-    outer_type: str
-    raw: Mapping[str, Any]
-    complete: Mapping[str, Any]
-    tables: Mapping[str | None, RotaryTable]
-
-    @property
-    def context(self) -> int:
-        """The context that the config states [tokens]."""
-        return next(iter(self.tables.values())).max_position_embeddings
-
-    def head_dim(self, kind: str | None) -> int:
-        """Return the number of features of a head, which in Gemma 4 depends on the layer type."""
-        if self.model_type == "gemma4_text":
-            return self.tables[kind].rotary_dim
-        stated = self.complete.get("head_dim")
-        return int(stated or self.complete["hidden_size"] // self.complete["num_attention_heads"])
-
-    def parameters(self, kind: str | None) -> Mapping[str, Any]:
-        """Return the ``rope_parameters`` of a layer type, as transformers 5 completes them."""
-        every: Mapping[str, Any] = self.complete["rope_parameters"]
-        return every if kind is None else every[kind]
-
-    @property
-    def whole_context(self) -> StatedContext:
-        """The statements of the whole config about its context."""
-        original = self.complete.get("original_max_position_embeddings")
-        every = tuple(self.parameters(kind) for kind in self.tables)
-        return StatedContext(
-            self.context, every, None not in self.tables, self.model_type, original, other_contexts(self.complete)
-        )
 
 
 @dataclass(frozen=True)
@@ -143,13 +105,22 @@ class Reading:
 
     Attributes:
         tables: the tables that the program builds, by layer type; empty if it refuses the config or is not verified.
+        layers: the layers as the program runs them; empty like the tables.
+        moved: the reason why layers are others than those of transformers; empty if none is.
         refused: the reason why the program fails on the config; None if it does not.
         unverified: the reason why it is not known what the program computes; None if it is known.
     """
 
     tables: Mapping[str | None, Built] = field(default_factory=dict)
+    layers: tuple[LayerReach, ...] = ()
+    moved: str = ""
     refused: str | None = None
     unverified: str | None = None
+
+    def agrees(self, stated: StatedConfig) -> bool:
+        """Tell whether the program computes the tables of transformers 5 in the layers of transformers 5."""
+        tables = all(built.is_table(stated.tables[kind]) for kind, built in self.tables.items())
+        return bool(self.tables) and tables and self.layers == stated.layers
 
 
 def reading_of(program: str, stated: StatedConfig) -> Reading:
@@ -171,7 +142,8 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         )
     read = {"transformers-4": _older, "sglang": _sglang, "llama.cpp": _llama_cpp, "mlx": _mlx}.get(program, _vllm)
     try:
-        return Reading({kind: read(program, stated, kind) for kind in stated.tables})
+        layers, moved = layers_of(program, stated)
+        return Reading({kind: read(program, stated, kind) for kind in stated.tables}, layers, moved)
     except RefusesError as error:
         return Reading(refused=str(error))
     except (KeyError, TypeError, ValueError) as error:  # a missing factor, or one that is a string
@@ -223,6 +195,8 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
     family = stated.model_type
     if family == "gemma3_text" and kind != SLIDING:  # its model calls transformers' functions, on one dictionary
         return build(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
+    if {"attn_factor", "extrapolation_factor"} & set(parameters):
+        raise ValueError("it obeys keys of YaRN that transformers does not know")
     dialect = DIALECTS[program]
     head_dim = stated.head_dim(kind)
     share = 1.0
@@ -366,17 +340,15 @@ def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
         head_dim = raw.get("global_head_dim") or 512
         if kind == SLIDING:
             head_dim = raw.get("head_dim") or 256
+        if head_dim != stated.head_dim(kind):
+            raise RefusesError(f"it takes {head_dim} features for a head, which config.json does not state, and fails")
         return _mlx_rope(stated, {"rope_theta": 1e4, **parameters}, head_dim, [])
-    if family in ("qwen2", "phi3", "phi", "stablelm", "gpt_neox"):  # which read no head_dim
-        head_dim = stated.complete["hidden_size"] // stated.complete["num_attention_heads"]
     if missing := _MLX_NEEDS.get(family, set()) - set(raw):
         raise RefusesError(f"it fails on a config.json without {' and '.join(sorted(missing))} at its top")
     if family == "qwen3" and written:
         raw["rope_theta"] = raw.get("rope_theta") or written.get("rope_theta")
         raw["rope_scaling"] = raw.get("rope_scaling") or written
     reasons = []
-    if family == "gemma3_text" and kind != (kind := _mlx_kind(stated, kind)):
-        reasons.append("it takes every sixth layer, or sliding_window_pattern, for full attention, not layer_types")
     base, share = {**_OLDER, "qwen2": (1e6, 1.0), "phi": (1e4, 0.4)}[family]
     theta, share, unread = _at_the_top(raw, family, kind, base, share)
     reasons += unread
@@ -399,15 +371,6 @@ def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
     return _mlx_rope(stated, {**scaling, "rope_theta": theta}, turned, reasons)
 
 
-def _mlx_kind(stated: StatedConfig, kind: str | None) -> str | None:
-    """Return the layer type whose table its Gemma 3 gives to the layers of a type: the other where it gives both."""
-    every = int(stated.raw.get("sliding_window_pattern", 6))
-    layers = [i for i, each in enumerate(stated.complete["layer_types"], 1) if each == kind]
-    if all((i % every == 0) == (kind == FULL) for i in layers):
-        return kind
-    return SLIDING if kind == FULL else FULL
-
-
 def _mlx_rope(stated: StatedConfig, parameters: Mapping[str, Any], dims: int, reasons: list[str]) -> Built:
     """Return what its ``initialize_rope`` makes of a dictionary."""
     kind = parameters.get("type") or kind_of(parameters)
@@ -421,12 +384,9 @@ def _mlx_rope(stated: StatedConfig, parameters: Mapping[str, Any], dims: int, re
     elif kind == "proportional":
         rotated = int(dims * parameters.get(SHARE, 1.0))
         parameters[SHARE] = (rotated + rotated % 2 + 0.5) / dims  # an odd number of features is rounded up
-    built = build(parameters, dims, stated.context, DIALECTS["mlx"])
     if kind == "yarn" and ("mscale" in parameters) != ("mscale_all_dim" in parameters):
-        reasons.append("it obeys one of mscale and mscale_all_dim without the other")
-        grown = frequencies.yarn_scaling(parameters["factor"]) - 1
-        part, whole = (1 + parameters.get(key, usual) * grown for key, usual in zip(MSCALE, (1, 0), strict=True))
-        built = replace(built, attention_scaling=part / whole)
+        raise ValueError("it obeys one of mscale and mscale_all_dim without the other")
+    built = build(parameters, dims, stated.context, DIALECTS["mlx"])
     return replace(built, reasons=(*reasons, *built.reasons))
 
 

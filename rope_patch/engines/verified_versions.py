@@ -17,7 +17,6 @@ class Engine:
     Attributes:
         name: the name of the engine, as its users write it.
         version: the version that was checked; another may read the same folder differently.
-        shown_by: the command or test that showed which tables it reads.
         reads: the model types on which its own code built every table that was tried as transformers does.
         base_only: the model types, each with a layer type if it has a table for each, on which its code reads nothing
             but ``rope_theta`` and the rotated share of a head, so that any other table would be lost in silence.
@@ -25,7 +24,6 @@ class Engine:
 
     name: str
     version: str
-    shown_by: str
     reads: frozenset[str]
     base_only: frozenset[tuple[str, str | None]] = frozenset()
 
@@ -36,19 +34,16 @@ ENGINES: dict[str, Engine] = {
     "hf": Engine(
         "transformers",
         "5.23.0 and 4.57.1",
-        "tests/engines/test_export.py",
         _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "stablelm", "gpt_neox"},
     ),
     "vllm": Engine(
         "vLLM",
         "0.33.0",
-        "benchmarks/engine_tables.py",
         _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "gemma4_text", "stablelm"},
     ),
     "sglang": Engine(
         "SGLang",
         "0.5.23",
-        "benchmarks/engine_tables.py",
         _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "phi", "stablelm"},
         base_only=frozenset(
             {

@@ -206,7 +206,7 @@ def _gguf(
         dtype=request.dtype,
         overwrite=request.overwrite,
     )
-    return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}
+    return {"engine": "llama.cpp", "checked_against": CHECKED, "notes": notes}
 
 
 def _save(model: nn.Module, folder: Path, places: Sequence[str | Path]) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rope_patch.engines.compare_programs import DIFFERS, REFUSES, UNVERIFIED, ProgramReading, compare_programs
-from rope_patch.engines.tables_by_program import PROGRAMS
+from rope_patch.diagnosis.check import DIFFERS, UNKNOWN
+from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.patching.verify import inspect_model
 from rope_patch.planning import plan
@@ -47,31 +47,15 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
     """
     if is_gguf(source):
         return ()
+    sentences: dict[str, list[str]] = {}
     try:
-        rows = compare_programs(source).rows
+        for check in programs_agree(source):
+            if check.state in (DIFFERS, UNKNOWN):
+                parts = [check.found, check.meaning, check.fix and f"Run: {check.fix}"]
+                sentence = ". ".join(part for part in parts if part)
+                # A fix that begins with "none: " says why no command writes what the program reads right.
+                sentence = sentence.replace("Run: none: ", "No command mends that: ")
+                sentences.setdefault(sentence, []).append(check.name)
     except ValueError as error:  # an adapter, or a family that nothing is known of
         return (f"what other programs compute from its config is not known: {error}",)
-    sentences: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        if row.verdict in (DIFFERS, REFUSES, UNVERIFIED):
-            known = PROGRAMS[row.program]
-            sentences.setdefault(_sentence_parts(row), {})[f"{known.name} ({known.version})"] = None
-    return tuple(f"{before}{', '.join(names)}{after}" for (before, after), names in sentences.items())
-
-
-def _sentence_parts(row: ProgramReading) -> tuple[str, str]:
-    """Return the two parts of a sentence, before and after the names of the programs."""
-    before = {
-        DIFFERS: "another table is computed from the config by ",
-        REFUSES: "the config is refused by ",
-        UNVERIFIED: "it is not known which table is computed by ",
-    }[row.verdict]
-    after = ""
-    if row.layer_type:
-        after += f" for {row.layer_type} layers"
-    if row.reasons:
-        after += f": {'; '.join(row.reasons)}"
-    if row.fix:
-        # A fix that begins with "none: " says why no command writes what the program reads right.
-        after += f". Run: {row.fix}".replace("Run: none: ", "No command mends that: ")
-    return before, after
+    return tuple(f"{', '.join(names)}: {sentence}" for sentence, names in sentences.items())

@@ -40,13 +40,15 @@ class Key:
     read: Callable[[], Any]
 
     @classmethod
-    def of(cls, name: str, value: str | float) -> Key:
-        """Return a key for a text, a whole number >= 0 or a float, of type STRING, UINT32 or FLOAT32."""
+    def of(cls, name: str, value: str | float | list[bool]) -> Key:
+        """Return a key for a text, a whole number >= 0, a float or truths, of type STRING, UINT32, FLOAT32 or ARRAY."""
         types = gguf().GGUFValueType
         if isinstance(value, str):
             kind, packed = types.STRING, _packed(value)
         elif isinstance(value, int):
             kind, packed = types.UINT32, struct.pack("<I", value)
+        elif isinstance(value, list):
+            kind, packed = types.ARRAY, struct.pack("<IQ", types.BOOL, len(value)) + bytes(value)
         else:
             kind, packed = types.FLOAT32, struct.pack("<f", value)
         return cls(name, _packed(name) + struct.pack("<I", kind) + packed, lambda: value)

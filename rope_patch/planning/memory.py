@@ -119,8 +119,11 @@ def _mask_entries(layer: Layer, options: StepOptions) -> int:
 
     torch's kernels have a flag for causal attention, but not for a window, nor for documents apart.
     """
-    causal = options.boundaries == "join" and (layer.window is None or layer.window >= options.length)
-    if options.attention == "flash" or causal:
+    if options.attention == "flash":
+        return 0
+    if options.boundaries == "apart":  # each row has a mask of its own
+        return options.tokens_per_gpu * options.length
+    if layer.window is None or layer.window >= options.length:
         return 0
     return options.tokens_per_gpu // options.batch * options.length
 

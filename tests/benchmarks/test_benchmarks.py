@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forks import forked
 
 pytest.importorskip("lm_eval")
 
@@ -20,29 +17,13 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")]
 
 
-def run(name: str, tmp_path: Path, *more: str, against: str = "lm_eval", fork: bool = False) -> dict[str, Any]:
-    """Run a benchmark at its quick size and return its report, which names the version of what ours is held against.
-
-    One that measures no memory may run in a fork, which has torch and transformers already.
-    """
+def run(name: str, tmp_path: Path, *more: str, against: str = "lm_eval") -> dict[str, Any]:
+    """Run a benchmark at its quick size and return its report, which names the version of what ours is held against."""
     output, log = tmp_path / f"{name}.json", tmp_path / f"{name}.txt"
     command = [str(FOLDER / f"{name}.py"), "--quick", "-o", str(output), *more]
-
-    def script() -> None:
-        with log.open("w") as sys.stderr:
-            sys.argv, sys.path[:0] = command, [str(FOLDER)]
-            try:
-                runpy.run_path(command[0], run_name="__main__")
-            except BaseException:
-                traceback.print_exc()
-                raise
-
-    if fork:
-        status = forked(script)
-    else:
-        with log.open("w") as file:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            status = subprocess.run([sys.executable, *command], env=environment, stderr=file, check=False).returncode
+    with log.open("w") as file:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        status = subprocess.run([sys.executable, *command], env=environment, stderr=file, check=False).returncode
     assert status == 0, log.read_text()[-3000:]
     report = json.loads(output.read_text())
     assert {"benchmark", "command", "what", "settings", "environment"} <= report.keys()
@@ -80,14 +61,3 @@ def test_train_step(tmp_path: Path) -> None:
     # Query, key, value and output of 2 layers, two matrices each, none of them without a gradient.
     assert report["step"]["gradients"]["tensors"] == 2 * 4 * 2
     assert report["step"]["gradients"]["smallest_tensor_maximum"] > 0
-
-
-def test_engine_tables(tmp_path: Path) -> None:
-    report = run("engine_tables", tmp_path, against="transformers", fork=True)
-    assert report["summary"].keys() == {"vllm", "sglang"}
-    for engine, summary in report["summary"].items():
-        rows = [row for row in report["rows"] if row["engine"] == engine]
-        if summary == "not installed":
-            assert not rows and engine not in report["environment"]
-        else:
-            assert len(rows) == summary["runs"] == 2 and summary["largest_difference"] <= 1e-6

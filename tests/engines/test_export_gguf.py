@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import fail, run
-from support.gguf_files import saved
+from support.gguf_files import saved, write_toy
 from support.patches import lora
 from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, StableLmConfig
@@ -195,3 +195,15 @@ def test_without_the_package_the_error_says_how_to_install_it(tmp_path, converte
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match="pip install"):
         export(folder, tmp_path / "m.gguf", to="gguf", converter=converter)
+
+
+def test_a_file_of_gemma_3_names_the_layers_that_slide(tmp_path):
+    """The converter leaves them to llama.cpp, which takes every sixth layer for full attention."""
+    model = tiny_model("gemma3")
+    bases = {"rope__freq_base": 1e6, "rope__freq_base_swa": 1e4}
+    write_toy(model, tmp_path / "base.gguf", **bases)
+    script = tmp_path / "converter.py"
+    script.write_text(f"import shutil, sys; shutil.copyfile({str(tmp_path / 'base.gguf')!r}, sys.argv[3])")
+    rope_patch.export(model, tmp_path / "out.gguf", to="gguf", converter=script)
+    named = open_gguf(tmp_path / "out.gguf").value("gemma3.attention.sliding_window_pattern")
+    assert named == [True, False]

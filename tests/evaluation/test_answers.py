@@ -118,7 +118,7 @@ def answered_by(*shares, **fields):
 
 def test_failing_within_the_trained_length_is_said_with_what_to_try():
     (sentence,) = answered_by(0.5, 0.0, task="niah", haystack="builtin").warnings(64)
-    assert all(word in sentence for word in ("50%", "64", "passkey", "noise")) and "chat" not in sentence
+    assert all(word in sentence for word in ("5 of 10", "64", "passkey", "noise")) and "chat" not in sentence
     (sentence,) = answered_by(1.0, 0.7, chat=True).warnings(128)
     assert "128" in sentence and "chat_template off" in sentence and "the task" not in sentence
 

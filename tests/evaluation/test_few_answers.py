@@ -58,10 +58,10 @@ PATCHED = {"environment": {"patch before": "pi:factor=2"}}
 @pytest.mark.parametrize(
     ("right", "trained", "fields", "words"),
     [
-        ({"yarn": (4, 0, 0), "pi": (2, 0, 0)}, 64, {}, ("67%", "default")),
-        ({"pi": (2, 1, 0)}, 200, {}, ("17%", "128")),  # the worst within it
-        ({"default": (2, 0, 0), "yarn": (2, 0, 0)}, 64, {}, ("33%", "without a patch")),
-        ({"yarn": (5, 0, 0)}, 64, {}, None),  # answered, of 75 %: .83
+        ({"yarn": (4, 0, 0), "pi": (2, 0, 0)}, 64, {}, ("4 of 6", "default")),
+        ({"pi": (2, 1, 0)}, 200, {}, ("1 of 6", "128")),  # the worst within it
+        ({"default": (2, 0, 0), "yarn": (2, 0, 0)}, 64, {}, ("2 of 6", "without a patch")),
+        ({"yarn": (5, 0, 0)}, 64, {}, None),  # answered: .83 of .75
         ({"yarn": (5, 0, 0), "pi": (0, 0, 0)}, 64, {}, None),  # one method does, so the task is not too hard
         ({"yarn": (0, 0, 0)}, 32, {}, None),  # nothing was measured within the trained length
         ({"yarn": (0, 0, 0)}, 64, PATCHED, None),

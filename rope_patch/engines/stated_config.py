@@ -1,0 +1,92 @@
+"""A checkpoint's config as programs find it: its keys, its tables, and what each layer attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.engines.program_contexts import StatedContext, other_contexts
+from rope_patch.tables import RotaryTable
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ALL_SLIDE = ("mistral", "phi3")
+"""Families whose configs have no layer types: a window is that of every layer."""
+
+
+@dataclass(frozen=True)
+class LayerReach:
+    """The attention of one layer.
+
+    Attributes:
+        kind: the layer type whose table it uses; None if all layers share a table.
+        window: the number of tokens to which it attends; None if it attends to the whole context.
+    """
+
+    kind: str | None
+    window: int | None
+
+    def __str__(self) -> str:
+        return f"{self.kind or 'attention'} over {self.window or 'all'} tokens"
+
+
+@dataclass(frozen=True)
+class StatedConfig:
+    """A checkpoint's config, as it is written and as transformers 5 completes it.
+
+    Attributes:
+        model_type: the model type of the text decoder.
+        outer_type: the model type of the whole checkpoint, which is another for a multimodal one.
+        raw: the text part of config.json.
+        complete: the text config as transformers 5 writes it.
+        tables: the tables that transformers 5 computes, by layer type.
+    """
+
+    model_type: str
+    outer_type: str
+    raw: Mapping[str, Any]
+    complete: Mapping[str, Any]
+    tables: Mapping[str | None, RotaryTable]
+
+    @property
+    def context(self) -> int:
+        """The context that the config states [tokens]."""
+        return next(iter(self.tables.values())).max_position_embeddings
+
+    def head_dim(self, kind: str | None) -> int:
+        """Return the number of features of a head, which in Gemma 4 depends on the layer type."""
+        if self.model_type == "gemma4_text":
+            return self.tables[kind].rotary_dim
+        stated = self.complete.get("head_dim")
+        return int(stated or self.complete["hidden_size"] // self.complete["num_attention_heads"])
+
+    def parameters(self, kind: str | None) -> Mapping[str, Any]:
+        """Return the ``rope_parameters`` of a layer type, as transformers 5 completes them."""
+        every: Mapping[str, Any] = self.complete["rope_parameters"]
+        return every if kind is None else every[kind]
+
+    @property
+    def whole_context(self) -> StatedContext:
+        """The statements of the whole config about its context."""
+        original = self.complete.get("original_max_position_embeddings")
+        every = tuple(self.parameters(kind) for kind in self.tables)
+        return StatedContext(
+            self.context, every, None not in self.tables, self.model_type, original, other_contexts(self.complete)
+        )
+
+    @property
+    def layers(self) -> tuple[LayerReach, ...]:
+        """The layers as transformers runs them."""
+        kinds = self.complete.get("layer_types")
+        if kinds is None:
+            kinds = [SLIDING if self.model_type in ALL_SLIDE else FULL] * int(self.complete["num_hidden_layers"])
+        return tuple(self.layer(kind) for kind in kinds)
+
+    def layer(self, layer_type: str) -> LayerReach:
+        """Return what a layer of a type attends to, and whose table it uses."""
+        window = self.complete.get("sliding_window")
+        # A window as long as the context limits nothing.
+        if layer_type == FULL or not window or window >= self.context:
+            window = None
+        kind = layer_type if layer_type in self.tables else None
+        return LayerReach(kind, window)

@@ -1,0 +1,95 @@
+"""Caches that ``kv-check`` simulates, against the engines' own kernels, token by token: `make test-engines`.
+
+An engine reads a public checkpoint with a float32 cache and with a quantized one, once as a whole prompt and once a
+token at a time, and transformers reads it through ``rope_patch.kv_cache.cache.quantized``. KL is that of the next
+token's distribution from the one with the float32 cache. `make smollm2-checkpoint` and its like write the folders.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engine_folders import ASSETS
+from support.engines import ROOT, Case, answers, of_tokens, report
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_patch.kv_cache.cache import quantized
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+TOKENS = 256
+MODELS = {
+    "SmolLM2-135M": ROOT / "build" / "smollm2" / "SmolLM2-135M-Instruct",
+    "Gemma 3 270M": ROOT / "build" / "gemma3" / "gemma-3-270m-q4_k_m",
+}
+VLLM = {"kv_cache_memory_bytes": 1 << 28, "max_model_len": 2 * TOKENS}
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm:fp8": ("vllm", {"kv_cache_dtype": "fp8", **VLLM}),
+    "llama.cpp:q8_0": ("llama.cpp", {"cache": "q8_0", "flash_attn": True}),
+    "llama.cpp:q4_0": ("llama.cpp", {"cache": "q4_0", "flash_attn": True}),
+}
+PROMPTS = {"vllm": "max_num_batched_tokens", "llama.cpp": "n_ubatch"}
+"""The option of each engine that says how many tokens it reads at once."""
+
+
+def divergence(exact: np.ndarray, rough: np.ndarray) -> np.ndarray:
+    """Return the KL divergence of each position [nats]."""
+    return np.array([float((np.exp(p, dtype=np.float64) * (p - q)).sum()) for p, q in zip(exact, rough, strict=True)])
+
+
+@torch.no_grad()
+def simulated(folder: Path, ids: list[int], scheme: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return log-probabilities with a float32 cache and with a simulated one, without those of the last position."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    exact = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    with quantized(model, scheme) as cache:
+        rough = model(torch.tensor([ids]), past_key_values=cache()).logits[0, :-1].log_softmax(-1)
+    return exact.numpy(), rough.numpy()
+
+
+@pytest.mark.parametrize("scheme", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_simulated_cache_costs_what_the_kernel_costs(name, scheme, tmp_path):
+    if not MODELS[name].exists():
+        pytest.skip(f"no {MODELS[name]}: make smollm2-checkpoint gemma3-checkpoint writes it")
+    engine, options = FORMATS[scheme]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in MODELS[name].iterdir():  # llama.cpp's converter writes beside them
+        (folder / file.name).symlink_to(file)
+    text = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
+    ids = list(AutoTokenizer.from_pretrained(folder)(text).input_ids[:TOKENS])
+    once, each = ({PROMPTS[engine]: size} for size in (2 * TOKENS, 1))
+    plain = {key: value for key, value in options.items() if key in VLLM}
+    cases = [
+        Case("exact", folder, ids, options=plain | once),
+        Case("prompt", folder, ids, options=options | once),
+        Case("decoded", folder, ids, options=options | each),
+    ]
+    found = answers(engine, tmp_path, cases)
+    assert not any("error" in found[case.name] for case in cases), found
+    exact, *rough = (np.load(tmp_path / f"{case.name}.npy")[: TOKENS - 1] for case in cases)
+    ours, ours_rough = simulated(folder, ids, scheme)
+    kl = divergence(ours, ours_rough)
+    loss = of_tokens(ours, ids) - of_tokens(ours_rough, ids)
+    results: dict[str, Any] = {
+        "versions": found["versions"],
+        "float32": float(np.abs(of_tokens(exact, ids) - of_tokens(ours, ids)).max()),
+        "simulated": {"kl": float(kl.mean()), "loss": float(loss.mean())},
+    }
+    for case, logprobs in zip(cases[1:], rough, strict=True):
+        theirs = divergence(exact, logprobs)
+        results[case.name] = {
+            "kl": float(theirs.mean()),
+            "loss": float((of_tokens(exact, ids) - of_tokens(logprobs, ids)).mean()),
+            "correlation": float(np.corrcoef(theirs, kl)[0, 1]),
+            "kl_between": float(divergence(logprobs, ours_rough).mean()),
+            "seconds": found[case.name]["seconds"],
+        }
+    report(f"{scheme} {name}", results)
+    # llama.cpp rounds queries too, and orders the features of Llama's heads in another way. vLLM's kernel for the CPU
+    # costs 2.7 times what its format costs in the simulation on SmolLM2: the reason is not known.
+    assert 1 / 3 < results["decoded"]["kl"] / results["simulated"]["kl"] < 3

@@ -1,0 +1,168 @@
+"""What ``doctor`` says of other programs, held against the programs themselves: `make test-engines`.
+
+Each engine runs in an environment of its own under ``.venv/engines``, and reads the same folders; one that is not there
+is skipped. Log-probabilities are compared with those of plain transformers: where ``doctor`` says *holds*, they must
+agree; where it says *differs* by a table, a layer or a window, they must not; where it says that a program refuses a
+folder, it must fail. SGLang has no package for a CPU: of it the tables are compared that its Python builds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engine_folders import METHODS, PROMPT, TARGET, method_of, prompt, random_folders, toys
+from support.engines import Case, answers, difference, report
+from support.program_options import flags
+
+from rope_patch.engines.compare_programs import ProgramReading, compare_programs
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+AGREES, DIFFERS = 1e-2, 2e-2
+"""Differences of a log-probability [nats]. MLX and llama.cpp compute GELU in another way, which costs up to 5e-3."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("folders")
+    return {path.name: path for path in (*toys(root), *random_folders(root))}
+
+
+@pytest.fixture(scope="module")
+def cases(folders) -> list[Case]:
+    """A case for each folder, whose prompt fits into the context that the folder states."""
+    ids = prompt()
+    found = []
+    for name, path in folders.items():
+        context = json.loads((path / "config.json").read_text())["max_position_embeddings"]
+        found.append(Case(name, path, ids[: min(PROMPT, context)], name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, cases) -> dict[str, Any]:
+    """Log-probabilities of plain transformers by folder, without those that it cannot read."""
+    root = tmp_path_factory.mktemp("transformers")
+    found = answers("transformers", root, cases)
+    return {case.name: np.load(root / f"{case.name}.npy") for case in cases if "error" not in found[case.name]}
+
+
+def for_vllm(cases: list[Case], folders: dict[str, Path]) -> list[Case]:
+    """Return fewer cases, since vLLM takes seconds for each, with ``--hf-overrides`` and an adapter among them."""
+    plain = (" base", " window", " other-layers", " learned", " merged", " longrope-5")
+    chosen = [c for c in cases if (":" in c.name and not c.name.endswith("export")) or c.name.endswith(plain)]
+    chosen += [c for c in cases if c.name.startswith("llama ") and c.name.endswith("-5") and c not in chosen]
+    for name in ("toy-llama", "toy-gemma3"):
+        base = folders[f"{name} base"]
+        for method in METHODS[:5]:
+            try:
+                settings = dict(flags(base, method_of(method, base), "vllm", target_length=TARGET).settings)
+            except ValueError:  # options cannot express it
+                continue
+            options = {"hf_overrides": settings, "max_model_len": TARGET}
+            chosen.append(Case(f"{name} {method} options", base, prompt(), f"{name} {method}", options))
+    beside = folders["adapter merged"].with_name("adapter beside")
+    lora = {"lora": str(beside / "adapter")}
+    return [*chosen, Case("adapter beside", beside, prompt(), "adapter merged", lora)]
+
+
+def contradiction(answer: dict[str, Any], off: float, said: list[ProgramReading], own: list[ProgramReading]) -> str:
+    """Return what an engine shows against the verdict on it; empty if nothing. No rows mean that it must agree."""
+    verdicts = {row.verdict for row in said}
+    if "error" in answer:
+        return "" if verdicts == {"refuses"} else answer["error"]
+    if verdicts == {"refuses"}:
+        return "it reads what it is said to refuse"
+    if said and answer["context"] not in (None, said[0].built.context):
+        return f"a context of {answer['context']}, said to be {said[0].built.context}"
+    same = all(row.built.equals(mine.built) and not row.moved for row, mine in zip(said, own, strict=True))
+    if same and off > AGREES:
+        return "it differs where it is said to agree"
+    if not same and off < DIFFERS:
+        return "it agrees where it is said to differ"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def compared(cases) -> dict[Case, tuple[ProgramReading, ...]]:
+    """What is said of all programs by folder, without those of which transformers reads no table."""
+    rows = {}
+    for case in cases:
+        with contextlib.suppress(ValueError):
+            rows[case] = compare_programs(case.path).rows
+    return rows
+
+
+def known_of(program: str, cases: list[Case], compared: dict[Case, tuple[ProgramReading, ...]]) -> dict[Case, Any]:
+    """Return what is said of a program and of transformers 5 by case, where it is known.
+
+    Of options and adapters nothing is said: they must do what they are written for.
+    """
+    known: dict[Case, Any] = {case: ([], []) for case in cases if case.options}
+    for case in cases:
+        rows = compared.get(case, ())
+        said = [row for row in rows if row.program == program]
+        if said and "unverified" not in {row.verdict for row in said}:
+            known[case] = said, [row for row in rows if row.program == "transformers-5"]
+    return known
+
+
+@pytest.mark.parametrize("program", ["transformers-4", "mlx", "llama.cpp", "vllm"])
+def test_engines_do_what_doctor_says(program, cases, folders, expected, compared, tmp_path):
+    if program == "vllm":
+        cases = for_vllm(cases, folders)
+    cases = [case for case in cases if case.expected in expected]
+    known = known_of(program, cases, compared)
+    found = answers(program, tmp_path, list(known))
+    rows: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    for case, (said, own) in known.items():
+        verdict = " ".join(dict.fromkeys(row.verdict for row in said)) or "must agree"
+        row = {"said": verdict, **found[case.name]}
+        off = 0.0
+        if "error" not in row:
+            off = difference(np.load(tmp_path / f"{case.name}.npy"), expected[case.expected], case.ids)
+            row["difference"] = float(f"{off:.2g}")
+        rows[case.name] = row
+        if reason := contradiction(row, off, said, own):
+            wrong[case.name] = f"{verdict}, {off:.2g}: {reason}"
+    seconds = round(sum(row["seconds"] for row in rows.values()))
+    unknown = len(cases) - len(known)
+    results = {"versions": found["versions"], "seconds": seconds, "unverified": unknown, "wrong": wrong, "rows": rows}
+    report(program, results)
+    assert not wrong
+
+
+def test_sglang_builds_the_tables_that_doctor_says(cases, compared, tmp_path):
+    known = known_of("sglang", cases, compared)
+    found = answers("sglang", tmp_path, list(known), script="sglang_tables.py")
+    rows: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    for case, (said, _) in known.items():
+        verdict = " ".join(dict.fromkeys(row.verdict for row in said))
+        row = {"said": verdict, **found[case.name]}
+        rows[case.name] = row
+        if "error" in row or verdict == "refuses":
+            if "error" not in row or verdict != "refuses":
+                wrong[case.name] = f"{verdict}: {row}"
+            continue
+        tables = np.load(tmp_path / f"{case.name}.npz")
+        row["difference"] = max(_from_table(one, tables) for one in said)
+        if row["difference"] > 1e-5 or row["context"] != said[0].built.context:
+            wrong[case.name] = f"{verdict}: {row}, said {said[0].built.context}"
+    report("sglang", {"versions": found["versions"], "wrong": wrong, "rows": rows})
+    assert not wrong
+
+
+def _from_table(row: ProgramReading, tables: Any) -> float:
+    """Return the largest difference of cos and sin from those of the table that a program is said to build."""
+    theirs = torch.from_numpy(tables[row.layer_type if row.layer_type in tables else "all"])
+    theirs = theirs[: row.built.positions or 256][:256]
+    angles = torch.arange(len(theirs)).float()[:, None] * row.built.inv_freq
+    ours = torch.cat((angles.cos(), angles.sin()), dim=-1) * row.built.attention_scaling
+    return float((theirs - ours).abs().max()) if theirs.shape == ours.shape else float("inf")
