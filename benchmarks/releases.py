@@ -82,6 +82,8 @@ def mixed(**full: Any) -> dict[str, Any]:
     return {"sliding_attention": plain(1e4), "full_attention": {"rope_theta": 1e6, **full}}
 
 
+# Which layers of Gemma 3 slide is a part of what other programs read.
+FIVE_OF_SIX = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 BOTH_MSCALE = {**BETAS, "mscale": 1.0, "mscale_all_dim": 1.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
@@ -134,8 +136,15 @@ RELEASES = (
     Release("Llama 3.1 8B to 405B, 3.3 70B", "meta-llama/Llama-3.1-8B", "llama", 131072, llama3(5e5, 8.0)),
     Release("Llama 3.2 1B, 3B", "meta-llama/Llama-3.2-1B", "llama", 131072, llama3(5e5, 32.0)),
     Release("Gemma 2 2B to 27B", "google/gemma-2-2b", "gemma2", 8192, plain(1e4)),
-    Release("Gemma 3 270M, 1B", "google/gemma-3-1b-it", "gemma3_text", 32768, mixed(rope_type="default")),
-    Release("Gemma 3 4B to 27B", "google/gemma-3-4b-it", "gemma3", 131072, mixed(rope_type="linear", factor=8.0)),
+    Release("Gemma 3 270M, 1B", "google/gemma-3-1b-it", "gemma3_text", 32768, mixed(rope_type="default"), FIVE_OF_SIX),
+    Release(
+        "Gemma 3 4B to 27B",
+        "google/gemma-3-4b-it",
+        "gemma3",
+        131072,
+        mixed(rope_type="linear", factor=8.0),
+        FIVE_OF_SIX,
+    ),
     Release(
         "Gemma 4 31B",
         "google/gemma-4-31B-it",
