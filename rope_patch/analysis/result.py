@@ -108,12 +108,16 @@ def _positional(analysis: Analysis) -> str:
                 heads.setdefault(head_type, []).append(f"{layer.index}.{head}")
     total = sum(layer.heads for layer in analysis.heads.layers)
     positional = analysis.heads.positional()
-    sentence = f"{len(positional)} of {total} heads are positional, with most of their attention at one distance"
+    parts = []
     for head_type, names in heads.items():
-        sentence += f"; {head_type}: {', '.join(names[:8])}"
+        part = f"{head_type}: {', '.join(names[:8])}"
         if len(names) > 8:
-            sentence += f" and {len(names) - 8} more"
-    return f"{sentence} (named by layer.head)."
+            part += f" and {len(names) - 8} more"
+        parts.append(part)
+    sentence = f"{len(positional)} of {total} heads are positional, with most of their attention at one distance."
+    if parts:
+        sentence += f" Heads by what they attend to, named by layer.head: {'; '.join(parts)}."
+    return sentence
 
 
 def _outliers(analysis: Analysis, states: str) -> str:
@@ -125,12 +129,13 @@ def _outliers(analysis: Analysis, states: str) -> str:
             f"No mean {states} is an outlier: none of {count} pairs is over {OUTLIER_RATIO:g} times the median length."
         )
     often = [str(pair) for pair, _ in Counter(pair.pair for pair in pairs).most_common(4)]
-    shares = recall(pairs, 0.0)
+    shares, of_all = recall(pairs, 0.0), recall(mean_pairs(analysis.capture, states), 0.0)
     return (
         f"{len(pairs)} of {count} mean {states} pairs (by query head) are outliers, over {OUTLIER_RATIO:g} and up to "
         f"{pairs[0].ratio:.0f} times the median length, most often in pairs {', '.join(often)}: "
-        f"{100 * shares['below']:.0f} % make no full turn within the context, and {100 * shares['beyond']:.0f} % lie "
-        "beyond the angle bound, too (Jonasson 2025 expects both)."
+        f"{100 * shares['below']:.0f} % make no full turn within the context (of all pairs {100 * of_all['below']:.0f} "
+        f"%), and {100 * shares['beyond']:.0f} % lie beyond the angle bound, too (of all {100 * of_all['beyond']:.0f} "
+        "%); Jonasson (2025) expects both."
     )
 
 
