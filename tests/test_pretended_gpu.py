@@ -18,6 +18,7 @@ from rope_patch.kv_cache.attention import BLOCK_BYTES
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.options.kv_check import Limits
+from rope_patch.patching.cache_argument import cache_argument
 
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 TEXT = rope_patch.data_path("assets") / "domains" / "english.txt"
@@ -39,7 +40,7 @@ def waits_per_token(model, make_cache=lambda: None) -> float:
     prompt = IDS[None, :20].to("cuda")
 
     def decode(count):
-        options = {"max_new_tokens": count, "min_new_tokens": count, "past_key_values": make_cache()}
+        options = {"max_new_tokens": count, "min_new_tokens": count, cache_argument(model): make_cache()}
         model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
     decode(1)
@@ -127,7 +128,7 @@ def test_a_layer_attends_over_a_quantized_cache_in_one_block_of_kernels(tmp_path
     model = small().to("cuda")
     assert 4 * 1024**2 * model.config.num_attention_heads == 4 * BLOCK_BYTES  # four blocks on a CPU
     with quantized(model, "int4.token") as cache, torch.no_grad():
-        counted(lambda: model(IDS[None].to("cuda"), past_key_values=cache(), logits_to_keep=1))
+        counted(lambda: model(IDS[None].to("cuda"), **{cache_argument(model): cache()}, logits_to_keep=1))
     assert gpu.kernels["_softmax"] == 2, "one for each layer"
 
 

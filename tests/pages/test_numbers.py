@@ -144,6 +144,8 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("docs/methods/p_rope.md", "| 21.5 | 22.7 | 42.9 | .32, .03, .00 |", lambda: pretrained("default")),
     ("docs/methods/p_rope.md", "| 20.8 | 21.9 | 42.9 | .74, .34, .00 |", lambda: pretrained("p_rope:p=0.75")),
     ("docs/methods/p_rope.md", "| 21.0 | 24.4 | 27.4 | .76, .21, .06 |", lambda: pretrained("p_rope:p=0.5")),
+    ("docs/methods/p_rope.md", "| 22.1 | 25.8 | 34.6 | .81, .02, .00 |", lambda: pretrained("p_rope:p=0.25")),
+    ("docs/methods/p_rope.md", "| 43.4 | 51.3 | 53.5 | .00, .00, .00 |", lambda: pretrained("nope")),
     ("docs/methods/p_rope.md", "reads 3.5 % better", lambda: [less_than_plain("p_rope:p=0.75", 0)]),
     ("docs/methods/p_rope.md", "reads 36 % better", lambda: [less_than_plain("p_rope:p=0.5", 2)]),
     ("docs/methods/p_rope.md", "reads 7.5 % worse", lambda: [-less_than_plain("p_rope:p=0.5", 1)]),

@@ -147,7 +147,7 @@ def test_smoke_run_writes_a_folder_that_loads(smoked):
         assert all(100 < value < 1100 for value in figures["heldout_perplexity"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("smoked", ["llama"], indirect=True)
 def test_a_patch_is_in_place_from_the_first_step_on(smoked, tmp_path):
     plain = json.loads((smoked[1] / "training_log.json").read_text())
