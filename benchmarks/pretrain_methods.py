@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 nice -n 19 python benchmarks/pretrain_methods.py -o benchmarks/results/pretrain_methods.json
 
-Each run is `recipes/pretrain_reference.py llama --patch METHOD --seed SEED` on three fifths of the recipe's tokens: some
-15 minutes of a core. The file is written after each run, and the runs that it holds are not repeated.
+Each run is `recipes/pretrain_reference.py llama --patch METHOD --seed SEED` on three fifths of the recipe's tokens, in
+some 15 minutes of a core. The file is written after each run, and the runs that it holds are not repeated.
 """
 
 from __future__ import annotations
