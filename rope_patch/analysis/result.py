@@ -6,12 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from rope_patch.analysis.heads import Heads
-from rope_patch.analysis.outliers import OUTLIER_RATIO, RADII, MeanPair, mean_pairs, outlier_pairs, recall
+from rope_patch.analysis.outliers import OUTLIER_RATIO, RADII, MeanPair, mean_pairs, recall
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
@@ -54,13 +55,18 @@ class Analysis:
     token_texts: Mapping[int, str]
     environment: Mapping[str, str]
 
+    @cached_property
+    def pairs(self) -> dict[str, tuple[MeanPair, ...]]:
+        """Every pair of the mean ``"key"`` and ``"query"`` states, the longest first."""
+        return {states: mean_pairs(self.capture, states) for states in ("key", "query")}
+
     def outliers(self, states: str = "key") -> tuple[MeanPair, ...]:
         """Return the outlier pairs of the keys or queries, the longest first."""
-        return outlier_pairs(self.capture, states)
+        return tuple(pair for pair in self.pairs[states] if pair.ratio > OUTLIER_RATIO)
 
     def recall(self, states: str) -> list[dict[str, float]]:
         """Return the recall of both bounds on the mean keys or queries, at the paper's radii and at ours."""
-        pairs = mean_pairs(self.capture, states)
+        pairs = self.pairs[states]
         radii = (*RADII, OUTLIER_RATIO * pairs[0].radius / pairs[0].ratio)
         return [recall([pair for pair in pairs if pair.radius > radius], radius) for radius in radii]
 
@@ -129,7 +135,7 @@ def _outliers(analysis: Analysis, states: str) -> str:
             f"No mean {states} is an outlier: none of {count} pairs is over {OUTLIER_RATIO:g} times the median length."
         )
     often = [str(pair) for pair, _ in Counter(pair.pair for pair in pairs).most_common(4)]
-    shares, of_all = recall(pairs, 0.0), recall(mean_pairs(analysis.capture, states), 0.0)
+    shares, of_all = recall(pairs, 0.0), recall(analysis.pairs[states], 0.0)
     return (
         f"{len(pairs)} of {count} mean {states} pairs (by query head) are outliers, over {OUTLIER_RATIO:g} and up to "
         f"{pairs[0].ratio:.0f} times the median length, most often in pairs {', '.join(often)}: "

@@ -43,7 +43,7 @@ def layers_of(program: str, stated: StatedConfig) -> tuple[tuple[LayerReach, ...
     if period is None:
         return own, ""
     if program == "mlx":
-        period = int(stated.raw.get("sliding_window_pattern", period))
+        period = int(stated.raw.get("sliding_window_pattern") or period)
     types = [SLIDING if i % period else FULL for i in range(1, len(own) + 1)]
     reason = f"it takes one of {period} layers for full attention, and does not read layer_types"
     if program == "mlx":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rope_patch.analysis.heads import TYPE_SHARE
-from rope_patch.analysis.outliers import contributions, mean_pairs
+from rope_patch.analysis.outliers import contributions
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.number_format import number_text
@@ -184,7 +184,7 @@ def _by_kind(
 
 def outliers(analysis: Analysis) -> Figure:
     """Return the figure of every pair's radius, angle, turns and circular deviation, with both bounds."""
-    points = {role: mean_pairs(analysis.capture, role) for role in ("query", "key")}
+    points = {role: analysis.pairs[role] for role in ("query", "key")}
     caption = (
         "A point is a pair of a query head. Left: offset features (orange) lie beyond both bounds of Jonasson (2025), "
         "which are the lines in the middle, and the larger a point, the longer its mean; right: long means are those "
@@ -196,7 +196,7 @@ def outliers(analysis: Analysis) -> Figure:
 def by_distance(analysis: Analysis) -> Figure:
     """Return the figure of what the longest outliers add to the mean logit of their heads, by distance."""
     panels: dict[float, tuple[str, Tensor, Tensor, Tensor]] = {}
-    for pair in mean_pairs(analysis.capture):
+    for pair in analysis.pairs["key"]:
         # Query heads that share a key head have one key, of one length.
         if len(panels) < MOST_CONTRIBUTIONS and pair.radius not in panels:
             layer = analysis.capture.layer(pair.layer)
