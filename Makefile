@@ -91,11 +91,13 @@ $(DEV): pyproject.toml constraints.txt
 	$(if $(WITH),$(PIP) "$(WITH)")
 	@touch $@ $(RUNTIME)
 
-# Each engine in an environment of its own, outside the package's.
+# Each engine in an environment of its own, outside the package's. What vLLM installs for pictures and sound is built for
+# GPUs unless it comes from PyTorch's index of CPU builds, and then fails beside a torch for a CPU.
 $(VENV)/engines/%: tests/engines/environments/%.txt
 	rm -rf $@
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install -q --disable-pip-version-check -r $<
+	$(if $(filter %/vllm,$@),$@/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec)
 	$(if $(filter %/sglang,$@),$@/bin/python -m pip install -q --disable-pip-version-check --no-deps sglang==0.5.23)
 	@touch $@
 

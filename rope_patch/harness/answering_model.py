@@ -17,8 +17,7 @@ from torch import Tensor
 from rope_patch.harness.request_rows import RequestRow, group_requests
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
-from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import processes
 from rope_patch.runtime.progress import Progress

@@ -170,7 +170,7 @@ def _store(
     """
     for run in reversed(runs):
         for stored in run.stored.values():
-            if stored.returned is key:
+            if stored.returned() is key:
                 return run, stored
     if key.shape[-2] != size and runs[-1].plans[index].layer.keys_of == index:
         raise ValueError("these keys come from another cache: use a cache of the factory, or none")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class SchemeRun:
 
     plans: Mapping[int, LayerPlan]
     turns: dict[str | None, Turn] = field(default_factory=dict)
-    stored: WeakValueDictionary[int, QuantizedLayer] = field(default_factory=WeakValueDictionary)
+    stored: weakref.WeakValueDictionary[int, QuantizedLayer] = field(default_factory=weakref.WeakValueDictionary)
     observe: Callable[[int, Tensor, Tensor, Tensor, float], object] | None = None
 
     def turn(self, plan: LayerPlan) -> Turn | None:
@@ -98,8 +98,8 @@ class QuantizedLayer(DynamicLayer):
         # The first of the new queries sees the tokens before it and itself.
         self.freeze(start + 1)
         self.run.stored[self.plan.layer.index] = self
-        # Attention finds this layer by the very tensor that it is given as keys.
-        self.returned = self.keys
+        # Attention finds this layer by the very tensor that it is given as keys, and which lives no longer for that.
+        self.returned = weakref.ref(self.keys)
         return self.keys, self.values
 
     def freeze(self, visible_tokens: int) -> None:

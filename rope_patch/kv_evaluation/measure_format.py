@@ -23,8 +23,7 @@ from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKEN
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.attention_layers import split_pairs
 from rope_patch.modeling.inputs import ids_hash
-from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
-from rope_patch.modeling.scoring import CacheFactory, Reader
+from rope_patch.modeling.scoring import LOGITS_AT_ONCE, CacheFactory, Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.progress import Progress

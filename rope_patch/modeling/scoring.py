@@ -17,7 +17,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.inputs import refuse_prompts
-from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from rope_patch.modeling.prefill import ATTENTION_NAME, RoomyLayer
 from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.cache_argument import cache_argument
@@ -28,6 +27,8 @@ from rope_patch.runtime.result_cache import code_identity, hash_with_values
 from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
+LOGITS_AT_ONCE = 256
+"""Number of tokens whose logits exist at one time."""
 SLIDING_CHUNK = 1024
 """Length of a forward pass through layers with shorter sliding windows [tokens]."""
 FLOATS_AT_ONCE = 1 << 21

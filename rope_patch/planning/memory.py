@@ -8,7 +8,9 @@ products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and with
 
 from __future__ import annotations
 
-from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
+from rope_patch.analysis import attention_mass
+from rope_patch.kv_cache.attention import GPU_BLOCK_BYTES
+from rope_patch.modeling.scoring import LOGITS_AT_ONCE, SLIDING_CHUNK
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
@@ -57,18 +59,58 @@ def training_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
 def inference_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
     """Return the memory of inference on one sequence, without an adapter [bytes].
 
-    Sliding layers cache their window only. Beside weights and cache, a single pass over the sequence holds the
-    embeddings, and of the widest layer the input, the residual stream, and the input and three tensors of the MLP. It
-    also holds all keys and values of sliding layers: the window that transformers' cache keeps of them is a view into
-    the whole tensor.
+    Sliding layers cache their window only. A single pass over the sequence also holds all keys and values of sliding
+    layers: the window that transformers' cache keeps of them is a view into the whole tensor.
     """
-    row = options.length * options.element
-    whole = 2 * row * shape.total(lambda layer: layer.key)
-    cache = (
-        2 * options.element * shape.total(lambda layer: layer.key * min(options.length, layer.window or options.length))
-    )
-    work = row * max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
-    return {"weights": weight_bytes(shape, options), "KV cache": cache, "prefill in one pass": work + whole - cache}
+    whole, cache = _cached(shape, options, options.length), _cached(shape, options, 0)
+    prefill = _one_pass(shape, options, options.length) + whole - cache
+    return {"weights": weight_bytes(shape, options), "KV cache": cache, "prefill in one pass": prefill}
+
+
+def measuring_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
+    """Return the peak of each measurement on a GPU, of one sequence at a time, without an adapter [bytes].
+
+    Models with sliding windows are read in chunks, others in one pass. ``kv-check`` holds each key and value twice, and
+    the last states of two windows, which it compares with those of one more; its prompts go on from copies of a cache,
+    and there are three: that of their common beginning, of one prompt, and of that prompt with its answer. ``analyze``
+    reads rows of at most 2048 tokens, in blocks of whose weights five are alive, and float32 copies of its states.
+    """
+    length, element = options.length, options.element
+    weights = weight_bytes(shape, options)
+    chunk = length
+    windows = [layer.window for layer in shape.kinds if layer.window]
+    if windows:
+        chunk = min(length, max(SLIDING_CHUNK, *windows))
+    cache, read = _cached(shape, options, chunk), _one_pass(shape, options, chunk)
+    scored = max(read, min(LOGITS_AT_ONCE, length) * shape.vocab * (element + 8)) + cache * (chunk < length)
+    twice = 2 * _cached(shape, options, length)
+    states = length * shape.hidden * element
+    compared = 3 * states + max(_one_pass(shape, options, length), 4 * GPU_BLOCK_BYTES + 2 * states)
+    row = min(length, 2048)
+    block = min(attention_mass.BLOCK_BYTES, 512 * 4 * row * max(layer.heads for layer in shape.kinds))
+    copied = row * max(layer.hidden * element + (4 + element) * (layer.query + 2 * layer.key) for layer in shape.kinds)
+    return {
+        "perplexity": weights + scored,
+        "retrieval": weights + cache + read,
+        "kv-check": weights + max(twice + compared, 3 * twice),
+        "analyze": weights + max(_one_pass(shape, options, row), 5 * block + copied),
+    }
+
+
+def _cached(shape: Shape, options: StepOptions, chunk: int) -> int:
+    """Return the size of keys and values whose sliding layers hold a chunk beside their window [bytes]."""
+    length = options.length
+    entries = shape.total(lambda layer: layer.key * min(length, (layer.window or length) + chunk))
+    return 2 * entries * options.element
+
+
+def _one_pass(shape: Shape, options: StepOptions, tokens: int) -> int:
+    """Return what a forward pass holds beside weights and cache [bytes].
+
+    That is the embeddings, and of the widest layer the input, the residual stream, and the input and three tensors of
+    the MLP.
+    """
+    return options.element * tokens * max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
 
 
 def trained_linears(layer: Layer, options: StepOptions) -> tuple[Linear, ...]:

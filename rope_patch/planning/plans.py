@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
-from rope_patch.planning.memory import inference_memory, training_memory
+from rope_patch.planning.memory import inference_memory, measuring_memory, training_memory
 from rope_patch.planning.read_shapes import shape_of
 from rope_patch.planning.shapes import Shape
 from rope_patch.runtime.text import GIB, parse_length
@@ -68,6 +68,11 @@ class Plan:
         """The memory of inference on one sequence of this length, without an adapter [bytes]."""
         return inference_memory(self.shape, self.options)
 
+    @property
+    def measuring(self) -> dict[str, int]:
+        """The peak of each measurement at this length [bytes]."""
+        return measuring_memory(self.shape, self.options)
+
     def fits(self, gpu_memory: float) -> bool:
         """Return whether the peak fits into a GPU of ``gpu_memory`` [GiB]."""
         return self.total <= gpu_memory * GIB
@@ -101,16 +106,21 @@ class Plan:
         return steps
 
     def describe(self, gpu_memory: float) -> str:
-        """Return the plan as text: the parts, whether they fit [GiB], options to turn on, memory of inference."""
+        """Return the plan as text: the parts, whether they fit [GiB], options to turn on, memory of reading."""
         options = self.options
         fits = "fits" if self.fits(gpu_memory) else "does not fit"
-        inference = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.inference.items())
+
+        def listed(sizes: dict[str, int]) -> str:
+            return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
+
         lines = [
             f"a training step of {self.shape.name} ({self.shape.parameters / 1e9:.2f} B parameters), {options.batch} x "
             f"{options.length} tokens, on each GPU of {options.gpus} [GiB]; of layer and loss the larger counts:",
             *(f"  {name:12s} {size / GIB:8.2f}" for name, size in self.parts.items() if size),
             f"  {'peak':12s} {self.total / GIB:8.2f}  {fits} into {gpu_memory:g}",
         ]
+        if (options.boundaries, options.attention) == ("apart", "flash"):
+            lines.append("Flash attention needs no mask to keep documents apart; --attention sdpa counts its mask.")
         steps = self.advice(gpu_memory)
         if steps:
             lines.append("Turn on, in this order:")
@@ -118,7 +128,8 @@ class Plan:
         if not self.fits(gpu_memory) and not any(step.fits for step in steps):
             lines.append("No option makes it fit: use a shorter length or a smaller model.")
         lines.append(f"longest sequence that fits with these options: {self.longest(gpu_memory)} tokens")
-        lines.append(f"inference on one sequence of this length [GiB]: {inference}")
+        lines.append(f"inference on one sequence of this length [GiB]: {listed(self.inference)}")
+        lines.append(f"peaks of measurements at this length [GiB]: {listed(self.measuring)}")
         return "\n".join(lines)
 
     def to_json(self, gpu_memory: float) -> str:
@@ -131,6 +142,7 @@ class Plan:
             "total_bytes": self.total,
             "parts_bytes": self.parts,
             "inference_bytes": self.inference,
+            "measuring_bytes": self.measuring,
             "fits": self.fits(gpu_memory),
             "longest_length": self.longest(gpu_memory),
             "advice": [asdict(step) for step in self.advice(gpu_memory)],

@@ -17,7 +17,7 @@ import rope_patch
 from rope_patch.evaluation.documents import TokenDocument, encode
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import scoring
-from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
+from rope_patch.modeling.scoring import LOGITS_AT_ONCE
 from rope_patch.patching.cache_argument import cache_argument, cache_in
 from rope_patch.runtime.progress import listen
 

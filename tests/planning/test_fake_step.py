@@ -1,10 +1,11 @@
-"""The plan of every recipe at full size, against one real training step on fake tensors, which hold no numbers."""
+"""Plans at full size, against a real training step and real measurements on fake tensors, which hold no numbers."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,22 @@ from peft import LoraConfig, get_peft_model
 from support.live_bytes import LiveBytes
 from support.recipe_runs import recipe
 from support.subsets import full
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
+from rope_patch.analysis.attention_mass import measure_heads
+from rope_patch.evaluation import generate_answers
+from rope_patch.evaluation.generate_answers import answer_prompts
+from rope_patch.kv_cache import attention
+from rope_patch.kv_cache.cache import quantized
+from rope_patch.kv_evaluation.check_setting import Setting
+from rope_patch.kv_evaluation.measure_format import _states
+from rope_patch.modeling import scoring
+from rope_patch.modeling.attention_layers import find_attention_layers
+from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.packaged import data_path
+from rope_patch.planning import plan
 from rope_patch.training.models import target_pattern, training_plan
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -25,12 +37,22 @@ CASES = [path if path.stem == "llama-3.2-1b-32k" else full(path) for path in PAT
 
 
 class FakeLiveBytes(LiveBytes):
-    """Counts on fake tensors, whose entries are unknown: every label counts."""
+    """Counts on fake tensors, whose entries are unknown: every label counts, and what is read is 0, False or "all"."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.index.Tensor and args[1][0].dtype is torch.bool:
+        aten = torch.ops.aten
+        if function is aten.index.Tensor and getattr(args[1][0], "dtype", None) is torch.bool:
             args = (args[0], [torch.arange(len(args[1][0]))])
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        if function is aten._unique2.default:
+            return args[0].flatten(), args[0], args[0]
+        if function is aten.nonzero.default:
+            return torch.zeros(args[0].numel(), args[0].ndim, dtype=torch.long)
+        if function is aten._local_scalar_dense.default:
+            return getattr(args[0], "whether_all", args[0].dtype is not torch.bool and 0)
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        if function is aten.all.default:
+            out.whether_all = True
+        return out
 
 
 def flash(module, query, key, value, attention_mask, scaling=None, **_):
@@ -43,6 +65,7 @@ def flash(module, query, key, value, attention_mask, scaling=None, **_):
 
 def on_fake_tensors(model):
     """Give a model on the meta device fake tensors on the CPU; tied weights stay tied."""
+    originals = list(model.parameters())  # held, so that no id is given twice
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -51,25 +74,30 @@ def on_fake_tensors(model):
             module._parameters[name] = None if p is None else made[id(p)]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+    del originals
+
+
+def shipped(name, **changes):
+    """Build a model whose config ships with the package, with some values changed."""
+    AttentionInterface.register("counted", flash)
+    AttentionMaskInterface.register("counted", lambda *_, **__: None)
+    values = json.loads((data_path("assets") / "configs" / f"{name}.json").read_text(encoding="utf-8")) | changes
+    if "layer_types" in values:
+        values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
+    config = AutoConfig.for_model(**values)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted")
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_the_plan_of_a_recipe_is_what_a_step_takes(path):
-    AttentionInterface.register("counted", flash)
-    AttentionMaskInterface.register("counted", lambda *_, **__: None)
     options = recipe(path)
     planned = training_plan(options).but(attention="flash")
-    values = json.loads((data_path("assets") / "configs" / f"{planned.shape.name}.json").read_text(encoding="utf-8"))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**values), dtype=torch.bfloat16, attn_implementation="counted"
-        ).train()
+        model = shipped(planned.shape.name).train()
         targets = target_pattern(model, options.lora.target_modules)
         model = get_peft_model(model, LoraConfig(r=options.lora.rank, target_modules=targets))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        originals = list(model.parameters())  # held, so that no id is given twice
         on_fake_tensors(model)
-        del originals
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         fuse(model)
@@ -88,3 +116,75 @@ def test_the_plan_of_a_recipe_is_what_a_step_takes(path):
     assert planned.total - planned.parts["overhead"] == pytest.approx(stored + adam + live.peak, rel=0.02)
     parts = planned.inference
     assert parts["KV cache"] + parts["prefill in one pass"] == pytest.approx(reading.peak, rel=0.03)
+
+
+def read_text(model, length):
+    reader = Reader(model)
+    chunk = reader.default_chunk(length)
+    losses(reader, torch.zeros(1, length).long(), [1], chunk=None if chunk == length else chunk)
+
+
+def answer(model, length, cache=None):
+    """Answer two prompts, which part near their end."""
+    prompt = SimpleNamespace(ids=(0,) * length, answer=6)
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(generate_answers, "_trunk", lambda ids: (1, [length - length // 64, length]))
+        answer_prompts(Reader(model), [[prompt], [prompt]], cache=cache)
+
+
+def check_cache(model, length):
+    """Read two windows in full precision and through a cache, and answer prompts through it."""
+    window = SimpleNamespace(ids=torch.zeros(length).long())
+    suite = SimpleNamespace(windows=[window, window], spec=SimpleNamespace(chunk=None))
+    setting = Setting(model, suite, None, None, attention_of(model))
+    exact = _states(setting, None)
+    with quantized(model, "vllm:fp8", layers=setting.layers) as factory:
+        _states(setting, factory)
+        del exact
+        answer(model, length, factory)
+
+
+def attention_of(model):
+    """Return the layers of a model, as they are found in a small real one."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": model.config.head_dim}
+    with unset_fake_temporarily():
+        return find_attention_layers(
+            shipped(model.name, num_hidden_layers=model.config.num_hidden_layers, **small)
+        ).layers
+
+
+def attend(model, length):
+    measure_heads(model, torch.zeros(1, min(length, 2048)).long())
+
+
+MEASUREMENTS = {"perplexity": read_text, "retrieval": answer, "kv-check": check_cache, "analyze": attend}
+
+
+@pytest.mark.parametrize(
+    ("measurement", "name", "layers", "length"),
+    [
+        full("perplexity", "Llama-3.1-8B", 32, 32),
+        ("perplexity", "Llama-3.1-8B", 32, 128),
+        ("perplexity", "gemma-3-4b", 6, 16),
+        full("retrieval", "Llama-3.1-8B", 32, 32),
+        ("retrieval", "Llama-3.1-8B", 32, 128),
+        full("retrieval", "gemma-3-4b", 6, 16),
+        ("kv-check", "Llama-3.1-8B", 2, 8),  # windows take most
+        full("kv-check", "Llama-3.1-8B", 32, 4),  # prompts take most
+        ("analyze", "Llama-3.1-8B", 2, 32),
+        full("analyze", "gemma-3-4b", 6, 32),
+    ],
+)
+def test_the_plan_of_a_measurement_is_what_it_takes(measurement, name, layers, length, monkeypatch):
+    # As on a GPU: all logits of a slice at once, and large blocks of a quantized cache.
+    monkeypatch.setattr(scoring, "FLOATS_AT_ONCE", 1 << 40)
+    monkeypatch.setattr(attention, "BLOCK_BYTES", attention.GPU_BLOCK_BYTES)
+    with torch.device("meta"):
+        model = shipped(name, num_hidden_layers=layers).eval()
+    model.name = name
+    planned = plan(model, length=length * 1024)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        on_fake_tensors(model)
+        with FakeLiveBytes(model) as live:
+            MEASUREMENTS[measurement](model, length * 1024)
+    assert planned.measuring[measurement] - planned.inference["weights"] == pytest.approx(live.peak, rel=0.05)
