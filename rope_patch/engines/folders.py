@@ -129,7 +129,7 @@ def exported_config(
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     text = text_part(config)
     text |= settings
-    older = older_keys(location.config.model_type, parameters)
+    older = older_keys(location.config.model_type, parameters, text.get("layer_types") or ())
     notes = []
     text |= {key: value for key, value in older.items() if value != OLDER_FAIL or to == "hf"}
     if not older or OLDER_FAIL in older.values():

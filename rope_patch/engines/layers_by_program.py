@@ -46,6 +46,4 @@ def layers_of(program: str, stated: StatedConfig) -> tuple[tuple[LayerReach, ...
         period = int(stated.raw.get("sliding_window_pattern") or period)
     types = [SLIDING if i % period else FULL for i in range(1, len(own) + 1)]
     reason = f"it takes one of {period} layers for full attention, and does not read layer_types"
-    if program == "mlx":
-        reason += ": sliding_window_pattern in config.json sets that number"
     return tuple(stated.layer(each) for each in types), reason

