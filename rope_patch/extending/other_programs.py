@@ -31,12 +31,12 @@ def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_leng
     if Path(options.model).exists():
         lines += [f"note: {sentence}" for sentence in other_programs(options.model)]
     try:
-        memory = plan(model, length=options.length).inference
+        memory = plan(model, length=options.length).reading
     except ValueError:  # the plan does not know the shapes of this family
         return lines
-    parts = ", ".join(f"{name} {size / 2**30:.2g}" for name, size in memory.items())
-    total = sum(memory.values()) / 2**30
-    return [*lines, f"inference on one sequence of {options.length} tokens takes {total:.2g} GiB in bfloat16 ({parts})"]
+    answer, weights, cache = (memory[part] / 2**30 for part in ("retrieval", "weights", "KV cache"))
+    sizes = f"{answer:.2g} GiB in bfloat16 (weights {weights:.2g}, KV cache {cache:.2g})"
+    return [*lines, f"to answer a prompt of {options.length} tokens takes {sizes}"]
 
 
 def other_programs(source: str | Path) -> tuple[str, ...]:

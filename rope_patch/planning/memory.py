@@ -8,7 +8,7 @@ products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and with
 
 from __future__ import annotations
 
-from rope_patch.analysis import attention_mass
+from rope_patch.analysis.attention_mass import BLOCK_BYTES
 from rope_patch.kv_cache.attention import GPU_BLOCK_BYTES
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE, SLIDING_CHUNK
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
@@ -56,24 +56,15 @@ def training_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
     }
 
 
-def inference_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
-    """Return the memory of inference on one sequence, without an adapter [bytes].
+def reading_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
+    """Return the memory of reading one sequence on a GPU, without training and without an adapter [bytes].
 
-    Sliding layers cache their window only. A single pass over the sequence also holds all keys and values of sliding
-    layers: the window that transformers' cache keeps of them is a view into the whole tensor.
-    """
-    whole, cache = _cached(shape, options, options.length), _cached(shape, options, 0)
-    prefill = _one_pass(shape, options, options.length) + whole - cache
-    return {"weights": weight_bytes(shape, options), "KV cache": cache, "prefill in one pass": prefill}
-
-
-def measuring_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
-    """Return the peak of each measurement on a GPU, of one sequence at a time, without an adapter [bytes].
-
-    Models with sliding windows are read in chunks, others in one pass. ``kv-check`` holds each key and value twice, and
-    the last states of two windows, which it compares with those of one more; its prompts go on from copies of a cache,
-    and there are three: that of their common beginning, of one prompt, and of that prompt with its answer. ``analyze``
-    reads rows of at most 2048 tokens, in blocks of whose weights five are alive, and float32 copies of its states.
+    The weights, the KV cache, in which sliding layers hold their windows alone, and the peak of each measurement, the
+    weights included. Models with sliding windows are read in chunks, others in one pass. ``kv-check`` holds each key
+    and value twice, and the last states of two windows, which it compares with those of one more; its prompts go on
+    from copies of a cache, and there are three: that of their common beginning, of one prompt, and of that prompt with
+    its answer. ``analyze`` reads rows of at most 2048 tokens, in blocks of queries, and holds six times the weights of
+    one.
     """
     length, element = options.length, options.element
     weights = weight_bytes(shape, options)
@@ -86,14 +77,13 @@ def measuring_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
     twice = 2 * _cached(shape, options, length)
     states = length * shape.hidden * element
     compared = 3 * states + max(_one_pass(shape, options, length), 4 * GPU_BLOCK_BYTES + 2 * states)
-    row = min(length, 2048)
-    block = min(attention_mass.BLOCK_BYTES, 512 * 4 * row * max(layer.heads for layer in shape.kinds))
-    copied = row * max(layer.hidden * element + (4 + element) * (layer.query + 2 * layer.key) for layer in shape.kinds)
     return {
+        "weights": weights,
+        "KV cache": _cached(shape, options, 0),
         "perplexity": weights + scored,
         "retrieval": weights + cache + read,
         "kv-check": weights + max(twice + compared, 3 * twice),
-        "analyze": weights + max(_one_pass(shape, options, row), 5 * block + copied),
+        "analyze": weights + max(_one_pass(shape, options, min(length, 2048)), 6 * BLOCK_BYTES),
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
-from rope_patch.planning.memory import inference_memory, measuring_memory, training_memory
+from rope_patch.planning.memory import reading_memory, training_memory
 from rope_patch.planning.read_shapes import shape_of
 from rope_patch.planning.shapes import Shape
 from rope_patch.runtime.text import GIB, parse_length
@@ -19,7 +19,7 @@ from rope_patch.runtime.text import GIB, parse_length
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SCHEMA = 2
+SCHEMA = 3
 _PARALLEL_SIZES = (2, 4, 8, 16, 32, 64)
 _WORTHWHILE_SHARE = 0.98  # advice that saves less than 2 % is left out
 
@@ -64,14 +64,9 @@ class Plan:
         return sum(self.parts.values()) - min(self.parts["layer"], self.parts["loss"])
 
     @property
-    def inference(self) -> dict[str, int]:
-        """The memory of inference on one sequence of this length, without an adapter [bytes]."""
-        return inference_memory(self.shape, self.options)
-
-    @property
-    def measuring(self) -> dict[str, int]:
-        """The peak of each measurement at this length [bytes]."""
-        return measuring_memory(self.shape, self.options)
+    def reading(self) -> dict[str, int]:
+        """Weights and cache of one sequence of this length, and the peak of each measurement on it [bytes]."""
+        return reading_memory(self.shape, self.options)
 
     def fits(self, gpu_memory: float) -> bool:
         """Return whether the peak fits into a GPU of ``gpu_memory`` [GiB]."""
@@ -109,10 +104,7 @@ class Plan:
         """Return the plan as text: the parts, whether they fit [GiB], options to turn on, memory of reading."""
         options = self.options
         fits = "fits" if self.fits(gpu_memory) else "does not fit"
-
-        def listed(sizes: dict[str, int]) -> str:
-            return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
-
+        sizes = [f"{name} {size / GIB:.2f}" for name, size in self.reading.items()]
         lines = [
             f"a training step of {self.shape.name} ({self.shape.parameters / 1e9:.2f} B parameters), {options.batch} x "
             f"{options.length} tokens, on each GPU of {options.gpus} [GiB]; of layer and loss the larger counts:",
@@ -128,8 +120,9 @@ class Plan:
         if not self.fits(gpu_memory) and not any(step.fits for step in steps):
             lines.append("No option makes it fit: use a shorter length or a smaller model.")
         lines.append(f"longest sequence that fits with these options: {self.longest(gpu_memory)} tokens")
-        lines.append(f"inference on one sequence of this length [GiB]: {listed(self.inference)}")
-        lines.append(f"peaks of measurements at this length [GiB]: {listed(self.measuring)}")
+        lines.append(
+            f"reading one sequence of this length [GiB]: {', '.join(sizes[:2])}; peaks: {', '.join(sizes[2:])}"
+        )
         return "\n".join(lines)
 
     def to_json(self, gpu_memory: float) -> str:
@@ -141,8 +134,7 @@ class Plan:
             "options": asdict(self.options),
             "total_bytes": self.total,
             "parts_bytes": self.parts,
-            "inference_bytes": self.inference,
-            "measuring_bytes": self.measuring,
+            "reading_bytes": self.reading,
             "fits": self.fits(gpu_memory),
             "longest_length": self.longest(gpu_memory),
             "advice": [asdict(step) for step in self.advice(gpu_memory)],

@@ -110,12 +110,8 @@ def test_the_plan_of_a_recipe_is_what_a_step_takes(path):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
-        with torch.no_grad(), model.disable_adapter(), FakeLiveBytes(model) as reading:
-            _read = model.eval()(input_ids=ids, use_cache=True, logits_to_keep=1)
     adam = sum(12 * p.numel() for p in trained)  # gradients and two moments in float32
     assert planned.total - planned.parts["overhead"] == pytest.approx(stored + adam + live.peak, rel=0.02)
-    parts = planned.inference
-    assert parts["KV cache"] + parts["prefill in one pass"] == pytest.approx(reading.peak, rel=0.03)
 
 
 def read_text(model, length):
@@ -172,7 +168,6 @@ MEASUREMENTS = {"perplexity": read_text, "retrieval": answer, "kv-check": check_
         ("kv-check", "Llama-3.1-8B", 2, 8),  # windows take most
         full("kv-check", "Llama-3.1-8B", 32, 4),  # prompts take most
         ("analyze", "Llama-3.1-8B", 2, 32),
-        full("analyze", "gemma-3-4b", 6, 32),
     ],
 )
 def test_the_plan_of_a_measurement_is_what_it_takes(measurement, name, layers, length, monkeypatch):
@@ -187,4 +182,4 @@ def test_the_plan_of_a_measurement_is_what_it_takes(measurement, name, layers, l
         on_fake_tensors(model)
         with FakeLiveBytes(model) as live:
             MEASUREMENTS[measurement](model, length * 1024)
-    assert planned.measuring[measurement] - planned.inference["weights"] == pytest.approx(live.peak, rel=0.05)
+    assert planned.reading[measurement] - planned.reading["weights"] == pytest.approx(live.peak, rel=0.05)

@@ -97,14 +97,16 @@ def test_masks_of_sliding_windows_under_sdpa():
     assert sdpa.parts["layer"] - flash.parts["layer"] > 131072**2 * 2
 
 
-def test_inference():
-    assert plan("Llama-3-8B", length=131072).inference == {
-        "weights": 2 * 8_030_261_248,
-        "KV cache": 2 * 131072 * 32 * 1024 * 2,
-        "prefill in one pass": 131072 * 2 * (4 * 4096 + 3 * 14336),
-    }
+def test_reading():
+    weights, cache, states = 2 * 8_030_261_248, 2 * 131072 * 32 * 1024 * 2, 131072 * 2 * 4096
+    one_pass = 131072 * 2 * (4 * 4096 + 3 * 14336)
+    reading = plan("Llama-3-8B", length=131072).reading
+    assert (reading["weights"], reading["KV cache"]) == (weights, cache)
+    assert reading["perplexity"] == weights + one_pass
+    assert reading["retrieval"] == weights + cache + one_pass
+    assert reading["kv-check"] == weights + max(2 * cache + one_pass + 3 * states, 3 * 2 * cache)
     # gemma-3-12b: 40 layers hold 1024 positions, 8 all of them
-    assert plan("gemma-3-12b", length=131072).inference["KV cache"] == 2 * 2048 * 2 * (40 * 1024 + 8 * 131072)
+    assert plan("gemma-3-12b", length=131072).reading["KV cache"] == 2 * 2048 * 2 * (40 * 1024 + 8 * 131072)
 
 
 # --- against what runs -----------------------------------------------------------------------------------------------
