@@ -1,12 +1,12 @@
-"""Compare rotary tables on a Llama and on a hybrid with sliding windows: SmolLM2-135M and Gemma 3 270M.
+"""Compare rotary tables on three families: SmolLM2-135M, Gemma 3 270M (a hybrid with sliding windows), Qwen2.5-Coder.
 
     python benchmarks/study_families.py --novels FOLDER --wikitext FILE -o benchmarks/results/study_families.json
 
-Both checkpoints must be in build (``make smollm2-checkpoint gemma3-checkpoint``). FOLDER holds novels as text files,
-of which three are held out for evaluation; FILE is the test part of WikiText-2. The study is a list of cells, which
-``--list`` shows with the minutes that each one is expected to take; ``--cells 'gemma3-text-*'`` chooses some. The
-report is written after each cell, and a cell that it holds is not measured again: to measure one anew, delete it there.
-What an interrupted cell has finished is kept in build/study_families.
+The checkpoints must be in build (``make smollm2-checkpoint gemma3-checkpoint qwen-checkpoint``). FOLDER holds novels as
+text files, of which three are held out for evaluation; FILE is the test part of WikiText-2. The study is a list of
+cells, which ``--list`` shows with the minutes that each one is expected to take; ``--cells 'gemma3-text-*'`` chooses
+some. The report is written after each cell, and a cell that it holds is not measured again: to measure one anew, delete
+it there. What an interrupted cell has finished is kept in build/study_families.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import rope_patch
 from measuring import command, environment, write
 from pair_bits import RULES, Allocator, bits_by_loss, equal_bits, keys_by_pair, stored_bits
 from public_checkpoint import BUILD, CHECKPOINTS
+from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
@@ -61,6 +62,8 @@ EXTENDING = {
     ),
     "smollm2": ("yarn:factor=2", "abf:factor=4", "yarn:factor=2+p_rope:p=0.9"),
 }  # fmt: skip
+FACTORS = ("yarn:factor=2", "yarn:factor=2:mscale=1.5:mscale_all_dim=1", "yarn:factor=2:attention_factor=1")
+"""YaRN with its attention factor of 1.07 at twice the context, with 1.03, and with 1."""
 FORMATS = ("vllm:fp8", "llama.cpp:q4_0", "vllm:turboquant-4", "int4-token", "kivi-2")
 BY_POSITION = ("llama.cpp:q8_0", *FORMATS[:1], "llama.cpp:q5_0", *FORMATS[1:3], "kivi-4", "kivi-2")
 """Formats whose cost is measured by position."""
@@ -144,6 +147,7 @@ class Cell(NamedTuple):
         prompts = sum(1 - depth for depth in DEPTHS) + 1
         return {
             "text": self.length * (WINDOWS if self.window is None else 1),
+            "code": self.length * WINDOWS,
             "wiki": self.length * 8 * WINDOWS,
             "heads": 100_000.0,
             "caches": self.length * (4 + prompts) * (1 + len(FORMATS + PARTS)),
@@ -193,6 +197,15 @@ def all_cells() -> Iterator[Cell]:
     for window in range(1, WINDOWS):
         for table in long[:4]:
             yield Cell("gemma3", "text", 65536, table, window=window)
+    qwen = ("default", *FACTORS, "abf:factor=2", "abf:factor=4", "mrrope:factor=2", "ntk:factor=2", *sweep[:4])
+    for kind, tables in (("text", qwen), ("code", qwen[:10])):
+        for table in tables:
+            yield Cell("qwen", kind, 8192, table)
+    for table in FACTORS:
+        yield Cell("smollm2", "text", 8192, table)
+        yield Cell("gemma3", "text", 8192, table)
+    for table in ("default", *FACTORS, "abf:factor=4", "p_rope:p=0.75"):
+        yield Cell("qwen-1.5b", "text", 4096, table)
     tables = ("default", "yarn:factor=2", "p_rope:p=0.75")
     for model, length in (("bundled-llama", 256), ("bundled-gemma3", 256), ("smollm2", 2048), ("gemma3", 2048)):
         for table in tables:
@@ -304,9 +317,10 @@ Cache = Callable[[], AbstractContextManager[CacheMaker]]
 
 
 def text(study: Study, cell: Cell) -> dict[str, Any]:
-    """Measure the loss of windows of novels between doubling positions [nats/token]."""
+    """Measure the loss of windows of novels, or of code, between doubling positions [nats/token]."""
     edges = [edge for edge in POSITIONS if edge <= cell.length]
-    windows, digest = spread_windows(study.tokenizer(cell), study.text(), cell.length, WINDOWS)
+    source = builtin_text("heldout") if cell.kind == "code" else study.text()
+    windows, digest = spread_windows(study.tokenizer(cell), source, cell.length, WINDOWS)
     chosen = windows if cell.window is None else windows[cell.window : cell.window + 1]
     score = perplexity(study.model(cell), chosen, window=cell.length, buckets=edges, resume=study.parts(cell))
     nll = {
@@ -589,6 +603,7 @@ def train(study: Study, cell: Cell) -> dict[str, Any]:
 
 MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
     "text": text,
+    "code": text,
     "wiki": wiki,
     "passkey": prompts,
     "niah_multikey_2": prompts,

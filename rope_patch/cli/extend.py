@@ -126,7 +126,7 @@ def _page(outcome: Extended, *, brief: bool = False) -> Page:
         outcome: the outcome of the run.
         brief: whether to leave out the rounds between the last and the first.
     """
-    from rope_patch.extending.choose_method import RANKING
+    from rope_patch.extending.choose_method import NEEDLES, RANKING
     from rope_patch.reports import comparison as report
     from rope_patch.reports.page import Note, Part, Section
 
@@ -135,7 +135,8 @@ def _page(outcome: Extended, *, brief: bool = False) -> Page:
     if choice.label is not None:
         evidence.append(report.before_after(outcome.comparison, choice.label))
         evidence += [Note(f"{one.label}: {failure}.") for one in choice.evaluated for failure in one.failures]
-    section = Section("The choice", choice.verdict, [*evidence, Note(f"{RANKING}.")])
+    note = Note(f"{RANKING}. {NEEDLES}.")
+    section = Section("The choice", choice.verdict, [*evidence, note])
     if brief and len(rounds) > 1:
         rounds = (rounds[0], rounds[-1])
     return report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", choice=section)

@@ -29,7 +29,7 @@ from rope_patch.evaluation.metrics import (
     spans_of,
     value_text,
 )
-from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
+from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, unpatched_missing
 from rope_patch.methods import Default, MethodLike
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
@@ -245,7 +245,7 @@ def compare(
     model: nn.Module,
     tokenizer: Any,
     methods: Sequence[MethodLike],
-    spec: EvalSpec | EvalSuite,
+    spec: EvalSpec | Suite,
     *,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,

@@ -60,19 +60,6 @@ def copy_cache(cache: Any) -> Any:
     return copy.deepcopy(cache)
 
 
-class NotFinite(ValueError):
-    """Logits that are NaN or infinite.
-
-    Attributes:
-        row: index of the prompt in its batch.
-        position: position of the token that was to be predicted [tokens].
-    """
-
-    def __init__(self, row: int, position: int) -> None:
-        super().__init__(f"NaN or infinite logits for the token at position {position} of prompt {row}")
-        self.row, self.position = row, position
-
-
 @torch.no_grad()
 def answer_prompts(
     reader: Reader,
@@ -129,14 +116,7 @@ def answer_prompts(
             for _ in reader.read(ids[i, :, read:body], branch, chunk, progress):
                 pass
             begin = body
-        try:
-            answers[i] = _finish(reader, ids[i], begin, rows[i][0].answer, branch, cache is not None, stops, progress)
-        except NotFinite as error:
-            prompt = rows[i][error.row]
-            raise ValueError(
-                f"NaN or infinite logits at position {error.position} of a prompt of {size} tokens that asks for "
-                f"{', '.join(prompt.parts)} at depth {', '.join(f'{depth:g}' for depth in prompt.depths)}: try float32"
-            ) from None
+        answers[i] = answer_from(reader, rows[i], ids[i], begin, branch, cache is not None, stops, progress)
     progress.finish()
     return [answers[i] for i in range(len(rows))]
 
@@ -152,17 +132,32 @@ def _trunk(ids: Tensor) -> tuple[int, list[int]]:
     return best
 
 
-def _finish(
+def answer_from(
     reader: Reader,
+    prompts: Sequence[Prompt],
     ids: Tensor,
     read: int,
-    answer: int,
     past: Any,
-    stepwise: bool,
-    stops: Sequence[int],
-    progress: Progress,
+    stepwise: bool = False,
+    stops: Sequence[int] = (),
+    progress: Progress | None = None,
 ) -> list[Answer]:
-    """Return the answers to prompts with ids (batch, tokens), of which the first ``read`` are in the cache."""
+    """Return the answers to prompts whose first tokens are in a cache, which is used up.
+
+    Args:
+        reader: the model that answers.
+        prompts: (batch,) the prompts; their answers are of one length in tokens.
+        ids: (batch, tokens) the token ids of the prompts with their answers.
+        read: the number of tokens that the cache holds [tokens].
+        past: the cache.
+        stepwise: whether the answer is read a token at a time, as in generation.
+        stops: ids of the tokens that end a text.
+        progress: progress of the work to which this belongs.
+
+    Raises:
+        ValueError: logits are not finite.
+    """
+    answer = prompts[0].answer
     prompt_tokens = ids.shape[1] - answer
     expected = ids[:, prompt_tokens:]
     # Where greedy decoding differs from the right answer, it continues from this copy, without the right answer in the
@@ -180,8 +175,12 @@ def _finish(
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
-        where = (~torch.isfinite(logprobs)).nonzero()[0]
-        raise NotFinite(int(where[0]), prompt_tokens + int(where[1]))
+        row, place = (~torch.isfinite(logprobs)).nonzero()[0].tolist()
+        depths = ", ".join(f"{depth:g}" for depth in prompts[row].depths)
+        raise ValueError(
+            f"NaN or infinite logits at position {prompt_tokens + place} of a prompt of {ids.shape[1]} tokens that "
+            f"asks for {', '.join(prompts[row].parts)} at depth {depths}: try float32"
+        )
     outputs = expected.clone()
     missed = (predicted != expected).any(1)
     if bool(missed.any()):

@@ -197,18 +197,35 @@ def _score(
     table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache, progress=progress)
     sums_of_windows = []
     for item, low, size, loss in zip(group, first, sizes, table, strict=True):
-        part = loss[low:size]
-        # A NaN in one token would make every mean NaN: the error names the token.
-        if not bool(torch.isfinite(part).all()):
-            at = low + int((~torch.isfinite(part)).nonzero()[0])
-            raise ValueError(
-                f"the loss at position {at} of window {item.start}:{item.stop} of {item.source.name} is not finite: "
-                "NaN or infinite logits, try float32"
-            )
-        # A bucket outside the scored tokens becomes an empty slice.
-        slices = [slice(max(a, low), max(min(b, size), low, a)) for a, b in itertools.pairwise(edges)]
-        sums: dict[str, Any] = {"nll": [float(loss[at].sum()) for at in slices]}
-        sums["tokens"] = [len(loss[at]) for at in slices]
-        sums |= {"total_nll": float(part.sum()), "total_tokens": len(part)}
-        sums_of_windows.append(sums)
+        scored = torch.zeros(len(loss), dtype=torch.bool)
+        scored[low:size] = True
+        sums_of_windows.append(sums_by_position(item, loss, scored, edges))
     return sums_of_windows
+
+
+def sums_by_position(item: Window, loss: Tensor, scored: Tensor, edges: Sequence[int]) -> dict[str, Any]:
+    """Return the sums of a window's losses by bucket, as JSON values for the result cache.
+
+    Args:
+        item: the window, which an error names.
+        loss: (tokens,) the loss of each token [nats].
+        scored: (tokens,) bool, the tokens that count.
+        edges: the edges of the buckets [tokens].
+
+    Raises:
+        ValueError: a loss is not finite.
+    """
+    # A NaN in one token would make every mean NaN: the error names the token.
+    broken = (scored & ~torch.isfinite(loss)).nonzero()
+    if len(broken):
+        raise ValueError(
+            f"the loss at position {int(broken[0])} of window {item.start}:{item.stop} of {item.source.name} is not "
+            "finite: NaN or infinite logits, try float32"
+        )
+    parts = [loss[a:b][scored[a:b]] for a, b in itertools.pairwise(edges)]
+    return {
+        "nll": [float(part.sum()) for part in parts],
+        "tokens": [len(part) for part in parts],
+        "total_nll": float(loss[scored].sum()),
+        "total_tokens": int(scored.sum()),
+    }

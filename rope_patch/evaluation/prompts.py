@@ -135,6 +135,52 @@ class PromptMaker:
         # Many chat templates strip the message; stripped here, the text is what the template would give.
         return before + body.strip() + after + answer_prefix.lstrip()
 
+    def divide(self, text: str, ids: list[int], question: Question) -> Prompt:
+        """Return a prompt, divided where the answer's value begins, or before its space if that is in the same token.
+
+        Args:
+            text: text of the prompt, which the target of the question follows.
+            ids: token ids of both.
+            question: the question that is asked.
+
+        Raises:
+            ValueError: the tokenizer merges the answer with the question.
+        """
+        target = question.target
+        # The prompt must be tokenised alike with and without the answer: otherwise a model would be asked with other
+        # tokens than those it is scored on.
+        for spaces in range(len(target) - len(target.lstrip()), -1, -1):
+            shown = text + target[:spaces]
+            answer_start = target[spaces:]
+            prompt_ids = self.encode(shown)
+            if ids[: len(prompt_ids)] == prompt_ids and len(prompt_ids) < len(ids):
+                break
+        else:
+            raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
+        ends = []
+        answer = ""
+        # The end of the text is enough context to count the tokens of a part, and spares tokenising the whole prompt
+        # for each.
+        context = shown[-200:]
+        for part in question.parts[:-1]:
+            if answer:
+                answer += f", {part}"
+            else:
+                answer = answer_start[: answer_start.index(part)] + part
+            ends.append(len(self.encode(context + answer)) - len(self.encode(context)))
+        ends.append(len(ids) - len(prompt_ids))
+        return Prompt(
+            text=shown,
+            target=answer_start,
+            ids=tuple(ids),
+            answer=ends[-1],
+            parts=question.parts,
+            ends=tuple(ends),
+            depths=question.depths,
+            hidden=question.hidden,
+            question=question.text,
+        )
+
 
 class CachedPromptMaker(PromptMaker):
     """Makes each prompt once, for evaluations of several models; its arguments are those of PromptMaker."""
@@ -212,7 +258,7 @@ class _Fit:
         for _ in range(self.tries):
             fitted = self._exact(question, room)
             if fitted is not None:
-                return self._prompt(*fitted, question)
+                return self.maker.divide(*fitted, question)
             self.first, self.count, self.trim = self.first + 1, 0, 0  # later depths begin at the same word
         if self.size and fewer:  # without its last piece there is more room, into which more cuts fit
             self.size, self.first = self.size - 1, None
@@ -337,41 +383,3 @@ class _Fit:
                 break
             dropped += 1
         return dropped
-
-    def _prompt(self, text: str, ids: list[int], question: Question) -> Prompt:
-        """Divide the text where the answer's value begins, or before its space if that belongs to the first token."""
-        maker = self.maker
-        target = question.target
-        # The prompt must be tokenised alike with and without the answer: otherwise a model would be asked with other
-        # tokens than those it is scored on.
-        for spaces in range(len(target) - len(target.lstrip()), -1, -1):
-            shown = text + target[:spaces]
-            answer_start = target[spaces:]
-            prompt_ids = maker.encode(shown)
-            if ids[: len(prompt_ids)] == prompt_ids and len(prompt_ids) < len(ids):
-                break
-        else:
-            raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
-        ends = []
-        answer = ""
-        # The end of the text is enough context to count the tokens of a part, and spares tokenising the whole prompt
-        # for each.
-        context = shown[-200:]
-        for part in question.parts[:-1]:
-            if answer:
-                answer += f", {part}"
-            else:
-                answer = answer_start[: answer_start.index(part)] + part
-            ends.append(len(maker.encode(context + answer)) - len(maker.encode(context)))
-        ends.append(len(ids) - len(prompt_ids))
-        return Prompt(
-            text=shown,
-            target=answer_start,
-            ids=tuple(ids),
-            answer=ends[-1],
-            parts=question.parts,
-            ends=tuple(ends),
-            depths=question.depths,
-            hidden=question.hidden,
-            question=question.text,
-        )

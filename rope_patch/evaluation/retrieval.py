@@ -208,7 +208,7 @@ def retrieval(
     check_tokenizer(tokenizer)
     reader = Reader(model)
     maker = _prompt_maker(tokenizer, spec.haystack if haystack is None else haystack, spec.chat_template)
-    stops = _stops(model, tokenizer)
+    stops = stop_ids(model, tokenizer)
     # Stop tokens cut the output, and another cache or chunk may change it, so they are part of every key.
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
     # The hash reads every weight: only where keys are stored. A task of the user's own grades what is stored.
@@ -344,7 +344,7 @@ class _Questioner:
         return graded
 
 
-def _stops(model: nn.Module, tokenizer: Any) -> list[int]:
+def stop_ids(model: nn.Module, tokenizer: Any) -> list[int]:
     """Return the ids of the tokens that end a text, according to the model's generation config and the tokenizer."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if not isinstance(ids, list | tuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -69,6 +69,8 @@ class EvalResult:
         }
 
 
+AnySuite = TypeVar("AnySuite", bound="Suite")
+
 ADD_DEFAULT = "add default to the methods (--methods), which measures it"
 
 
@@ -115,7 +117,47 @@ def _advice(result: RetrievalResult, chat_template: str) -> str:
     return ", ".join(easier)
 
 
-class EvalSuite:
+class Suite(ABC):
+    """What is measured of any number of models, made once, in one tokenizer's tokens.
+
+    Args:
+        spec: the spec of what is measured.
+        tokenizer: the tokenizer of the models that will be measured.
+        text: a text in memory that replaces the spec's, as :func:`~rope_patch.evaluation.documents.documents` takes it.
+
+    Attributes:
+        spec: the spec as given.
+        tokenizer: the tokenizer as given.
+        source: the text that is read.
+        windows: windows of the text, each as long as the longest length and beginning with the special tokens.
+        text_name: name of the text in results.
+        text_sha256: digest of the text; "" if none is read.
+        python_version: version of CPython whose files the built-in texts are made of; None for the user's texts.
+
+    Raises:
+        ValueError: there is too little text.
+        FileNotFoundError: a file of the spec does not exist.
+    """
+
+    def __init__(self, spec: EvalSpec, tokenizer: Any, text: Source | None = None) -> None:
+        self.spec = check_tasks(spec)
+        self.tokenizer = tokenizer
+        if text is None:
+            text = builtin_text("heldout") if spec.text is None else Path(spec.text)
+        self.source = text
+        self.text_name = _name(self.source)
+        self.windows: list[TokenDocument] = []
+        self.text_sha256 = ""
+        if spec.windows != 0:
+            self.windows, self.text_sha256 = spread_windows(tokenizer, self.source, spec.longest, spec.windows)
+        self.python_version = self.source.python_version if isinstance(self.source, Corpus) else None
+
+    @abstractmethod
+    def run(self, model: nn.Module, *, resume: str | Path | MutableMapping[str, Any] | None = None) -> EvalResult:
+        """Return the scores of a model; ``resume`` is a file (or mapping) in which finished work is stored."""
+
+
+class EvalSuite(Suite):
     """The windows of text and the prompts of a spec, in one tokenizer's tokens.
 
     Args:
@@ -125,13 +167,7 @@ class EvalSuite:
         haystack: a haystack in memory that replaces the spec's.
 
     Attributes:
-        spec: the spec as given.
-        tokenizer: the tokenizer as given.
-        windows: windows of the text, each as long as the longest length and beginning with the special tokens.
         prompts: prompt maker, which makes each prompt once.
-        text_name: name of the text in results.
-        text_sha256: digest of the text; "" if none is read.
-        python_version: version of CPython whose files the built-in texts are made of; None for the user's texts.
 
     Raises:
         ValueError: there is too little text, or a prompt does not fit; it is raised before any model reads anything.
@@ -144,62 +180,22 @@ class EvalSuite:
     def __init__(
         self, spec: EvalSpec, tokenizer: Any, *, text: Source | None = None, haystack: Haystack | None = None
     ) -> None:
-        self.spec = check_tasks(spec)
-        self.tokenizer = tokenizer
-        source = text
-        if source is None:
-            source = builtin_text("heldout") if spec.text is None else Path(spec.text)
-        self.text_name = _name(source)
-        self.windows: list[TokenDocument] = []
-        self.text_sha256 = ""
-        if spec.windows != 0:
-            self.windows, self.text_sha256 = spread_windows(tokenizer, source, spec.longest, spec.windows)
+        super().__init__(spec, tokenizer, text)
         self.prompts = CachedPromptMaker(
             tokenizer,
-            haystack or _haystack(spec.haystack, source, self.text_name),
+            haystack or _haystack(spec.haystack, self.source, self.text_name),
             turns=chat_turns(tokenizer, spec.chat_template),
         )
         # The prompts of the first haystack are made now, so that what does not fit raises before a model is read.
         for task in spec.tasks:
             for length in spec.lengths:
                 self.prompts.prompts(task, length, spec.depths, seed=spec.seed)
-        self.python_version = self.prompts.haystack.python_version
-        if isinstance(source, Corpus):
-            self.python_version = source.python_version
+        self.python_version = self.python_version or self.prompts.haystack.python_version
 
     @property
     def tokens(self) -> int:
         """Number of tokens that one run reads, to which a progress bar counts."""
         return tokens_to_read(self.spec, len(self.windows))
-
-    def smaller(self, windows: int, samples: int) -> EvalSuite:
-        """Return a suite that measures a part of this one, on the same windows and prompts.
-
-        The windows of a smaller suite are among those of any larger one, so their results are reused, and they are
-        spread over the text too; a single one comes from its middle third, or is the second of two.
-
-        Args:
-            windows: number of windows of text, at most as many as this suite has.
-            samples: number of haystacks for each task and length.
-
-        Raises:
-            ValueError: there are fewer windows or samples than asked for, or no sample is asked for.
-        """
-        count = len(self.windows)
-        if not (0 <= windows <= count and 1 <= samples <= self.spec.samples):
-            raise ValueError(
-                f"windows must be 0 to {count} and samples 1 to {self.spec.samples}, got {windows} and {samples}"
-            )
-        part = copy.copy(self)
-        part.spec = replace(self.spec, windows=windows, samples=samples)
-        # Sorted by their number with its bits reversed, so that any first few windows are spread over the text.
-        bits = max(1, count - 1).bit_length()
-        order = sorted(range(count), key=lambda i: f"{i:0{bits}b}"[::-1])
-        # The first of them would be the beginning of the text. Of the next two, one is near the middle.
-        middle = min(order[1:3], key=lambda i: abs(2 * i - count + 1), default=0)
-        order.sort(key=lambda i: i != middle)
-        part.windows = [self.windows[i] for i in sorted(order[:windows])]
-        return part
 
     def run(
         self,
@@ -252,14 +248,14 @@ class EvalSuite:
         return EvalResult(spec, score, answers)
 
 
-def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:
+def as_suite(spec: EvalSpec | AnySuite, tokenizer: Any) -> AnySuite | EvalSuite:
     """Return the suite of a spec; a suite is returned as it is.
 
     Raises:
         TypeError: the argument is neither a spec nor a suite.
         ValueError: the tokenizer is not one.
     """
-    if isinstance(spec, EvalSuite):
+    if isinstance(spec, Suite):
         if tokenizer is not None:  # the suite has its own
             check_tokenizer(tokenizer)
         return spec

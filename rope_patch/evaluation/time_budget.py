@@ -103,11 +103,15 @@ def comparison_within(
 def tokens_within(
     model: nn.Module, seconds: float, length: int, finished: Path, *, rows: int, chunk: int | None
 ) -> int:
-    """Return how many tokens all processes read in a time; a resumed command gets the number that it planned at first.
+    """Return how many tokens all processes read in a time [s]; the other arguments are those of :func:`speed`."""
+    return int(FILLED_SHARE * seconds * speed(model, length, finished, rows=rows, chunk=chunk))
+
+
+def speed(model: nn.Module, length: int, finished: Path, *, rows: int = 1, chunk: int | None = None) -> float:
+    """Return how many tokens all processes read in a second; a resumed command gets what it measured at first.
 
     Args:
         model: the model that is measured.
-        seconds: time that is available [s].
         length: length of the longest row that will be read, whose tokens take the most time [tokens].
         finished: file of the result cache, in which the measured speed is stored.
         rows: number of rows in a batch.
@@ -118,14 +122,15 @@ def tokens_within(
         # A speed that is measured anew would differ, and with it the windows and prompts: a resumed command would find
         # none of its results.
         cache = ResultCache(finished)
-        name = key(what="speed", model=model_hash(model), seconds=seconds, length=length, rows=rows, chunk=chunk)
+        name = key(what="speed", model=model_hash(model), length=length, rows=rows, chunk=chunk)
         # Where nothing else is finished there is nothing to find, and the machine may have been busy at that time.
         if name not in cache or set(cache) == {name}:
             cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
         return float(cache[name])
 
     # The first process measures for all, because all have to plan the same work.
-    return int(FILLED_SHARE * seconds * from_first_process(measure)) * reading_processes(model)
+    measured: float = from_first_process(measure)
+    return measured * reading_processes(model)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
 from rope_patch.reports.comparison import before_after
 from rope_patch.reports.page import markdown_table
-from rope_patch.runtime.captions import count_text, windows_text
+from rope_patch.runtime.captions import windows_text
 
 HEADING = """
 ## The card of the base model
@@ -57,8 +57,8 @@ Measured and not chosen: {others}.
 
 {scores}
 
-Text: {text}. Prompts: {prompts} for each task and length. {exact_match}. Changes
-are against the model before, on the same windows and prompts, with 95 % intervals. {population}
+Text: {text}. A needle lies in each window and is asked for at each length. {exact_match}.
+Changes are against the model before, on the same windows and prompts, with 95 % intervals. {population}
 
 {warnings}
 ## How it was made
@@ -126,7 +126,6 @@ def card(outcome: Extended) -> str:
         others=", ".join(f"`{name}`" for name in others) or "nothing else",
         scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
-        prompts=count_text(comparison.spec.samples, "haystack"),
         exact_match=EXACT_MATCH,
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),

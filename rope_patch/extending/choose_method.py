@@ -11,6 +11,7 @@ from typing import Any
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence, change_text
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
+from rope_patch.evaluation.perplexity_result import PerplexityResult
 from rope_patch.patching.verify import shortened
 from rope_patch.runtime.captions import count_text
 
@@ -36,6 +37,12 @@ RANKING = (
     "the one that costs least within the trained context is chosen"
 )
 """The order of the choice, as a sentence for reports."""
+
+NEEDLES = (
+    "In each window of text a needle lies within the trained context and is asked for at every length; it raises "
+    "perplexity a little, under all methods alike"
+)
+"""How the measurement is made, as a sentence for reports."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +160,18 @@ class MethodEvaluator:
 
     def perplexity(self, row: Row, stop: int) -> float:
         """Return the perplexity in the second half of the positions below ``stop``."""
-        text = row.scores.perplexity
-        if text is None:
-            raise ValueError("no window of text was measured")
-        perplexity = text.between(self.comparison.spec.edge_at(stop // 2), stop)
+        perplexity = _text_of(row).between(self.half(stop), stop)
         if math.isnan(perplexity):
             return math.inf  # so that it sorts last
         return perplexity
 
+    def half(self, stop: int) -> int:
+        """Return the last edge of the measured position ranges at or before the middle of the positions up to here."""
+        return max(bucket.start for bucket in _text_of(self.unpatched).buckets if bucket.start <= stop // 2)
+
     def positions(self, stop: int) -> str:
         """Return the positions that :meth:`perplexity` averages over, in words."""
-        return f"positions {self.comparison.spec.edge_at(stop // 2)} to {stop}"
+        return f"positions {self.half(stop)} to {stop}"
 
     def evaluate(self, row: Row) -> EvaluatedMethod:
         """Return what speaks for and against a method."""
@@ -340,7 +348,7 @@ class MethodEvaluator:
         spans = [Span(self.target, task=task) for task in spec.tasks]
         least = LEAST_NATS
         if metric == "perplexity":
-            spans = [Span(self.target, spec.edge_at(self.target // 2))]
+            spans = [Span(self.target, self.half(self.target))]
             least = 0.0
         for span in spans:
             change = self.comparison.difference(method, other, metric, span)
@@ -386,6 +394,12 @@ class MethodEvaluator:
             advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")
         return advice
+
+
+def _text_of(row: Row) -> PerplexityResult:
+    if row.scores.perplexity is None:
+        raise ValueError("no window of text was measured")
+    return row.scores.perplexity
 
 
 def _names(methods: Iterable[EvaluatedMethod]) -> str:

@@ -15,13 +15,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, compare, row_name
-from rope_patch.evaluation.spec import SMALLEST_WINDOWS, tokens_computed, tokens_to_read
-from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.evaluation.time_budget import default_tokens, tokens_within
+from rope_patch.evaluation.needle_suite import NeedleSuite
+from rope_patch.evaluation.spec import SMALLEST_WINDOWS
+from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, operations, speed
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
 from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
-from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_cost, rounds_within
+from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_of, rounds_within, windows_read
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
 from rope_patch.methods import METHODS, as_method
@@ -31,6 +31,7 @@ from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.runtime import progress
+from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.folders import locked_output, write_atomically
 from rope_patch.runtime.parallel import alone, from_first_process, processes
 from rope_patch.tables import choose_layer_types
@@ -38,6 +39,10 @@ from rope_patch.tables import choose_layer_types
 RESULT_CACHE = "finished.jsonl"
 MEASURING_SHARE = 0.4
 """Share of a budget that is for measuring the candidates, where a training follows."""
+DEFAULT_PASSES = 15
+"""Windows that are read at least where no budget is given: two rounds of the default candidates."""
+LONG_SECONDS = 1800
+"""Time of a run from which on it says what would take less [s]."""
 TRAINING_SHARE = 0.5
 """Share of a budget that is for the training."""
 
@@ -53,11 +58,13 @@ def extend(
 ) -> Extended:
     """Find the method that brings a model to a longer context, and write a checkpoint that plain transformers loads.
 
-    Candidates are measured by successive halving: all of them on little text and few prompts, the better half on twice
-    as much, until two are left and differ significantly. Chosen is the one that answers the most prompts at the target
-    length; where prompts do not decide, the lowest perplexity there does, and then the lowest cost within the trained
-    context. It must not raise perplexity within the trained context by more than the tolerance. Where no method
-    will do, nothing is written, and the choice says what would help.
+    Candidates are measured by successive halving: all of them on few windows of text, the better half on twice as
+    many, until two are left and differ significantly. A needle lies in each window within the trained context, so that
+    one reading measures the perplexity at all positions and asks for the needle at every length. Chosen is the method
+    under which right answers are most probable at the target length; where these do not decide, the lowest perplexity
+    there does, and then the lowest cost within the trained context. It must not raise perplexity within the trained
+    context by more than the tolerance. Where no method will do, nothing is written, and the choice says what would
+    help.
 
     Finished work is kept in ``OUTPUT.work``: after Ctrl-C or a crash the same call goes on where it was.
 
@@ -170,19 +177,17 @@ class Run:
             raise ValueError("none of the methods fits the model: name others (methods, --methods)")
         return fitting
 
-    def _suite(self) -> EvalSuite:
+    def _suite(self) -> NeedleSuite:
         """Return the largest suite, of which each round takes a part."""
         length, lengths = self.options.length, [self.trained_length]
         # The trained length, doubled until the target: reports show where a method begins to fail.
         while 2 * lengths[-1] < length:
             lengths.append(2 * lengths[-1])
-        largest = replace(self.options.evaluation, lengths=(*lengths, length), windows=64, samples=64)
+        largest = replace(self.options.evaluation, lengths=(*lengths, length), windows=64)
         try:
-            suite = EvalSuite(largest, self.tokenizer)
+            suite = NeedleSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
-            suite = EvalSuite(replace(largest, windows=None), self.tokenizer)
-        if not suite.windows:
-            raise ValueError(f"the text has no room for a window of {length} tokens: give a longer one (text, --text)")
+            suite = NeedleSuite(replace(largest, windows=None), self.tokenizer)
         if len(suite.windows) < SMALLEST_WINDOWS:
             progress.say(
                 f"the text has room for {len(suite.windows)} windows of {length} tokens only, which tell small "
@@ -196,15 +201,15 @@ class Run:
             progress.say(line)
 
     @cached_property
-    def tokens_in_budget(self) -> int | None:
-        """How many tokens may be read; None where the size of the model decides [tokens].
-
-        A run that goes on keeps the number that it measured at first.
-        """
+    def speed(self) -> float:
+        """How many tokens of windows are read in a second; a run that goes on keeps what it measured at first."""
         spec = self.suite.spec
-        rows = min(spec.window_batch, max(1, len(self.suite.windows)))
-        budget = float(self.options.budget or 0)
-        return tokens_within(self.model, budget, spec.longest, self.work / RESULT_CACHE, rows=rows, chunk=spec.chunk)
+        return speed(self.model, spec.longest, self.work / RESULT_CACHE, chunk=spec.chunk)
+
+    @cached_property
+    def tokens_in_budget(self) -> int | None:
+        """How many tokens may be read; None where the size of the model decides [tokens]."""
+        return int(FILLED_SHARE * float(self.options.budget or 0) * self.speed)
 
     def plan(self) -> tuple[tuple[Round, ...], Training | None]:
         """Return the rounds and the training that the budget has time for."""
@@ -224,12 +229,12 @@ class Run:
         options = self.options
         candidates = len(self.methods)
         if tokens is None:
-            return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
+            return rounds_within(candidates, max(DEFAULT_PASSES, default_tokens(self.model) / self.suite.spec.longest))
         most = float(tokens)
         if options.train:
             most *= MEASURING_SHARE
-        rounds = rounds_within(candidates, most, self.tokens_computed)
-        least = rounds_cost(rounds[:1], self.tokens_computed)
+        rounds = rounds_within(candidates, most / self.suite.spec.longest)
+        least = self.tokens(rounds[:1])
         if least <= most:
             return rounds
         larger = "a larger budget"
@@ -244,48 +249,53 @@ class Run:
         """Yield rounds no larger than the suite; one that would only repeat the round before is left out."""
         before = None
         for one in rounds:
-            windows, samples = min(one.windows, len(self.suite.windows)), min(one.samples, self.suite.spec.samples)
-            capped = replace(one, windows=windows, samples=samples)
+            capped = replace(one, windows=min(one.windows, len(self.suite.windows)))
             if capped != before:
                 yield capped
             before = capped
 
-    def tokens_of(self, windows: int, samples: int) -> float:
-        """Return the tokens that one method reads of so many windows and haystacks, as a progress bar counts them."""
-        tokens = windows * self.suite.spec.longest
-        if samples:
-            tokens += tokens_to_read(replace(self.suite.spec, samples=max(samples, 1)), 0)
-        return tokens
-
-    def tokens_computed(self, windows: int, samples: int) -> float:
-        """Return the tokens that the model computes for one method: fewer, since prompts share most of theirs."""
-        tokens = float(windows * self.suite.spec.longest)
-        if samples:
-            tokens += tokens_computed(replace(self.suite.spec, windows=0, samples=max(samples, 1)))
-        return tokens
-
-    def tokens(self, rounds: tuple[Round, ...]) -> int:
+    def tokens(self, rounds: Sequence[Round]) -> int:
         """Return the new tokens of all rounds."""
-        return int(rounds_cost(rounds, self.tokens_of))
+        return windows_read(tuple(rounds)) * self.suite.spec.longest
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
         lines = [f"methods: {', '.join(map(shortened, self.methods))}"]
-        windows, samples, total = 0, 0, 0.0
+        total = 0
         for number, one in enumerate(rounds, 1):
-            tokens = (one.candidates + 1) * self.tokens_of(one.windows - windows, one.samples - samples)
+            tokens = self.tokens(rounds[:number]) - total
             lines.append(
-                f"round {number}: {one.candidates} of them and the unpatched model, windows: {one.windows}, haystacks "
-                f"for each task and length: {one.samples}; {tokens:,.0f} new tokens"
+                f"round {number}: {one.candidates} of them and the unpatched model, windows: {one.windows}; "
+                f"{tokens:,} new tokens"
             )
-            windows, samples, total = one.windows, one.samples, total + tokens
-        lines.append(f"all rounds: {total:,.0f} tokens")
-        if max(windows, samples) <= 1:
+            total += tokens
+        lines.append(f"all rounds: {total:,} tokens, about {self._time(total)} at the speed measured now")
+        if total / self.speed > LONG_SECONDS:
+            lines.append(self._what_takes_less(total))
+        if rounds[-1].windows <= 2:
             lines.append(TOO_FEW)
         if training is not None:
             lines.append(f"training: {training}, {training.tokens:,} tokens")
-            lines.append(f"the adapted model: {self.tokens_of(windows, samples):,.0f} tokens")
+            lines.append(f"the adapted model: {rounds[-1].windows * self.suite.spec.longest:,} tokens")
         return lines
+
+    def _time(self, tokens: float) -> str:
+        """Return the time that a number of tokens takes, in minutes, or in hours from two on."""
+        minutes = math.ceil(tokens / self.speed / 60)
+        return count_text(round(minutes / 60), "hour") if minutes >= 120 else count_text(minutes, "minute")
+
+    def _what_takes_less(self, tokens: int) -> str:
+        """Return what would take less time than a number of tokens, with the times from the measured speed."""
+        length = self.options.length
+        remedies = []
+        if len(self.methods) > 2:
+            two = rounds_of(2, 1)
+            remedies.append(f"two --methods ({self._time(self.tokens(two))})")
+        shorter = 2 * self.trained_length
+        if shorter < length:
+            faster = operations(self.model, length) / operations(self.model, shorter)
+            remedies.append(f"--length {shorter} ({self._time(tokens * shorter / length / faster)})")
+        return f"what takes less: {', '.join([*remedies, 'a GPU'])}; --budget TIME reads what fits into it"
 
     def measure(self, rounds: Sequence[Round], *, conditions: bool) -> list[Comparison]:
         """Measure the rounds, and return their comparisons.
@@ -301,13 +311,11 @@ class Run:
             if comparisons and late:
                 progress.say(f"the budget has no time for round {number}, so the choice rests on those before it")
                 break
-            suite = self.suite.smaller(one.windows, one.samples)
+            suite = self.suite.smaller(one.windows)
             if comparisons:  # the results of the round before, which the bar leaves out again as they are found
-                again = self.tokens_of(rounds[number - 2].windows, rounds[number - 2].samples)
-                progress.more(int((one.candidates + 1) * again))
+                progress.more((one.candidates + 1) * rounds[number - 2].windows * suite.spec.longest)
             progress.say(
-                f"round {number} of {len(rounds)}: {', '.join(shortened(m) for m in remaining)}; "
-                f"windows: {one.windows}, haystacks: {one.samples}"
+                f"round {number} of {len(rounds)}: {', '.join(shortened(m) for m in remaining)}; windows: {one.windows}"
             )
             comparison = compare(
                 self.model,
@@ -330,8 +338,7 @@ class Run:
         """Tell whether the last of these rounds, at the speed of those before it, would end behind the budget."""
         if self.options.budget is None or len(rounds) == 1:
             return False
-        before = rounds_cost(tuple(rounds[:-1]), self.tokens_computed)
-        needed = (time.monotonic() - started) * rounds_cost(tuple(rounds), self.tokens_computed) / before
+        needed = (time.monotonic() - started) * self.tokens(rounds) / self.tokens(rounds[:-1])
         budget = float(self.options.budget)
         if self.options.train:
             budget *= MEASURING_SHARE
@@ -379,7 +386,7 @@ class Run:
         progress.say(f"training under {shortened(method)}: {training}")
         adapter = train_adapter(self.model, self.tokenizer, method, self.options, training, self.work)
         adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
-        suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)
+        suite = self.suite.smaller(comparison.spec.samples)
         name = row_name(method, trained=True)
         progress.say("measuring the adapted model")
         with progress.stage(name):

@@ -61,7 +61,7 @@ class EvalSpec(OptionSet):
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
         "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, or qa1, qa2 "
-        'and qa3 (facts of a story). "" asks none, and leaves perplexity; extend needs one.',
+        'and qa3 (facts of a story). "" asks none, and leaves perplexity; extend takes passkey or niah.',
         ("passkey",),
         metavar="TASKS",
         several=True,
@@ -112,10 +112,6 @@ class EvalSpec(OptionSet):
     def longest(self) -> int:
         """The longest prompt length, which is also the length of a window of text [tokens]."""
         return self.lengths[-1]
-
-    def edge_at(self, position: int) -> int:
-        """Return the last edge between buckets at or before a position [tokens]."""
-        return max(edge for edge in self.edges if edge <= position)
 
     @property
     def edges(self) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rope_patch.options.fields import Option, OptionSet, build, leaves
-from rope_patch.runtime.removed import removed
+from rope_patch.runtime.removed import STATED_ANYWAY, removed
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
@@ -52,10 +52,11 @@ def stated(
                 raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
             inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
         for key, one in inside.items():
-            if key not in known and removed(key) and one in (None, False, "false", "null"):
+            off = one in (None, False, "false", "null")
+            if key not in known and removed(key) and (off or key in STATED_ANYWAY):
                 from rope_patch.runtime.progress import say  # which imports torch
 
-                say(f"note: {where}{key} is left out.{removed(key)}")  # it was off
+                say(f"note: {where}{key} is left out.{removed(key)}")
                 continue
             if key not in known:
                 raise ValueError(f"{where}unknown option {key!r}.{removed(key) or did_you_mean(str(key), known)}")

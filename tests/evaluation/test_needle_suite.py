@@ -1,0 +1,121 @@
+"""One reading of a window gives what a reading for perplexity and one for each prompt give."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.prompting import TOKENIZER
+
+import rope_patch
+from rope_patch.evaluation.builtin_text import builtin_text
+from rope_patch.evaluation.compare import compare
+from rope_patch.evaluation.needle_suite import NeedleSuite
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.options.evaluation import EvalSpec
+from rope_patch.runtime.progress import listen
+
+TEXT = builtin_text("heldout").text[:60_000]
+SPEC = EvalSpec([256, 512], windows=3, tasks=["passkey", "niah"], bucket=64)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model(request):
+    return rope_patch.load(rope_patch.data_path("assets") / request.param, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def suite():
+    return NeedleSuite(SPEC, TOKENIZER, TEXT)
+
+
+@torch.no_grad()
+def test_it_gives_what_whole_passes_of_transformers_give(model, suite):
+    result, losses = suite.run(model), {}
+    for number, one in enumerate(suite.laden):
+        ids = one.source.ids[: 512 - suite.room]
+        found = torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1].double(), ids[1:], reduction="none")
+        # The question at 256 tokens ends a part, whose last state predicts no token.
+        counted = [i for i in range(1, len(ids)) if one.is_text[i] and i != 256 - suite.room]
+        losses[number] = sum(float(found[i - 1]) for i in counted), len(counted)
+        for length in (256, 512):
+            for task, question in zip(SPEC.tasks, one.questions, strict=True):
+                prompt = torch.cat([ids[: length - suite.room], torch.tensor(question.ids)])
+                assert len(prompt) <= length
+                logprobs = model(prompt[None]).logits[0].double().log_softmax(-1)
+                answer = range(len(prompt) - question.answer, len(prompt))
+                expected = sum(float(logprobs[i - 1, prompt[i]]) for i in answer)
+                sample = result.retrieval[task].samples(length)[number]
+                assert sample.logprob == pytest.approx(expected, abs=2e-3)
+                right = all(int(logprobs[i - 1].argmax()) == int(prompt[i]) for i in answer)
+                assert sample.correct == right
+    nll = sum(loss for loss, _ in losses.values()) / sum(count for _, count in losses.values())
+    assert result.perplexity.nll == pytest.approx(nll, abs=1e-4)
+    assert [document.total_tokens for document in result.perplexity.documents] == [n for _, n in losses.values()]
+
+
+def test_needles_stand_between_words_and_do_not_count(suite):
+    for one in suite.laden:
+        for place, question, task in zip(one.places, one.questions, SPEC.tasks, strict=True):
+            needle = "The pass key is" if task == "passkey" else "The magic number of"
+            shown = TOKENIZER.decode(one.source.ids[place : place + 24].tolist())
+            assert shown.strip().startswith(needle) and question.parts[0] in shown
+            assert place + 24 < 256 - suite.room, "within the shortest length"
+            size = len(TOKENIZER(shown[: shown.index(question.parts[0]) + len(question.parts[0]) + 1])["input_ids"])
+            assert not one.is_text[place : place + size].any() and one.is_text[place - 1]
+        assert one.is_text.sum() > 0.9 * len(one.is_text)
+    places = [one.places for one in suite.laden]
+    assert all(abs(first - 80) < 40 and abs(second - 160) < 40 for first, second in places), "they divide the length"
+
+
+def test_the_text_is_that_of_plain_windows(model):
+    """Before the needle, at some 110 tokens, its losses are equal; then it is moved back by the needle."""
+    spec = EvalSpec([256, 512], windows=3)
+    plain, suite = EvalSuite(spec, TOKENIZER, text=TEXT), NeedleSuite(spec, TOKENIZER, TEXT)
+    for one, window in zip(suite.laden, plain.windows, strict=True):
+        assert torch.equal(one.source.ids[: one.places[0]], window.ids[: one.places[0]])
+        assert torch.equal(one.source.ids[-200:], window.ids[-200:])
+    ours = suite.run(model).perplexity.documents
+    theirs = perplexity(model, plain.windows, window=512, buckets=spec.edges).documents
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.nll[:3] == pytest.approx(other.nll[:3], abs=1e-3) and one.nll[5] != pytest.approx(other.nll[5])
+
+
+def test_finished_windows_are_not_read_again(model, suite):
+    stored, read = {}, []
+
+    def stop(stage, tokens):
+        read.append(tokens)
+        if sum(read) > 600:
+            raise KeyboardInterrupt
+
+    with listen(stop), pytest.raises(KeyboardInterrupt):
+        suite.run(model, resume=stored)
+    assert len(stored) == 1, "the first window is finished"
+    again = []
+    with listen(lambda stage, tokens: again.append(tokens), on_known=lambda tokens: None):
+        resumed = suite.run(model, resume=stored)
+    assert sum(again) == 2 * 512 and resumed == suite.run(model)
+    with rope_patch.patched(model, "yarn", factor=2):
+        assert suite.run(model, resume=stored) != resumed, "under another table nothing is reused"
+
+
+def test_it_is_compared_as_any_suite_is(model, suite):
+    found = compare(model, TOKENIZER, ["default", "yarn"], suite)
+    assert [column.heading for column in found.columns()][:3] == ["ppl 0-256", "ppl 256-512", "passkey 256"]
+    assert not math.isnan(found.columns()[0].values[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (EvalSpec([256], windows=1, tasks=["qa1"]), "qa1 does not hide a single needle in a given text"),
+        (EvalSpec([64], windows=1), "64 tokens are too few for passkey: give longer lengths"),
+    ],
+    ids=["several needles", "no room"],
+)
+def test_what_does_not_fit_is_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        NeedleSuite(spec, TOKENIZER, TEXT)
