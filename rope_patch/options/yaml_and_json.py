@@ -92,13 +92,16 @@ def to_dict(options: OptionSet) -> dict[str, Any]:
     return values
 
 
-def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> str:
+WIDTH = 120
+"""The longest line of a comment [characters]."""
+
+
+def to_yaml(options: OptionSet, *, comments: bool = True) -> str:
     """Return options as YAML, with the help of each in a comment beside it, or above it if it is long.
 
     Args:
         options: the options to write.
         comments: whether the help is written, as comments.
-        width: the longest line of a comment [characters].
     """
     if not comments:
         return str(yaml.safe_dump(to_dict(options), sort_keys=False, allow_unicode=True))
@@ -116,8 +119,8 @@ def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> s
         stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
         line = f"{indent}{name}: {stated}"
         beside = f"{line:<31} # {leaf.help}"
-        above = textwrap.wrap(leaf.help, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        if len(beside) <= width:
+        above = textwrap.wrap(leaf.help, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        if len(beside) <= WIDTH:
             lines.append(beside)
         else:
             lines += [*above, line]
