@@ -216,10 +216,10 @@ def test_every_form_of_a_method_passes_through_lm_evals_own_parser(words, method
     [
         ({"method": "prope"}, "Did you mean 'p_rope'"),
         ({"method": "p_rope", "factor": 4}, "factor"),
-        ({"method": "p_rope", "pp": 0.5}, "Did you mean 'p'"),
+        ({"method": "p_rope", "pp": 0.5}, "unexpected keyword argument 'pp'"),
         ({"p": 0.5}, "method="),
         ({"target_length": 512}, "method="),
-        ({"max_lenght": 512}, "Did you mean 'max_length'"),
+        ({"max_lenght": 512}, "unexpected keyword argument 'max_lenght'"),
         ({"chunk": 0}, "chunk"),
         ({"truncation": True}, "truncation"),
         ({"softmax_dtype": "bfloat16"}, "float32"),
@@ -228,7 +228,7 @@ def test_every_form_of_a_method_passes_through_lm_evals_own_parser(words, method
 )
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_wrong_argument_is_an_error(options, message, in_memory, checkpoint):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         lm(model=bold() if in_memory else checkpoint, **options)
 
 
