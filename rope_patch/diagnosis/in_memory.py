@@ -326,26 +326,6 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
     )
 
 
-def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
-    """Check that the angles at the end of the context are exact to less than one radian.
-
-    A float32 number has 24 bits, so an angle can be wrong by its size times 2^-24.
-    """
-    for kind, table in subject.meant.items():
-        error = table.max_position_embeddings * float(table.inv_freq.max()) * 2.0**-24
-        wrong = (
-            "less than 1 rad",
-            "float32 cannot tell neighbouring positions apart there",
-            "use contexts of at most 16,777,216 tokens",
-        )
-        yield Check(
-            _named("float32", kind),
-            HOLDS if error < 1 else DIFFERS,
-            f"the fastest pair's angle is known to {error:.2g} rad at position {table.max_position_embeddings}",
-            *(wrong if error >= 1 else ()),
-        )
-
-
 def contexts_agree(subject: Subject) -> Iterator[Check]:
     """Check that the tokenizer and the generation config state no other context than the config."""
     context, cut = subject.context, subject.tokenizer_length
@@ -495,7 +475,6 @@ CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     settings_are_read,
     module_uses_table,
     layers_use_their_tables,
-    float32_tells_positions_apart,
     contexts_agree,
     adapters_fit,
 )
