@@ -25,7 +25,6 @@ def analyze(words: Sequence[str]) -> None:
     if options.report:
         require_matplotlib()
     what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
-    what["chunk"] = options.chunk
     patch, machine = options.patching.arguments(), options.machine
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
@@ -45,6 +44,7 @@ def analyze(words: Sequence[str]) -> None:
                 texts,
                 tokens=options.tokens_read,
                 window=options.window,
+                chunk=options.chunk,
                 resume=options.output,
                 **what,
             )
