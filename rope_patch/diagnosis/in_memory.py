@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters_in_model, peft_model
@@ -23,7 +24,6 @@ from rope_patch.patching.locate import (
     described_table,
     device_of,
     holds_adapters_twice,
-    settings_by_path,
 )
 from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
@@ -109,7 +109,7 @@ def unreadable(subject: Subject, reason: ValueError) -> Check:
     location = subject.location
     parameters = settings_of(location.config).get("rope_parameters")
     own = location.rotary_class
-    for name, base in settings_by_path(parameters or {}).items():
+    for name, base in flatten_dict(parameters or {}).items():
         if not name.endswith("rope_theta") or (isinstance(base, int | float) and base > 0):
             continue
         meaning = ""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.errors import as_value_error
@@ -241,17 +242,17 @@ class Location:
         # A look-up of None is one of all keys. Settings of a layer type that no layer has are for nobody to read.
         used = [
             value
-            for name, value in settings_by_path(config.rope_parameters).items()
+            for name, value in flatten_dict(config.rope_parameters).items()
             if {name, re.sub(r"\w+$", "None", name)} & self.probe.read
             or ("." in name and not {name.partition(".")[0], None} & self.tables.keys())
         ]
         return {
             name: value
-            for name, value in settings_by_path(stated).items()
+            for name, value in flatten_dict(dict(stated)).items()
             if used
             and _CHANGES_TABLE.fullmatch(name)
             and not hasattr(type(config), name)
-            and value not in [*used, None, False, 1, "default"]
+            and value not in [*used, None, False, 1, "default", {}]
         }
 
     def cos_sin(self, layer_type: str | None, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,17 +263,6 @@ class Location:
         """Make ``module`` the model's rotary embedding."""
         parent, _, name = self.path.rpartition(".")
         setattr(self.model.get_submodule(parent), name, module)
-
-
-def settings_by_path(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts by their paths, whose parts are joined by dots."""
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            found |= settings_by_path(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 _ALTERED = "the rope_patch record was altered: transformers cannot build the table of its base_config"

@@ -33,14 +33,12 @@ class Inspection:
         tables: the tables in use, one for each layer type.
         record: the patch record; None on a model that is not patched.
         warnings: sentences on what is unusual about the tables.
-        checked: sentences on what was compared and found equal.
     """
 
     model_class: str
     tables: tuple[RotaryTable, ...]
     record: PatchRecord | None
     warnings: tuple[str, ...]
-    checked: tuple[str, ...] = ()
 
     @property
     def method(self) -> str | None:
@@ -68,7 +66,6 @@ class Inspection:
                 f"    wavelengths {span}; {partial} of {table.pairs} pairs make no full turn within "
                 f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
             ]
-        lines += [f"  {sentence}" for sentence in self.checked]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.warnings)])
 
 
