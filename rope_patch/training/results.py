@@ -170,7 +170,7 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
         tokens=results["tokens"],
         best=best,
         environment=", ".join(f"{name} {value}" for name, value in results["environment"].items()),
-        options=to_yaml(options, comments=False),
+        options=to_yaml(options),
     )
 
 
