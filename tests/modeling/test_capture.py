@@ -380,7 +380,7 @@ def test_two_tokens_are_enough():
 
 def test_a_head_or_layer_that_was_not_captured():
     got = capture(tiny_model(), ids(8, 1), layers=[1])
-    with pytest.raises(ValueError, match=re.escape("layers [1] were captured, got 0")):
+    with pytest.raises(ValueError, match=re.escape("layers [1], got 0")):
         got.layer(0)
 
 
