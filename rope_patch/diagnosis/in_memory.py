@@ -21,7 +21,6 @@ from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import (
     Location,
     PatchError,
-    described_table,
     device_of,
     holds_adapters_twice,
 )
@@ -59,23 +58,13 @@ class Subject:
     stated: Mapping[str, Any]
 
     @cached_property
-    def described(self) -> Mapping[str | None, RotaryTable]:
-        """The tables that the config describes, as the model's own class computes them."""
-        # Without its record, a location describes what the config states.
-        stated = replace(self.location, record_data=None)
-        return {
-            kind: described_table(stated, stated.rebuilt, stated.config, kind)
-            for kind in original_tables(stated.rebuilt)
-        }
-
-    @cached_property
     def meant(self) -> Mapping[str | None, RotaryTable]:
         """The tables that the model should use: those of its patch record, or else those that its config describes."""
         record = self.location.record
         if record is None:
-            return self.described
+            return self.location.stated_tables
         meant = {}
-        for kind, table in self.described.items():
+        for kind, table in self.location.stated_tables.items():
             recorded = record.tables[key_of(kind)]
             rope_type = table.rope_type
             if kind in record.layer_types:
@@ -192,7 +181,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
 def config_describes_table(subject: Subject) -> Iterator[Check]:
     """Check that the config, as transformers alone reads it, gives the tables that are meant."""
     location, record = subject.location, subject.location.record
-    for kind, table in subject.described.items():
+    for kind, table in location.stated_tables.items():
         if record is None:
             yield from _formula(subject, kind, table)
             continue
@@ -363,7 +352,7 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
                 f"set max_length in generation_config.json to at most {context}",
             ),
         )
-    for kind, table in subject.described.items():
+    for kind, table in subject.location.stated_tables.items():
         stated = dict(table.rope_parameters or {})
         if subject.location.record is not None or stated.get("rope_type") not in ("yarn", "linear"):
             continue

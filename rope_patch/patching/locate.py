@@ -126,6 +126,12 @@ class Location:
         return build_rotary(self.rotary_class, self.base_config)
 
     @cached_property
+    def stated_tables(self) -> Tables:
+        """The tables that the config in force describes, as the model's own class computes them."""
+        # Without its record, a location describes what the config states.
+        return _described(replace(self, record_data=None))
+
+    @cached_property
     def original(self) -> nn.Module:
         """The original module: the one in place on an unpatched model, or the one from before the patch."""
         if self.patched is not None:
@@ -357,11 +363,10 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     """
     original, config = location.original, location.base_config
     context: Any = getattr(config, "max_position_embeddings", None)
-    tables: dict[str | None, RotaryTable] = {}
     try:
+        # Of a module that was just built: the model's own may be rounded, on another device or on none.
+        tables = _described(location)
         for kind, buffer in original_tables(location.rebuilt).items():
-            # Of a module that was just built: the model's own may be rounded, on another device or on none.
-            tables[kind] = described_table(location, location.rebuilt, config, kind)
             _check_kind(location, tables[kind], buffer.float())
     except Exception as error:
         raise ValueError(
@@ -394,29 +399,26 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     return tables, tuple(warnings)
 
 
-def described_table(location: Location, module: nn.Module, config: PreTrainedConfig, kind: str | None) -> RotaryTable:
-    """Return the table that a module of transformers holds, with what the config says about it.
-
-    Args:
-        location: the location of the model's rotary module.
-        module: a module of transformers that was built from ``config``.
-        config: the config from which the module was built.
-        kind: the layer type of the table; None if all layers share one.
-    """
-    encoding = encoding_of(config, kind)
+def _described(location: Location) -> dict[str | None, RotaryTable]:
+    """Return the tables of a module that was built from the base config, with what that config says about them."""
+    config: Any = location.base_config
     context: Any = getattr(config, "max_position_embeddings", None)
-    return RotaryTable(
-        inv_freq=frequencies.zero_unrotated(original_tables(module)[kind].float()),
-        attention_scaling=scaling_of(module, kind),
-        rope_theta=float(encoding["rope_theta"]),
-        rope_type=_rope_type(module, kind, encoding),
-        max_position_embeddings=context,  # the caller checks it
-        original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
-        layer_type=kind,
-        path=location.path,
-        rope_parameters=encoding,
-        other_keys=other_keys(encoding),
-    )
+    module, tables = location.rebuilt, {}
+    for kind, buffer in original_tables(module).items():
+        encoding = encoding_of(config, kind)
+        tables[kind] = RotaryTable(
+            inv_freq=frequencies.zero_unrotated(buffer.float()),
+            attention_scaling=scaling_of(module, kind),
+            rope_theta=float(encoding["rope_theta"]),
+            rope_type=_rope_type(module, kind, encoding),
+            max_position_embeddings=context,  # the caller checks it
+            original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
+            layer_type=kind,
+            path=location.path,
+            rope_parameters=encoding,
+            other_keys=other_keys(encoding),
+        )
+    return tables
 
 
 def _rope_type(module: nn.Module, kind: str | None, encoding: Mapping[str, Any]) -> str:
