@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rope_patch.methods import METHODS, Method, field_help
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import Option, OptionSet, leaves
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.yaml_and_json import from_dict, to_yaml
+from rope_patch.options.yaml_and_json import from_dict, to_dict
 
 PAGE = Path(__file__).with_name("commands.md")
 METHODS_PAGE = PAGE.with_name("methods.md")
@@ -110,8 +113,30 @@ HEAD_OF_RECIPE = """\
 def recipe() -> str:
     """Return every option of a recipe as YAML; the length of the rows is a comment, since it must be chosen."""
     required = {"model": {"name": "llama"}, "data": {"length": "32k"}, "output": "build/finetuned"}
-    text = to_yaml(from_dict(RecipeOptions, required))
+    text = with_help(from_dict(RecipeOptions, required))
     return HEAD_OF_RECIPE + text.replace("\n  length: 32k\n", "\n  # length: 32k\n")
+
+
+def with_help(options: OptionSet) -> str:
+    """Return options as YAML, with the help of each in a comment beside it, or above it if it is long."""
+    values, lines, section = to_dict(options), list[str](), ""
+    for leaf in leaves(type(options)):
+        own, _, name = leaf.key.rpartition(".")
+        if own != section:
+            section = own
+            lines += ["", f"{section}:"] if section else [""]
+        indent = "  " if own else ""
+        value = values[own][name] if own else values[name]
+        # Dumped within a list and cut out of its brackets: a bare value would end with a line of three dots.
+        stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
+        line = f"{indent}{name}: {stated}"
+        beside = f"{line:<31} # {leaf.help}"
+        if len(beside) <= 120:
+            lines.append(beside)
+        else:
+            mark = f"{indent}# "
+            lines += [*textwrap.wrap(leaf.help, 120, initial_indent=mark, subsequent_indent=mark), line]
+    return "\n".join(lines) + "\n"
 
 
 def page() -> str:

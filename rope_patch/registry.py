@@ -10,7 +10,6 @@ the module as an entry point::
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,15 +26,12 @@ from rope_patch.runtime.text import did_you_mean
 
 Entry = TypeVar("Entry")
 
-REGISTRIES: list[Registry[Any]] = []
-"""All registries whose modules have been imported."""
-
 
 class Registry(UserDict[str, Entry]):
     """Entries by name, in the order of their definition; those that installed packages offer come last.
 
     Entry points are read the first time that the registry is listed or asked for a name that it does not hold, so that
-    nobody waits for packages that are not needed. One that cannot be loaded is warned about, and changes nothing.
+    nobody waits for packages that are not needed. One that cannot be loaded is warned about.
 
     Args:
         noun: the word for an entry in messages, such as ``"method"``.
@@ -51,7 +47,6 @@ class Registry(UserDict[str, Entry]):
         self.broken: dict[str, str] = {}
         """By the name of an entry point that could not be loaded: the package it comes from, and the reason."""
         self._has_read_packages = False
-        REGISTRIES.append(self)
 
     def __contains__(self, name: object) -> bool:
         if name not in self.data:
@@ -109,8 +104,7 @@ class Registry(UserDict[str, Entry]):
         self._has_read_packages = True  # set first: modules loaded here may ask the registry themselves
         for entry in importlib.metadata.entry_points(group=self.group):
             try:
-                with unchanged_on_error():
-                    entry.load()
+                entry.load()
             except (Exception, SystemExit) as error:  # a package may raise anything
                 package = "a package"
                 if entry.dist is not None:
@@ -123,20 +117,6 @@ class Registry(UserDict[str, Entry]):
                 )
 
 
-@contextlib.contextmanager
-def unchanged_on_error() -> Iterator[None]:
-    """Forget what users' code entered into any registry if the block raises."""
-    before = {registry.noun: dict(registry.data) for registry in REGISTRIES}
-    try:
-        yield
-    except BaseException:
-        for registry in REGISTRIES:
-            # What this package defines stays: the block may have been the first to import its module.
-            own = {name: entry for name, entry in registry.data.items() if is_built_in(entry)}
-            registry.data = own | before.get(registry.noun, {})
-        raise
-
-
 def import_modules(names: Sequence[str]) -> None:
     """Import modules that define methods, retrieval tasks, metrics or cache formats, so that their names can be used.
 
@@ -147,8 +127,7 @@ def import_modules(names: Sequence[str]) -> None:
         names: the dotted names of modules: ``["my_methods", "my_package.methods"]``.
 
     Raises:
-        ValueError: a module cannot be imported, or defines nothing of these kinds. What it defined up to then is
-            forgotten.
+        ValueError: a module cannot be imported.
     """
     directory = os.getcwd()
     sys.path.insert(0, directory)
@@ -165,29 +144,15 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def _import(name: str) -> None:
-    with unchanged_on_error():
-        before = _users_entries()
-        try:
-            importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # a user's code may raise anything
-            if isinstance(error, ModuleNotFoundError | TypeError) and not _module_exists(name):
-                raise ValueError(
-                    f"found no module {name!r}: give the dotted name, such as my_methods, of a Python file in "
-                    f"{os.getcwd()} or of an installed package"
-                ) from error
-            raise ValueError(f"the module {name!r} fails at import: {in_one_line(error)}") from error
-        if _users_entries() == before:
-            # Otherwise Python would not run it again, after its author corrected it.
-            del sys.modules[name]
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        if isinstance(error, ModuleNotFoundError | TypeError) and not _module_exists(name):
             raise ValueError(
-                f"the module {name!r} defines no method, retrieval task, metric or cache format: it needs a class such "
-                "as class MyMethod(rope_patch.Method, name='my_method')"
-            )
-
-
-def _users_entries() -> list[tuple[str, Any]]:
-    entries = (entry for registry in REGISTRIES for entry in registry.data.items())
-    return [(name, entry) for name, entry in entries if not is_built_in(entry)]
+                f"found no module {name!r}: give the dotted name, such as my_methods, of a Python file in "
+                f"{os.getcwd()} or of an installed package"
+            ) from error
+        raise ValueError(f"the module {name!r} fails at import: {in_one_line(error)}") from error
 
 
 def _module_exists(name: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import invoke
+from support.fresh import run_code
 from support.pages import blocks, contributed
 from support.subsets import full
 
@@ -132,9 +133,7 @@ def test_what_is_your_own_can_stand_in_the_folders_of_the_package(tmp_path):
     code = "from rope_patch.evaluation.tasks import TASKS\nfrom rope_patch.evaluation.metrics import METRICS as known\n"
     code += "from rope_patch.methods import METHODS\n"
     code += "print('slower' in METHODS, 'house_number' in TASKS, 'answer_logprob' in known)"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    arguments = [sys.executable, "-c", code]
-    ended = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    ended = run_code(code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert ended.stdout == "True True True\n", ended.stderr
 
 
@@ -176,8 +175,8 @@ def test_the_page_on_additions_is_one_module_and_its_commands_run(tmp_path):
 def test_what_does_not_train_imports_no_peft():
     """It brings bitsandbytes and others where they are installed, which takes seconds."""
     code = "import sys, rope_patch; rope_patch.doctor, rope_patch.load; print('peft' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    done = run_code(code)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_pages_name_no_machine():

@@ -65,12 +65,6 @@ METHODS = (
         "return math.sqrt(grown) * table.attention_scaling",
         "return math.sqrt(grown)",
     ),
-    Mutation(
-        "broken_package_leaves_its_methods_behind",
-        "rope_patch/registry.py",
-        "            registry.data = own | before.get(registry.noun, {})\n",
-        "            pass\n",
-    ),
 )
 
 PATCHING = (

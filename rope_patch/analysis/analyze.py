@@ -94,7 +94,7 @@ def analyze(
     """
     inspection = inspect_model(model)
     config: Any = model.config
-    check_choices(config, layers=layers, heads=heads, p_values=p_values, chunk=chunk)
+    check_choices(config, layers=layers, heads=heads, p_values=p_values)
     domains = text if isinstance(text, Mapping) or text is None else {"text": text}
     context = max(context_reached(table) for table in inspection.tables)
     if tokens is None:
@@ -143,15 +143,12 @@ def check_choices(
     layers: Sequence[int] | None,
     heads: Sequence[tuple[int, int]],
     p_values: Sequence[float],
-    chunk: int | None,
 ) -> None:
     """Raise ValueError for an argument of :func:`analyze` that does not fit a model of this config."""
     text = config.get_text_config()
     for p in p_values:
         if not 0 < p < 1:
             raise ValueError(f"p must be in (0, 1), got {p}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be >= 1 token, got {chunk}")
     for layer in (*(layers or ()), *(layer for layer, _ in heads)):
         if not 0 <= layer < text.num_hidden_layers:
             raise ValueError(f"the model has attention layers 0 to {text.num_hidden_layers - 1}, got {layer}")

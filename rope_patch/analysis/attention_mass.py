@@ -21,11 +21,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_patch.analysis.attention_sums import AttentionSums
 from rope_patch.analysis.heads import OFFSETS, Heads
-from rope_patch.modeling.attention_layers import layers_text
 from rope_patch.modeling.attention_probe import window_alone, window_of
-from rope_patch.modeling.inputs import refuse_prompts, token_rows
+from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
 from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
 from rope_patch.patching.locate import device_of, locate
+from rope_patch.runtime.captions import ranges_text
 from rope_patch.runtime.progress import Progress
 
 ATTENTION_NAME = "rope_patch_attention_mass"
@@ -72,12 +72,10 @@ def measure_heads(
     rows = token_rows(token_ids)
     refuse_prompts(model)
     root: Any = locate(model).model
-    vocabulary = root.get_input_embeddings().num_embeddings
-    if int(rows.min()) < 0 or int(rows.max()) >= vocabulary:
-        raise ValueError(f"token ids must be in [0, {vocabulary}), got {int(rows.min())} to {int(rows.max())}")
+    check_ids(rows, root.get_input_embeddings().num_embeddings)
     total = root.config.get_text_config().num_hidden_layers
     if layers is not None and (not layers or not all(0 <= index < total for index in layers)):
-        raise ValueError(f"{type(root).__name__} has attention layers {layers_text(range(total))}, got {list(layers)}")
+        raise ValueError(f"{type(root).__name__} has attention layers {ranges_text(range(total))}, got {list(layers)}")
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
     device = device_of(root.get_input_embeddings())
     on_text = _Pass(rows, block, layers, total)
@@ -152,7 +150,7 @@ class _Pass:
         missing = set(range(self.total) if self.layers is None else self.layers) - self.layers_done
         if missing:
             raise ValueError(
-                f"layers {layers_text(sorted(missing))} did not attend through transformers' AttentionInterface: where "
+                f"layers {ranges_text(sorted(missing))} did not attend through transformers' AttentionInterface: where "
                 "they attend cannot be seen"
             )
 

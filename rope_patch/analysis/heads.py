@@ -6,15 +6,13 @@ positional head attends to a fixed distance, an induction head to what followed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rope_patch.modeling.state_statistics import read_arrays, write_arrays
-
-SCHEMA = "heads 3"
+from rope_patch.modeling.state_statistics import OfLayers
 
 FIRST_COUNTED_QUERY = 8
 """Queries from this position on are counted: before it, every key is both near and among the first [tokens]."""
@@ -98,7 +96,7 @@ class LayerHeads:
 
 
 @dataclass(frozen=True, eq=False)
-class Heads:
+class Heads(OfLayers):
     """Where the heads of a model attend on a text.
 
     Attributes:
@@ -106,17 +104,7 @@ class Heads:
     """
 
     layers: tuple[LayerHeads, ...]
-
-    def layer(self, index: int) -> LayerHeads:
-        """Return a layer by its index in the model.
-
-        Raises:
-            ValueError: a layer that was not measured.
-        """
-        for layer in self.layers:
-            if layer.index == index:
-                return layer
-        raise ValueError(f"layers {[layer.index for layer in self.layers]} were measured, got {index}")
+    schema: ClassVar[str] = "heads 4"
 
     def positional(self) -> dict[tuple[int, int], int]:
         """Return the distance of each head that puts most of its attention at one, by layer and head [tokens]."""
@@ -125,33 +113,6 @@ class Heads:
             for layer in self.layers
             for head, distance in (layer.offset_mass >= TYPE_SHARE).nonzero().tolist()
         }
-
-    def to_npz(self, path: str | Path) -> None:
-        """Write everything to one ``.npz`` of plain arrays, ``layer3.offset_mass`` and the like, no pickle in it.
-
-        Raises:
-            OSError: the folder cannot be written; nothing is left behind.
-        """
-        outline = {"schema": SCHEMA, "layers": [layer.index for layer in self.layers]}
-        arrays = {f"layer{layer.index}.{name}": getattr(layer, name) for layer in self.layers for name in _ARRAYS}
-        write_arrays(path, outline, arrays)
-
-    @classmethod
-    def from_npz(cls, path: str | Path) -> Heads:
-        """Read what :meth:`to_npz` wrote.
-
-        Raises:
-            ValueError: a file of another kind or version.
-        """
-        outline, arrays = read_arrays(path, SCHEMA)
-        layers = [
-            LayerHeads(index=index, **{name: arrays[f"layer{index}.{name}"] for name in _ARRAYS})
-            for index in outline["layers"]
-        ]
-        return cls(tuple(layers))
-
-
-_ARRAYS = tuple(item.name for item in fields(LayerHeads) if item.name != "index")
 
 
 _OFFSET_NAMES = ("diagonal", "previous token", *(f"{offset} back" for offset in range(2, OFFSETS)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rope_patch.cli.loading import check_patch, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
-from rope_patch.cli.printing import RESULT_CACHE, command_line, resumable, show_page
+from rope_patch.cli.printing import RESULT_CACHE, resumable, write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
@@ -19,12 +19,12 @@ def analyze(words: Sequence[str]) -> None:
     """Run ``rope-patch analyze`` with the words that follow it."""
     options = parse(AnalyzeOptions, words)
     from rope_patch.analysis import analyze as engine
+    from rope_patch.reports import analysis as report
     from rope_patch.runtime.folders import folder_to_write
 
     if options.report:
         require_matplotlib()
     what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
-    what["chunk"] = options.chunk
     patch, machine = options.patching.arguments(), options.machine
     check_patch(options.method, patch)
     texts = read_texts(options.texts, options.pattern)
@@ -44,10 +44,13 @@ def analyze(words: Sequence[str]) -> None:
                 texts,
                 tokens=options.tokens_read,
                 window=options.window,
+                chunk=options.chunk,
                 resume=options.output,
                 **what,
             )
-        _show(analysis, options, names)
+        write_and_show(
+            options, names, analysis.to_json(), lambda: report.page(analysis), brief=lambda: report.brief(analysis)
+        )
 
 
 def read_texts(paths: Sequence[Path], pattern: str) -> dict[str, Any] | None:
@@ -73,19 +76,3 @@ def read_config(source: str) -> Any:
     if is_adapter(source):
         source = adapter_base(source)
     return load_config(source).get_text_config()
-
-
-def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:
-    """Write an analysis, and print it."""
-    from rope_patch.reports import analysis as report
-    from rope_patch.reports import page
-    from rope_patch.runtime.folders import write_atomically
-
-    write_atomically(options.output / "analysis.json", analysis.to_json())
-    if options.report:
-        page.write(options.output / "analysis.html", report.page(analysis), command_line())
-    if options.as_json:
-        print(analysis.to_json())
-        return
-    show_page(report.brief(analysis))
-    print(f"wrote {', '.join(names)} in {options.output}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rope_patch.cli.loading import (
     load_model,
@@ -12,7 +11,7 @@ from rope_patch.cli.loading import (
     say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, print_and_report, resumable
+from rope_patch.cli.printing import RESULT_CACHE, resumable, write_and_show
 from rope_patch.cli.processes import working_together
 from rope_patch.options import CompareOptions
 from rope_patch.packaged import name_of
@@ -31,6 +30,7 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.evaluation.time_budget import comparison_within
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
+    from rope_patch.reports import comparison as report
 
     if options.report:
         require_matplotlib()
@@ -38,8 +38,8 @@ def compare(words: Sequence[str]) -> None:
     compared = list(map(as_method, options.methods))
     prepare(machine, spec.text, spec.haystack)
     finished = options.output / RESULT_CACHE
-    files = ["comparison.json", RESULT_CACHE, *["report.html"] * options.report]
-    with working_together(options.output, files) as first:
+    files = ["comparison.json", *["report.html"] * options.report]
+    with working_together(options.output, [*files, RESULT_CACHE]) as first:
         tokenizer = load_tokenizer(options.model)
         loaded = load_model(options.model, machine)
         patch = options.patching.arguments()
@@ -58,21 +58,4 @@ def compare(words: Sequence[str]) -> None:
         if hasattr(loaded, "peft_config"):
             adapter = {"adapter": name_of(options.model)}
             comparison = replace(comparison, environment=comparison.environment | adapter)
-        _show(comparison, options)
-
-
-def _show(comparison: Any, options: CompareOptions) -> None:
-    """Write a comparison to its files, and print it."""
-    from rope_patch.reports import comparison as report
-    from rope_patch.runtime.folders import write_atomically
-
-    output = options.output
-    write_atomically(output / "comparison.json", comparison.to_json())
-    html = output / "report.html" if options.report else None
-    print_and_report(comparison.to_json(), lambda: report.page([comparison]), html, as_json=options.as_json)
-    if options.as_json:
-        return
-    files = str(output / "comparison.json")
-    if html is not None:
-        files += f" and {html}"
-    print(f"wrote {files}")
+        write_and_show(options, files, comparison.to_json(), lambda: report.page([comparison]))

@@ -15,10 +15,8 @@ def export(words: Sequence[str]) -> None:
     """Run ``rope-patch export`` with the words that follow it."""
     options = parse(ExportOptions, words)
     from rope_patch.engines import export as write
-    from rope_patch.runtime.folders import check_source, is_gguf
+    from rope_patch.runtime.folders import check_source
 
-    if Path(options.model).is_file() and not is_gguf(options.model):
-        raise ValueError(f"{options.model} is a file: MODEL is a checkpoint's folder or a GGUF file")
     check_source(options.model)
     written = write(
         options.model,

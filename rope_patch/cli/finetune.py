@@ -39,7 +39,7 @@ def finetune(words: Sequence[str]) -> int:
     if options.dry_run:
         from rope_patch.training.models import training_plan
 
-        print(to_yaml(options.recipe, comments=False))
+        print(to_yaml(options.recipe))
         try:
             print(training_plan(options.recipe).describe(options.gpu_memory))
         except (ValueError, OSError) as error:  # a run may be possible all the same

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from rope_patch.cli.loading import (
     load_model,
@@ -13,7 +12,7 @@ from rope_patch.cli.loading import (
     say_smaller,
 )
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, new_table, print_and_report, resumable, show
+from rope_patch.cli.printing import RESULT_CACHE, new_table, resumable, show, write_and_show
 from rope_patch.cli.processes import working_together
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.packaged import name_of
@@ -37,6 +36,7 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_attribute, tokens_to_check
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
+    from rope_patch.reports import kv as report
 
     if options.report:
         require_matplotlib()
@@ -75,19 +75,8 @@ def kv_check(words: Sequence[str]) -> None:
                 **patch,
             )
     if first:
-        _show(replace(checked, model=name_of(options.model)), options, files)
-
-
-def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
-    """Write a check and print it."""
-    from rope_patch.reports import kv as report
-    from rope_patch.runtime.folders import write_atomically
-
-    write_atomically(options.output / "kv-check.json", checked.to_json())
-    html = options.output / "kv-check.html" if options.report else None
-    print_and_report(checked.to_json(), lambda: report.page(checked), html, as_json=options.as_json)
-    if not options.as_json:
-        print(f"wrote {', '.join(files)} in {options.output}")
+        named = replace(checked, model=name_of(options.model))
+        write_and_show(options, files, named.to_json(), lambda: report.page(named))
 
 
 def print_presets() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,26 +114,37 @@ def show_page(page: Page) -> None:
                 show(Text(part.caption, style="dim"))
 
 
-def print_and_report(json_text: str, build: Callable[[], Page], html: Path | None, *, as_json: bool) -> None:
-    """Print a result, as JSON or as its page, and write the page; it comes last, so that an error in it loses nothing.
+def write_and_show(
+    options: Any,
+    files: Sequence[str],
+    json_text: str,
+    build: Callable[[], Page],
+    brief: Callable[[], Page] | None = None,
+) -> None:
+    """Write a result into the output folder, as JSON and as a page, and print it.
 
     Args:
+        options: the options of the command: its output folder, and whether it prints JSON.
+        files: the names of the command's files, which it prints: one is the JSON, and one may be the page (*.html).
         json_text: the result as JSON.
         build: a function that returns the page of the result.
-        html: the file of the page; None to write none.
-        as_json: whether to print JSON.
+        brief: a function that returns the page that is printed; by default the same.
     """
     from rope_patch.reports import page as pages
+    from rope_patch.runtime.folders import write_atomically
 
-    if as_json:
+    (json_file,) = (name for name in files if name.endswith(".json"))
+    write_atomically(options.output / json_file, json_text)
+    if options.as_json:
         print(json_text, flush=True)
-        if html is None:
-            return
-    page = build()
-    if not as_json:
-        show_page(page)
-    if html is not None:
-        pages.write(html, page, command_line())
+    else:
+        show_page((brief or build)())
+    # It comes last, so that an error in it loses nothing.
+    for name in files:
+        if name.endswith(".html"):
+            pages.write(options.output / name, build(), command_line())
+    if not options.as_json:
+        print(f"wrote {', '.join(files)} in {options.output}")
 
 
 def _rich_table(shown: DataTable, *, narrow: bool) -> Table:

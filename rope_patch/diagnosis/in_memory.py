@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters_in_model, peft_model
@@ -20,10 +21,8 @@ from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import (
     Location,
     PatchError,
-    described_table,
     device_of,
     holds_adapters_twice,
-    settings_by_path,
 )
 from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
@@ -59,23 +58,13 @@ class Subject:
     stated: Mapping[str, Any]
 
     @cached_property
-    def described(self) -> Mapping[str | None, RotaryTable]:
-        """The tables that the config describes, as the model's own class computes them."""
-        # Without its record, a location describes what the config states.
-        stated = replace(self.location, record_data=None)
-        return {
-            kind: described_table(stated, stated.rebuilt, stated.config, kind)
-            for kind in original_tables(stated.rebuilt)
-        }
-
-    @cached_property
     def meant(self) -> Mapping[str | None, RotaryTable]:
         """The tables that the model should use: those of its patch record, or else those that its config describes."""
         record = self.location.record
         if record is None:
-            return self.described
+            return self.location.stated_tables
         meant = {}
-        for kind, table in self.described.items():
+        for kind, table in self.location.stated_tables.items():
             recorded = record.tables[key_of(kind)]
             rope_type = table.rope_type
             if kind in record.layer_types:
@@ -109,7 +98,7 @@ def unreadable(subject: Subject, reason: ValueError) -> Check:
     location = subject.location
     parameters = settings_of(location.config).get("rope_parameters")
     own = location.rotary_class
-    for name, base in settings_by_path(parameters or {}).items():
+    for name, base in flatten_dict(parameters or {}).items():
         if not name.endswith("rope_theta") or (isinstance(base, int | float) and base > 0):
             continue
         meaning = ""
@@ -192,7 +181,7 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
 def config_describes_table(subject: Subject) -> Iterator[Check]:
     """Check that the config, as transformers alone reads it, gives the tables that are meant."""
     location, record = subject.location, subject.location.record
-    for kind, table in subject.described.items():
+    for kind, table in location.stated_tables.items():
         if record is None:
             yield from _formula(subject, kind, table)
             continue
@@ -326,26 +315,6 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
     )
 
 
-def float32_tells_positions_apart(subject: Subject) -> Iterator[Check]:
-    """Check that the angles at the end of the context are exact to less than one radian.
-
-    A float32 number has 24 bits, so an angle can be wrong by its size times 2^-24.
-    """
-    for kind, table in subject.meant.items():
-        error = table.max_position_embeddings * float(table.inv_freq.max()) * 2.0**-24
-        wrong = (
-            "less than 1 rad",
-            "float32 cannot tell neighbouring positions apart there",
-            "use contexts of at most 16,777,216 tokens",
-        )
-        yield Check(
-            _named("float32", kind),
-            HOLDS if error < 1 else DIFFERS,
-            f"the fastest pair's angle is known to {error:.2g} rad at position {table.max_position_embeddings}",
-            *(wrong if error >= 1 else ()),
-        )
-
-
 def contexts_agree(subject: Subject) -> Iterator[Check]:
     """Check that the tokenizer and the generation config state no other context than the config."""
     context, cut = subject.context, subject.tokenizer_length
@@ -383,7 +352,7 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
                 f"set max_length in generation_config.json to at most {context}",
             ),
         )
-    for kind, table in subject.described.items():
+    for kind, table in subject.location.stated_tables.items():
         stated = dict(table.rope_parameters or {})
         if subject.location.record is not None or stated.get("rope_type") not in ("yarn", "linear"):
             continue
@@ -495,7 +464,6 @@ CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     settings_are_read,
     module_uses_table,
     layers_use_their_tables,
-    float32_tells_positions_apart,
     contexts_agree,
     adapters_fit,
 )

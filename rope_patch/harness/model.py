@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText
 
 from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_adapter_tables, is_adapter, read_record
 from rope_patch.checkpoints.source_files import auto_class
@@ -26,27 +26,12 @@ from rope_patch.patching.locate import locate
 from rope_patch.patching.record import key_of
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime import result_cache
-from rope_patch.runtime.text import did_you_mean
 
 MODEL_NAME = "rope_patch"
 """The name of this model type, for ``--model``."""
 
 METHOD_PARAMETERS = {f.name for method in METHODS.values() for f in fields(method)}
 """Every parameter of every method; none of them is an argument of lm-eval's."""
-
-LOADING_ARGUMENTS = set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {
-    "attn_implementation",
-    "device_map",
-    "device_mesh",
-    "experts_implementation",
-    "kernel_config",
-    "key_mapping",
-    "max_memory",
-    "offload_buffers",
-    "use_kernels",
-    "variant",
-}
-"""Arguments of ``from_pretrained``; the signature lacks those that are listed, which it takes out of its ``kwargs``."""
 
 IDENTITY_ENTRY = "rope_patch: whose answers these are"
 """Entry of lm-eval's file of answers that names the model and the patch that gave them."""
@@ -87,7 +72,8 @@ class RopePatchLM(AnsweringLM):
         **kwargs: further arguments of lm-eval's ``hf``, the method's parameters, and what ``from_pretrained`` takes.
 
     Raises:
-        ValueError: an unknown argument, a bad method, an encoder-decoder, or an option that would cut prompts.
+        ValueError: a bad method, an encoder-decoder, or an option that would cut prompts.
+        TypeError: an unknown argument.
         PatchError: an adapter of ``peft=`` that was trained under other tables than the model is patched with, or that
             carries no record and meets a patched model.
     """
@@ -117,8 +103,9 @@ class RopePatchLM(AnsweringLM):
         self.chunk = chunk
         if isinstance(pretrained, str) and is_adapter(pretrained) and "peft" not in kwargs:
             pretrained, kwargs = _base_and_adapter(pretrained, kwargs)
-        if not isinstance(pretrained, str):
-            self._refuse_unknown(kwargs, set(inspect.signature(HFLM.__init__).parameters))
+        if not isinstance(pretrained, str):  # from_pretrained refuses what it does not know, and HFLM takes anything
+            for name in kwargs.keys() - inspect.signature(HFLM.__init__).parameters:
+                raise TypeError(f"unexpected keyword argument {name!r} for a model in memory")
         self._split_over_processes(pretrained, kwargs)
         record = read_record(self.peft) if self.peft else None
         if requested is not None and record is not None:
@@ -169,26 +156,6 @@ class RopePatchLM(AnsweringLM):
                 f"{getattr(config, 'model_type', 'this model')} is an encoder-decoder, and {MODEL_NAME} reads causal "
                 "language models: use --model hf"
             )
-
-    def _create_model(self, pretrained: str, **kwargs: Any) -> None:
-        known = {*inspect.signature(HFLM._create_model).parameters, *LOADING_ARGUMENTS}
-        # from_pretrained also takes every attribute of the config, and sets it there.
-        self._refuse_unknown({key: v for key, v in kwargs.items() if not hasattr(self.config, key)}, known)
-        super()._create_model(pretrained, **kwargs)
-
-    def _refuse_unknown(self, given: dict[str, Any], known: set[str]) -> None:
-        ours = {*inspect.signature(RopePatchLM.__init__).parameters, *PATCHING_ARGUMENTS} - {"self", "kwargs"}
-        everything = {*known, *ours, *METHOD_PARAMETERS, *inspect.signature(HFLM.__init__).parameters} - {
-            "self",
-            "kwargs",
-        }
-        for key in given:
-            if key not in known:
-                raise ValueError(
-                    f"unknown argument {key!r}.{did_you_mean(key, everything)} {MODEL_NAME} takes "
-                    f"{', '.join(sorted(ours))}, the parameters of its method, and what lm-eval's hf "
-                    "and from_pretrained take"
-                )
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what results say of the model: lm-eval's entries, the method, and the hash of every table in use."""

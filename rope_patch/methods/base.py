@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.parameters import check_bounds, convert, number, parameter_text
+from rope_patch.methods.parameters import convert, number, parameter_text
 from rope_patch.methods.scaled import (
     ORIGINAL,
     context_before,
@@ -23,6 +23,7 @@ from rope_patch.methods.scaled import (
     stopped_as,
 )
 from rope_patch.registry import Registry
+from rope_patch.runtime.text import check_bounds
 from rope_patch.tables import RotaryTable
 
 METHODS: Registry[type[Method]] = Registry("method", "rope_patch.methods")
@@ -208,12 +209,10 @@ class Scaling(Method):
     factor: float | None = number(None, least=1)
 
     def context_of(self, table: RotaryTable) -> int:
-        """Return the context that the factor multiplies [tokens]: the stated one."""
-        stated = context_reached(table)
-        before = table.context
-        if stated != before and (getattr(self, "replace_scaling", False) or table.is_geometric):
-            return before
-        return stated
+        """Return the context that the factor multiplies [tokens]: the stated one, on a plain table the original one."""
+        if getattr(self, "replace_scaling", False) or table.is_geometric:
+            return getattr(self, ORIGINAL, None) or table.context
+        return context_reached(table)
 
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
         """Return the table of the checkpoint's own type with a larger factor, or one that is computed anew."""

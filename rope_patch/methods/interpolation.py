@@ -60,13 +60,6 @@ class _ByTurns(Scaling):
         if table.rope_theta <= 1:
             raise ValueError(f"{self.name} needs rope_theta > 1, got {table.rope_theta}")
 
-    def context_of(self, table: RotaryTable) -> int:
-        """Return ``original_max_position_embeddings`` on a plain table; by default the stated context."""
-        given = self.original_max_position_embeddings
-        if given is not None and (self.replace_scaling or table.is_geometric):
-            return given
-        return super().context_of(table)
-
     def scaling(self, table: RotaryTable) -> float:
         """Return ``attention_factor``, or what YaRN computes from the factor."""
         if self.attention_factor is not None:
@@ -153,13 +146,6 @@ class Llama3(Scaling, name="llama3"):
             raise ValueError(
                 f"high_freq_factor must exceed low_freq_factor, got {self.high_freq_factor} and {self.low_freq_factor}"
             )
-
-    def context_of(self, table: RotaryTable) -> int:
-        """Return ``original_max_position_embeddings`` on a plain table; by default the stated context."""
-        given = self.original_max_position_embeddings
-        if given is not None and (self.replace_scaling or table.is_geometric):
-            return given
-        return super().context_of(table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the plain table of the checkpoint's base with Llama 3.1's smoothing."""

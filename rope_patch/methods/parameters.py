@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, field
 from typing import Any
 
@@ -23,20 +23,6 @@ def number(
         unit: the unit of the value, for error messages.
     """
     return field(default=default, metadata={"above": above, "least": least, "most": most, "unit": unit})
-
-
-def check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a number is within the bounds of its declaration."""
-    above = bounds.get("above")
-    least = bounds.get("least")
-    most = bounds.get("most")
-    unit = f" {bounds['unit']}" if bounds.get("unit") else ""
-    if above is not None and not value > above:
-        raise ValueError(f"{name} must be > {above:g}{unit}, got {value}")
-    if most is not None and not least <= value <= most:
-        raise ValueError(f"{name} must be in [{least:g}, {most:g}]{unit}, got {value}")
-    if least is not None and not value >= least:
-        raise ValueError(f"{name} must be >= {least:g}{unit}, got {value}")
 
 
 def field_help(f: Field[Any]) -> str:

@@ -24,6 +24,7 @@ from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.verify import inspect_model
+from rope_patch.runtime.captions import ranges_text
 from rope_patch.tables import RotaryTable
 
 PROBE_TOKENS = 8
@@ -107,7 +108,7 @@ class DecoderLayers:
             for index in layers:
                 if index not in known:
                     raise ValueError(
-                        f"{type(self.model).__name__} has attention layers {layers_text(list(known))}, got {index!r}"
+                        f"{type(self.model).__name__} has attention layers {ranges_text(list(known))}, got {index!r}"
                     )
         return tuple(layer for index, layer in sorted(known.items()) if layers is None or index in layers)
 
@@ -347,11 +348,3 @@ def _blocks(output: Tensor, head_dim: int, tokens_last: bool) -> Tensor:
     if tokens_last:
         return output.transpose(1, 2)
     return output.reshape(*output.shape[:2], -1, head_dim)
-
-
-def layers_text(indices: Sequence[int]) -> str:
-    """Return indices of layers as text, as a range if they are consecutive from 0."""
-    contiguous = list(indices) == list(range(len(indices)))
-    if contiguous and len(indices) > 1:
-        return f"0 to {len(indices) - 1}"
-    return ", ".join(map(str, indices))

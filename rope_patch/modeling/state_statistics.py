@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 import numpy
 import torch
 from torch import Tensor
 
 from rope_patch.modeling.attention_layers import split_pairs
-from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.runtime.folders import write_atomically
-
-SCHEMA = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +113,89 @@ class LayerCapture:
         return self.key.repeated(self.groups)
 
 
+class OfLayers:
+    """The results of the layers of a model: frozen dataclasses, which are written as plain arrays without pickle."""
+
+    schema: ClassVar[int | str]
+    layers: tuple[Any, ...]
+
+    def layer(self, index: int) -> Any:
+        """Return a layer by its index in the model.
+
+        Raises:
+            ValueError: the layer is not among the results.
+        """
+        for layer in self.layers:
+            if layer.index == index:
+                return layer
+        raise ValueError(f"the results are of layers {[layer.index for layer in self.layers]}, got {index}")
+
+    def to_npz(self, path: str | Path) -> None:
+        """Write everything to one ``.npz``, under a temporary name that is then renamed.
+
+        Arrays have names such as ``layer3.key.mean``; ``outline`` says what was read, and how.
+
+        Raises:
+            OSError: the folder cannot be written; nothing is left behind.
+        """
+        outline = {"schema": self.schema, **_plain(self), "layers": [_plain(layer) for layer in self.layers]}
+        arrays: dict[str, Any] = {"outline": numpy.array(json.dumps(outline, allow_nan=False))}
+        for layer in self.layers:
+            for name, value in _values(layer, f"layer{layer.index}."):
+                if isinstance(value, Tensor):
+                    arrays[name] = value.numpy()
+        buffer = io.BytesIO()
+        numpy.savez_compressed(buffer, **arrays)
+        write_atomically(path, buffer.getvalue())
+
+    @classmethod
+    def from_npz(cls, path: str | Path) -> Self:
+        """Read a file that :meth:`to_npz` has written.
+
+        Raises:
+            ValueError: the file is of another kind or version.
+        """
+        (kind, _) = get_args(get_type_hints(cls)["layers"])
+        with numpy.load(path, allow_pickle=False) as arrays:
+            outline = json.loads(str(arrays["outline"])) if "outline" in arrays else {}
+            stated = outline.pop("schema", None)
+            if stated != cls.schema:
+                raise ValueError(f"{path} holds no results of schema {cls.schema}, got schema {stated}")
+            layers = [_rebuilt(kind, layer, arrays, f"layer{layer['index']}.") for layer in outline.pop("layers")]
+        values: dict[str, Any] = {**outline, "layers": tuple(layers)}
+        return cls(**values)
+
+
+def _values(result: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a dataclass and of those in it by their paths, but no layers."""
+    for item in fields(result):
+        value = getattr(result, item.name)
+        if is_dataclass(value):
+            yield from _values(value, f"{prefix}{item.name}.")
+        elif item.name != "layers":
+            yield f"{prefix}{item.name}", value
+
+
+def _plain(result: Any) -> dict[str, Any]:
+    """Return the values that are no tensors, by their names."""
+    return {path.rpartition(".")[2]: value for path, value in _values(result) if not isinstance(value, Tensor)}
+
+
+def _rebuilt(kind: Any, plain: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> Any:
+    """Return a dataclass of its plain values and its tensors."""
+    values: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            values[name] = _rebuilt(hint, plain, arrays, f"{prefix}{name}.")
+        elif hint is Tensor:
+            values[name] = torch.from_numpy(arrays[prefix + name])
+        else:
+            values[name] = plain[name]
+    return kind(**values)
+
+
 @dataclass(frozen=True, eq=False)
-class Capture:
+class Capture(OfLayers):
     """Statistics of a model's queries, keys and values on a text.
 
     Attributes:
@@ -135,101 +213,10 @@ class Capture:
     text: str
     chunk: int
     layers: tuple[LayerCapture, ...]
-
-    def layer(self, index: int) -> LayerCapture:
-        """Return a layer by its index in the model.
-
-        Raises:
-            ValueError: the layer was not captured.
-        """
-        for layer in self.layers:
-            if layer.index == index:
-                return layer
-        raise ValueError(f"layers {[layer.index for layer in self.layers]} were captured, got {index}")
-
-    def to_npz(self, path: str | Path) -> None:
-        """Write everything to one ``.npz`` of plain arrays without pickle, under a temporary name that is then renamed.
-
-        Arrays have names such as ``layer3.key.mean``; ``outline`` says what was read, and how.
-
-        Raises:
-            OSError: the folder cannot be written; nothing is left behind.
-        """
-        arrays: dict[str, Tensor] = {}
-        for layer in self.layers:
-            arrays[f"layer{layer.index}.inv_freq"] = layer.inv_freq
-            for role in ROLES:
-                statistics = getattr(layer, role)
-                for name in _ARRAYS:
-                    arrays[f"layer{layer.index}.{role}.{name}"] = getattr(statistics, name)
-        write_arrays(path, self._outline(), arrays)
-
-    @classmethod
-    def from_npz(cls, path: str | Path) -> Capture:
-        """Read a file that :meth:`to_npz` has written.
-
-        Raises:
-            ValueError: the file is of another kind or version.
-        """
-        outline, arrays = read_arrays(path, SCHEMA)
-        layers = []
-        for item in outline.pop("layers"):
-            at = f"layer{item['index']}"
-            interleaved = item.pop("interleaved")
-            for role in ROLES:
-                loaded = {name: arrays[f"{at}.{role}.{name}"] for name in _ARRAYS}
-                item[role] = Statistics(**loaded, interleaved=interleaved)
-            layers.append(LayerCapture(**item, inv_freq=arrays[f"{at}.inv_freq"]))
-        return cls(**outline, layers=tuple(layers))
-
-    def _outline(self) -> dict[str, Any]:
-        names = ("index", "layer_type", "attention_scaling", "context", "scaling", "softcap", "keys_of")
-        return {
-            "schema": SCHEMA,
-            **{name: getattr(self, name) for name in ("model", "tokens", "rows", "text", "chunk")},
-            "layers": [
-                {**{name: getattr(layer, name) for name in names}, "interleaved": layer.query.interleaved}
-                for layer in self.layers
-            ],
-        }
+    schema: ClassVar[int] = 3
 
 
 _ARRAYS = tuple(item.name for item in fields(Statistics) if item.name != "interleaved")
-
-
-def write_arrays(path: str | Path, outline: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
-    """Write tensors and an outline to one ``.npz`` without pickle, under a temporary name that is then renamed.
-
-    Args:
-        path: path of the file.
-        outline: a description of the tensors that JSON can hold; it states the schema of the file.
-        arrays: the tensors, by name.
-
-    Raises:
-        OSError: the folder cannot be written; nothing is left behind.
-    """
-    buffer = io.BytesIO()
-    plain: dict[str, Any] = {name: tensor.numpy() for name, tensor in arrays.items()}
-    numpy.savez_compressed(buffer, outline=numpy.array(json.dumps(outline, allow_nan=False)), **plain)
-    write_atomically(path, buffer.getvalue())
-
-
-def read_arrays(path: str | Path, schema: int | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the outline, without its schema, and the tensors of a file that :func:`write_arrays` has written.
-
-    Args:
-        path: path of the file.
-        schema: the schema that the file must have.
-
-    Raises:
-        ValueError: the file is of another kind or version.
-    """
-    with numpy.load(path, allow_pickle=False) as arrays:
-        outline = json.loads(str(arrays["outline"])) if "outline" in arrays else {}
-        stated = outline.pop("schema", None)
-        if stated != schema:
-            raise ValueError(f"{path} holds no results of schema {schema}, got schema {stated}")
-        return outline, {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "outline"}
 
 
 def pairs_of(features: Tensor, pairs: int, interleaved: bool) -> Tensor:

@@ -25,12 +25,10 @@ def token_loss(
     reader: Reader,
     hidden: Tensor,
     labels: Tensor,
-    weights: Tensor | None = None,
     *,
-    items: Any = None,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of the tokens that follow each state, and the sum of their weights.
+    """Return the summed cross-entropy of the tokens that follow each state, and the number of these tokens.
 
     Logits are made a slice at a time, in float32, scaled and capped as the model does it; in the backward pass they are
     made again. The loss equals that from whole logits, with the same gradients.
@@ -40,37 +38,29 @@ def token_loss(
         hidden: (rows, tokens, hidden) last hidden states of the decoder.
         labels: (rows, tokens) labels. The label at a position is the token there, which the state before it predicts.
             Tokens labelled ``IGNORED_LABEL`` are not predicted.
-        weights: (rows, tokens) weights of the labels; 1 by default.
-        items: divisor of the sum; by default it is not divided.
-        shifted: whether labels and weights are at the state that predicts them, as in a shard of longer rows, whose
-            last state predicts the first token of another shard.
+        shifted: whether labels are at the state that predicts them, as in a shard of longer rows, whose last state
+            predicts the first token of another shard.
 
     Returns:
-        The sum of the weighted losses [nats], divided by ``items`` if it is given, and the sum of the weights; both are
-        scalars on the model's device.
+        The sum of the losses [nats], and the number of labels; both are float32 scalars on the model's device.
     """
-    counts = torch.ones_like(labels, dtype=torch.float32) if weights is None else weights
     if not shifted:
-        hidden, labels, counts = hidden[:, :-1], labels[:, 1:], counts[:, 1:]
+        hidden, labels = hidden[:, :-1], labels[:, 1:]
     states = hidden.flatten(0, 1)
     targets = labels.flatten().to(states.device)
-    counts = counts.flatten().to(states.device, torch.float32)
     keep = targets != IGNORED_LABEL
-    states, targets, counts = states[keep], targets[keep], counts[keep]
-    shares = counts
-    if items is not None:
-        shares = counts / torch.as_tensor(items, device=counts.device).clamp(min=TINY)
+    states, targets = states[keep], targets[keep]
 
     def summed(states: Tensor) -> Tensor:
         # Without labels the loss is 0, and backward() would raise unless it has a gradient.
         total = (states[:1] * 0).sum().float()
         for low in range(0, len(targets), LOGITS_AT_ONCE):
             part = slice(low, low + LOGITS_AT_ONCE)
-            slice_loss: Any = checkpoint(_sum, reader, states[part], targets[part], shares[part], use_reentrant=False)
+            slice_loss: Any = checkpoint(_sum, reader, states[part], targets[part], use_reentrant=False)
             total = total + slice_loss
         return total
 
-    return _in_one_pass(reader, summed, states), counts.sum()
+    return _in_one_pass(reader, summed, states), keep.sum().float()
 
 
 def _in_one_pass(reader: Reader, summed: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
@@ -99,10 +89,9 @@ def _in_one_pass(reader: Reader, summed: Callable[[Tensor], Tensor], states: Ten
     return total
 
 
-def _sum(reader: Reader, states: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+def _sum(reader: Reader, states: Tensor, targets: Tensor) -> Tensor:
     logits = reader.logits(states)
-    losses = torch.nn.functional.cross_entropy(logits, targets.to(logits.device), reduction="none")
-    return (losses * counts.to(losses.device)).sum().to(states.device)
+    return torch.nn.functional.cross_entropy(logits, targets.to(logits.device), reduction="sum").to(states.device)
 
 
 def fuse(model: Any) -> Any:
@@ -135,10 +124,10 @@ def fuse(model: Any) -> Any:
         shifted = ahead is not None
         if shifted:
             labels = ahead
-        loss, count = token_loss(reader, hidden, labels, items=items, shifted=shifted)
-        if items is None:
-            loss = loss / count.clamp(min=TINY)
-        return CausalLMOutput(loss=loss)
+        loss, count = token_loss(reader, hidden, labels, shifted=shifted)
+        if items is not None:  # the labels of a whole step of the optimizer
+            count = torch.as_tensor(items, device=loss.device)
+        return CausalLMOutput(loss=loss / count.clamp(min=TINY))
 
     base.forward = forward
     return model

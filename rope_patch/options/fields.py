@@ -28,7 +28,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_patch.runtime.text import did_you_mean, parse_length
+from rope_patch.runtime.text import check_bounds, did_you_mean, parse_length
 
 _OPTION_KEY = "option"
 """The key of an :class:`Option` in the metadata of its field."""
@@ -158,15 +158,7 @@ class Option:
                 raise ValueError(f"{name} must be a path or a name, got {value!r}")
             # A PathLike option may also hold a name, and its spec is written as JSON: so it is stored as text.
             value = Path(value) if self.kind is Path else str(value)
-        for bound, sign, holds in (
-            (self.least, ">=", operator.ge),
-            (self.most, "<=", operator.le),
-            (self.above, ">", operator.gt),
-            (self.below, "<", operator.lt),
-        ):
-            if bound is not None and not holds(value, bound):
-                unit = f" {self.unit}" if self.unit else ""
-                raise ValueError(f"{name} must be {sign} {bound:g}{unit}, got {value}")
+        check_bounds(name, value, vars(self))
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
             raise ValueError(f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), self.choices)}")

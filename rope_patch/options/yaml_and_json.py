@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,49 +83,6 @@ def read_value(option: Option, value: Any, where: str) -> Any:
 def to_dict(options: OptionSet) -> dict[str, Any]:
     """Return options as YAML and JSON values by the names of their fields; a section is a dictionary of its own."""
     values: dict[str, Any] = {}
-    for leaf, value in _values(options):
-        section, _, name = leaf.key.rpartition(".")
-        if section:
-            values.setdefault(section, {})[name] = value
-        else:
-            values[name] = value
-    return values
-
-
-def to_yaml(options: OptionSet, *, comments: bool = True, width: int = 120) -> str:
-    """Return options as YAML, with the help of each in a comment beside it, or above it if it is long.
-
-    Args:
-        options: the options to write.
-        comments: whether the help is written, as comments.
-        width: the longest line of a comment [characters].
-    """
-    if not comments:
-        return str(yaml.safe_dump(to_dict(options), sort_keys=False, allow_unicode=True))
-    lines: list[str] = []
-    section = ""
-    for leaf, value in _values(options):
-        own, _, name = leaf.key.rpartition(".")
-        if own != section:
-            section = own
-            lines.append("")
-            if section:
-                lines.append(f"{section}:")
-        indent = "  " if own else ""
-        # Dumped within a list and cut out of its brackets: a bare value would end with a line of three dots.
-        stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
-        line = f"{indent}{name}: {stated}"
-        beside = f"{line:<31} # {leaf.help}"
-        above = textwrap.wrap(leaf.help, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        if len(beside) <= width:
-            lines.append(beside)
-        else:
-            lines += [*above, line]
-    return "\n".join(lines) + "\n"
-
-
-def _values(options: OptionSet) -> Iterator[tuple[Option, Any]]:
-    """Yield every option with its value as YAML writes it."""
     for leaf in leaves(type(options)):
         value: Any = functools.reduce(getattr, leaf.path, options)
         if leaf.unit == "s" and value is not None:
@@ -135,4 +91,14 @@ def _values(options: OptionSet) -> Iterator[tuple[Option, Any]]:
             value = list(value)
         elif isinstance(value, Path):
             value = str(value)
-        yield leaf, value
+        section, _, name = leaf.key.rpartition(".")
+        if section:
+            values.setdefault(section, {})[name] = value
+        else:
+            values[name] = value
+    return values
+
+
+def to_yaml(options: OptionSet) -> str:
+    """Return options as YAML."""
+    return str(yaml.safe_dump(to_dict(options), sort_keys=False, allow_unicode=True))

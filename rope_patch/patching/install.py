@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,20 +47,6 @@ class Patch(TableChange):
     _location: Location
     _configs: Sequence[tuple[Mapping[str, Any], Any]]  # the settings and the record of each config before the patch
     _attributes: Sequence[tuple[nn.Module, str, Any, Any]]  # of modules that follow the settings: before and after
-
-    @classmethod
-    def joined(cls, first: Patch, last: Patch, **more: Any) -> Self:
-        """Return the last of two patches of a model, as one whose :meth:`restore` undoes both.
-
-        Args:
-            first: the patch that ``last`` has replaced.
-            last: the patch that is in place.
-            **more: values of the fields that a subclass adds.
-        """
-        own = {each.name: getattr(last, each.name) for each in fields(Patch)}
-        before = {"_location": first._location, "_configs": first._configs}
-        before["_attributes"] = [*last._attributes, *first._attributes]  # put back in this order
-        return cls(**own | before, **more)
 
     def restore(self) -> None:
         """Undo the patch, so that the model is as it was before ``apply``.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.errors import as_value_error
@@ -123,6 +124,12 @@ class Location:
     def rebuilt(self) -> nn.Module:
         """A module that :attr:`rotary_class` builds from the base config."""
         return build_rotary(self.rotary_class, self.base_config)
+
+    @cached_property
+    def stated_tables(self) -> Tables:
+        """The tables that the config in force describes, as the model's own class computes them."""
+        # Without its record, a location describes what the config states.
+        return _described(replace(self, record_data=None))
 
     @cached_property
     def original(self) -> nn.Module:
@@ -241,17 +248,17 @@ class Location:
         # A look-up of None is one of all keys. Settings of a layer type that no layer has are for nobody to read.
         used = [
             value
-            for name, value in settings_by_path(config.rope_parameters).items()
+            for name, value in flatten_dict(config.rope_parameters).items()
             if {name, re.sub(r"\w+$", "None", name)} & self.probe.read
             or ("." in name and not {name.partition(".")[0], None} & self.tables.keys())
         ]
         return {
             name: value
-            for name, value in settings_by_path(stated).items()
+            for name, value in flatten_dict(dict(stated)).items()
             if used
             and _CHANGES_TABLE.fullmatch(name)
             and not hasattr(type(config), name)
-            and value not in [*used, None, False, 1, "default"]
+            and value not in [*used, None, False, 1, "default", {}]
         }
 
     def cos_sin(self, layer_type: str | None, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,17 +269,6 @@ class Location:
         """Make ``module`` the model's rotary embedding."""
         parent, _, name = self.path.rpartition(".")
         setattr(self.model.get_submodule(parent), name, module)
-
-
-def settings_by_path(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts by their paths, whose parts are joined by dots."""
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            found |= settings_by_path(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 _ALTERED = "the rope_patch record was altered: transformers cannot build the table of its base_config"
@@ -367,11 +363,10 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     """
     original, config = location.original, location.base_config
     context: Any = getattr(config, "max_position_embeddings", None)
-    tables: dict[str | None, RotaryTable] = {}
     try:
+        # Of a module that was just built: the model's own may be rounded, on another device or on none.
+        tables = _described(location)
         for kind, buffer in original_tables(location.rebuilt).items():
-            # Of a module that was just built: the model's own may be rounded, on another device or on none.
-            tables[kind] = described_table(location, location.rebuilt, config, kind)
             _check_kind(location, tables[kind], buffer.float())
     except Exception as error:
         raise ValueError(
@@ -404,29 +399,26 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     return tables, tuple(warnings)
 
 
-def described_table(location: Location, module: nn.Module, config: PreTrainedConfig, kind: str | None) -> RotaryTable:
-    """Return the table that a module of transformers holds, with what the config says about it.
-
-    Args:
-        location: the location of the model's rotary module.
-        module: a module of transformers that was built from ``config``.
-        config: the config from which the module was built.
-        kind: the layer type of the table; None if all layers share one.
-    """
-    encoding = encoding_of(config, kind)
+def _described(location: Location) -> dict[str | None, RotaryTable]:
+    """Return the tables of a module that was built from the base config, with what that config says about them."""
+    config: Any = location.base_config
     context: Any = getattr(config, "max_position_embeddings", None)
-    return RotaryTable(
-        inv_freq=frequencies.zero_unrotated(original_tables(module)[kind].float()),
-        attention_scaling=scaling_of(module, kind),
-        rope_theta=float(encoding["rope_theta"]),
-        rope_type=_rope_type(module, kind, encoding),
-        max_position_embeddings=context,  # the caller checks it
-        original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
-        layer_type=kind,
-        path=location.path,
-        rope_parameters=encoding,
-        other_keys=other_keys(encoding),
-    )
+    module, tables = location.rebuilt, {}
+    for kind, buffer in original_tables(module).items():
+        encoding = encoding_of(config, kind)
+        tables[kind] = RotaryTable(
+            inv_freq=frequencies.zero_unrotated(buffer.float()),
+            attention_scaling=scaling_of(module, kind),
+            rope_theta=float(encoding["rope_theta"]),
+            rope_type=_rope_type(module, kind, encoding),
+            max_position_embeddings=context,  # the caller checks it
+            original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
+            layer_type=kind,
+            path=location.path,
+            rope_parameters=encoding,
+            other_keys=other_keys(encoding),
+        )
+    return tables
 
 
 def _rope_type(module: nn.Module, kind: str | None, encoding: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
     PatchRecord,
     TableRecord,
-    build_rotary,
     config_with,
     records_of,
     settings_of,
@@ -33,14 +32,12 @@ class Inspection:
         tables: the tables in use, one for each layer type.
         record: the patch record; None on a model that is not patched.
         warnings: sentences on what is unusual about the tables.
-        checked: sentences on what was compared and found equal.
     """
 
     model_class: str
     tables: tuple[RotaryTable, ...]
     record: PatchRecord | None
     warnings: tuple[str, ...]
-    checked: tuple[str, ...] = ()
 
     @property
     def method(self) -> str | None:
@@ -68,7 +65,6 @@ class Inspection:
                 f"    wavelengths {span}; {partial} of {table.pairs} pairs make no full turn within "
                 f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
             ]
-        lines += [f"  {sentence}" for sentence in self.checked]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.warnings)])
 
 
@@ -170,33 +166,18 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
         recomputed = plan_from_record(location, own).record
         problems += _differences(own.base_tables, recomputed.base_tables, "base table")
         problems += _differences(own.tables, recomputed.tables, "method")
-        config = location.config
-        rebuilt = build_rotary(location.rotary_class, config_with(config, settings_of(config)))
-        problems += [f"config: {problem}" for problem in _problems(location, rebuilt, own.tables, torch.device("cpu"))]
-        if config.max_position_embeddings != own.stated_length:
-            problems.append(
-                f"max_position_embeddings is {config.max_position_embeddings}, the record says {own.stated_length}"
-            )
+        problems += _differences(own.tables, records_of(location.stated_tables), "config")
+        stated = location.config.max_position_embeddings
+        if stated != own.stated_length:
+            problems.append(f"max_position_embeddings is {stated}, the record says {own.stated_length}")
     if not location.without_numbers:
-        problems += [f"in use: {problem}" for problem in _in_use(location, expected)]
+        measured = measure(location.module, location.layout, expected.tables, device_of(location.model))
+        problems += [f"in use: {one.problem}" for one in measured if one.problem is not None]
     if problems:
         raise PatchError(
             f"{location.name} does not use the tables of {expected.to_method()}:\n  " + "\n  ".join(problems)
         )
     return expected
-
-
-def _in_use(location: Location, record: PatchRecord) -> list[str]:
-    """Compare the tables that a model uses with those of a record, and return a line for each difference."""
-    module, device = location.module, device_of(location.model)
-    return _problems(location, module, record.tables, device)
-
-
-def _problems(
-    location: Location, module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device, **options: int
-) -> list[str]:
-    measured = measure(module, location.layout, tables, device, **options)
-    return [one.problem for one in measured if one.problem is not None]
 
 
 def edits_since(location: Location) -> list[str]:

@@ -10,12 +10,12 @@ from rope_patch.analysis.outliers import bounds
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.frequencies import unrotated
-from rope_patch.modeling.attention_layers import layers_text
 from rope_patch.reports import analysis_figures as figures
 from rope_patch.reports import analysis_tables as tables
 from rope_patch.reports import page as pages
 from rope_patch.reports.layer_kinds import Kind, kinds
 from rope_patch.reports.page import Page, Section
+from rope_patch.runtime.captions import ranges_text
 
 
 def page(analysis: Analysis) -> Page:
@@ -118,7 +118,7 @@ def _layers(kind: Kind) -> str:
     if zeroed < int(below.sum()):
         mean_angle = f", for which the angle bound is {number_text(float(angle[below].nanmean()))} rad on average"
     return (
-        f"{layers_text([layer.index for layer in kind.layers])}; {layer.query.heads} query heads over "
+        f"{ranges_text([layer.index for layer in kind.layers])}; {layer.query.heads} query heads over "
         f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {int(below.sum())} of them without a full turn "
         f"within {kind.context} tokens ({zeroed} unrotated){mean_angle}"
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
 from rope_patch.evaluation.metrics import METRICS, Metric, Span, change_sentence, change_text, spans_at, value_text
 from rope_patch.evaluation.number_format import number_text
@@ -63,7 +61,7 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
         *examples(scores),
         *_curves(comparison, names),
         *(_map(comparison, names, task) for task in comparison.spec.tasks),
-        *_wavelengths(comparison, names),
+        *_equal_tables(comparison),
         *answers(scores),
         *_long_names(names),
         pages.facts(_facts(comparison), comparison.environment),
@@ -357,25 +355,11 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
     return figure(plots.retrieval_heatmap, grids, title=title, caption=caption, lengths=lengths, depths=depths)
 
 
-def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
-    """Return a figure for each layer type whose tables differ, and a note for each other one."""
-    parts: list[Figure | Note] = []
-    if len(comparison.rows) == 1:
-        return parts
-    for i, slot in enumerate(comparison.rows[0].tables):
-        layers = "all layers"
-        if slot.layer_type:
-            layers = f"layers of type {slot.layer_type}"
-        tables: dict[str, Tensor] = {names[row.label]: row.tables[i].inv_freq for row in comparison.rows}
-        if len({row.tables[i].fingerprint for row in comparison.rows}) == 1:
-            parts.append(Note(f"All methods use the same rotary table in {layers}."))
-            continue
-        base = UNPATCHED if UNPATCHED in names else next(iter(names))
-        title = f"Wavelengths, {layers}"
-        caption = (
-            f"By what each method multiplies the wavelengths of {names[base]}. A pair right of the dotted line makes "
-            "no full turn within the trained length."
-        )
-        options = {"before": tables[names[base]], "context": comparison.trained_length}
-        parts.append(figure(plots.factors_by_wavelength, tables, title=title, caption=caption, **options))
-    return parts
+def _equal_tables(comparison: Comparison) -> list[Note]:
+    """Return a note for each layer type whose table no method changes."""
+    notes = []
+    for i, table in enumerate(comparison.rows[0].tables):
+        if len(comparison.rows) > 1 and len({row.tables[i].fingerprint for row in comparison.rows}) == 1:
+            layers = f"layers of type {table.layer_type}" if table.layer_type else "all layers"
+            notes.append(Note(f"All methods use the same rotary table in {layers}."))
+    return notes

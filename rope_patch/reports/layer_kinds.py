@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rope_patch.modeling.attention_layers import layers_text
 from rope_patch.modeling.state_statistics import Capture, LayerCapture
+from rope_patch.runtime.captions import ranges_text
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def kinds(capture: Capture) -> list[Kind]:
         name = ""
         if len(groups) > 1:
             types = " and ".join(dict.fromkeys(layer.layer_type for layer in layers if layer.layer_type))
-            label = types or f"layers {layers_text([layer.index for layer in layers])}"
+            label = types or f"layers {ranges_text([layer.index for layer in layers])}"
             name = f"{label}, {layers[0].context} tokens"
         grouped.append(Kind(name, tuple(layers)))
     return grouped

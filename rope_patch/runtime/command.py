@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -17,10 +16,6 @@ SIGHUP = 1
 SPINS = "10000"
 """How often a thread of a command looks whether the others are ready before it sleeps. At GNU OpenMP's default of
 300,000, commands beside each other use up the cores by waiting: see ``benchmarks/results/busy_cpu.json``."""
-
-
-_MAY_EXIT = ("argparse", "lm_eval")
-"""What ends a process after it has said why: ``--help``, and commands of lm-eval."""
 
 
 def guarded(run: Callable[[], int | None], interrupted: str = "no file was left half written") -> int:
@@ -41,17 +36,6 @@ def guarded(run: Callable[[], int | None], interrupted: str = "no file was left 
     except KeyboardInterrupt as error:
         print(f"interrupted: {interrupted}", file=sys.stderr)
         return 128 + int((error.args or (signal.SIGINT,))[0])
-    except SystemExit as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        names = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
-        if names[-1] in _MAY_EXIT:
-            raise
-        if names[-1] == "rich":  # which ends the process where the reader of the output is gone
-            return 1
-        code = frames[-1 - (names[-1] == "_sitebuiltins")].f_code  # exit() is itself a function of Python
-        place = f"{code.co_filename}, {code.co_name}"
-        print(f"error: {place}: it ended the command, sys.exit({error.code!r}): raise an error there", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         # The reader of the output is gone, as with `| head`: no message would be seen either.
         return 1

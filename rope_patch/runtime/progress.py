@@ -15,6 +15,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # commands show their help without torch
@@ -28,36 +29,45 @@ SECONDS_IN_FILE = 60
 """Time between two lines of a bar that is written to a file [s]."""
 
 
+def _nobody(*report: object) -> None:
+    """Take a report where nobody listens."""
+
+
+@dataclass(frozen=True)
+class _Listeners:
+    """The functions to which reports go; without ``known`` its tokens go to ``tokens``."""
+
+    tokens: Callable[[str, int], object] = _nobody
+    known: Callable[[int], object] | None = None
+    more: Callable[[int], object] = _nobody
+    sentence: Callable[[str], object] = _nobody
+
+
+_NOBODY = _Listeners()
 # Context variables, so that threads, and a measurement within another one, have listeners and stages of their own.
 _stage: ContextVar[str] = ContextVar("stage", default="")
-_on_tokens: ContextVar[Callable[[str, int], object] | None] = ContextVar("on_tokens", default=None)
-_on_known: ContextVar[Callable[[int], object] | None] = ContextVar("on_known", default=None)
-_on_more: ContextVar[Callable[[int], object] | None] = ContextVar("on_more", default=None)
-_on_sentence: ContextVar[Callable[[str], object] | None] = ContextVar("on_sentence", default=None)
+_listeners: ContextVar[_Listeners] = ContextVar("listeners", default=_NOBODY)
 
 
 def advance(tokens: int) -> None:
     """Report that a number of tokens was done since the last call, under the present stage."""
-    if (call := _on_tokens.get()) is not None:
-        call(_stage.get(), tokens)
+    _listeners.get().tokens(_stage.get(), tokens)
 
 
 def known(tokens: int) -> None:
     """Report a number of tokens whose results are there without reading, which say nothing of the speed."""
     if tokens:
-        (_on_known.get() or advance)(tokens)
+        (_listeners.get().known or advance)(tokens)
 
 
 def more(tokens: int) -> None:
     """Report that a number of tokens will be done in addition, which could not be known at the beginning."""
-    if (call := _on_more.get()) is not None:
-        call(tokens)
+    _listeners.get().more(tokens)
 
 
 def say(sentence: str) -> None:
     """Report a step of the work in a sentence."""
-    if (call := _on_sentence.get()) is not None:
-        call(sentence)
+    _listeners.get().sentence(sentence)
 
 
 @contextlib.contextmanager
@@ -88,38 +98,34 @@ def listen(
         on_more: the function that is called with a number of tokens that will be done in addition.
         on_sentence: the function that is called with a sentence about each step.
     """
-    tokens, stored, additional, sentences = _on_tokens.get(), _on_known.get(), _on_more.get(), _on_sentence.get()
-    _on_tokens.set(on_tokens or tokens)
+    outer = _listeners.get()
+    stored = outer.known
     if on_known or on_tokens:
-        _on_known.set(on_known)
-    _on_more.set(on_more or additional)
-    _on_sentence.set(on_sentence or sentences)
+        stored = on_known
+    inner = _Listeners(on_tokens or outer.tokens, stored, on_more or outer.more, on_sentence or outer.sentence)
+    token = _listeners.set(inner)
     try:
         yield
     finally:
-        _on_tokens.set(tokens)
-        _on_known.set(stored)
-        _on_more.set(additional)
-        _on_sentence.set(sentences)
+        _listeners.reset(token)
 
 
 @contextlib.contextmanager
 def unreported() -> Iterator[None]:
     """Report none of the tokens that are done within a ``with`` block: they are not among those announced."""
-    with listen(lambda stage, tokens: None):  # None alone would leave the listener outside in place
+    with listen(_nobody):  # None would leave the listener outside in place
         yield
 
 
 @contextlib.contextmanager
 def all_of(tokens: int) -> Iterator[None]:
     """Report at the end of a ``with`` block the part of a number of tokens that was not reported within it."""
-    remaining, outer = tokens, _on_tokens.get()
+    remaining, outer = tokens, _listeners.get().tokens
 
     def count(name: str, done: int) -> None:
         nonlocal remaining
         remaining -= done
-        if outer is not None:
-            outer(name, done)
+        outer(name, done)
 
     with listen(count):
         yield

@@ -15,7 +15,7 @@ from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
-from rope_patch.patching.verify import trained_length, verify_model
+from rope_patch.patching.verify import shortened, trained_length, verify_model
 from rope_patch.reports.page import Cells, DataTable, markdown_table
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.evaluate_run import changes, metrics
@@ -140,15 +140,13 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
     best = ""
     if results["best_step"] is not None:
         best = f"; step {results['best_step']} had the best score (exact match, then perplexity) and is this one"
-    patch = results["patch"]
+    patch = shortened(results["patch"])
     head: dict[str, Any] = {"library_name": "transformers"}
     warning = ""
     if options.lora.rank > 0:
         head["library_name"] = "peft"
         if patch != "default":
             warning = ADAPTER_WARNING
-    if "table:" in patch:
-        patch = "a learned table"
     if options.model.name not in BUNDLED_MODELS:  # these are on no hub
         head["base_model"] = options.model.name
     head["tags"] = ["rope_patch", "long-context"]
@@ -170,7 +168,7 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
         tokens=results["tokens"],
         best=best,
         environment=", ".join(f"{name} {value}" for name, value in results["environment"].items()),
-        options=to_yaml(options, comments=False),
+        options=to_yaml(options),
     )
 
 

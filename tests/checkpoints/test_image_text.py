@@ -54,6 +54,7 @@ def test_a_patched_folder_gives_the_logits_of_a_config_written_by_hand(patched):
     assert not torch.equal(logits(by_hand), logits(rope_patch.load(root / "plain")))
 
 
+@pytest.mark.usefixtures("reloads_fork")
 def test_a_process_without_the_package_loads_it_as_the_command_says(patched):
     _, root = patched
     model = rope_patch.load(root / "patched")

@@ -116,11 +116,6 @@ def a_buffer_whose_first_pairs_turn_more_than_once(folder):
     return model
 
 
-@broken("float32", "neighbouring positions")
-def positions_beyond_float32(folder):
-    return tiny_model(max_position_embeddings=2**25)
-
-
 @broken("layer types", "another type")
 def layer_types_that_are_edited(folder):
     model = tiny_model("gemma3")

@@ -6,11 +6,14 @@ That llama.cpp computes the same with such files is shown in test_engines.py.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.commands import fail, run
+from support.fresh import run_code
 from support.gguf_files import saved, write_toy
 from support.patches import lora
 from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
@@ -54,7 +57,15 @@ writer.close()
 
 
 @pytest.fixture
-def converter(tmp_path):
+def converter(tmp_path, monkeypatch):
+    """The script, run in a fork of a process that has transformers; what fails is run in a new interpreter, below."""
+
+    def run_forked(command, **_):
+        assert command[0] == sys.executable
+        return run_code(Path(command[1]).read_text(), *command[2:])
+
+    module = import_module("rope_patch.engines.export_gguf")
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run_forked))
     path = tmp_path / "convert_hf_to_gguf.py"
     path.write_text(HEADER)
     return path

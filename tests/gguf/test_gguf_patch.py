@@ -263,7 +263,7 @@ def test_a_patched_file_is_verified(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
     verified = rope_patch.verify(tmp_path / "out.gguf")
     assert (verified.method, verified.weights) == ("yarn:factor=4", "Q4_1")
-    assert rope_patch.inspect(tmp_path / "out.gguf").checked
+    assert not rope_patch.inspect(tmp_path / "out.gguf").warnings
     with pytest.raises(PatchError, match="record"):
         rope_patch.verify(base)
 
@@ -293,7 +293,7 @@ def test_a_changed_factor_is_found(base, tmp_path):
     changed = rewritten(tmp_path / "out.gguf", tmp_path / "changed.gguf", pieces=pieces)
     with pytest.raises(PatchError, match="yarn:factor=4"):
         rope_patch.verify(changed)
-    assert not rope_patch.inspect(changed).checked
+    assert rope_patch.inspect(changed).warnings
 
 
 # --- models that came from a file

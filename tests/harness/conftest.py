@@ -20,7 +20,7 @@ def no_survey(monkeypatch):
 
 @pytest.fixture
 def shell(monkeypatch, tmp_path):
-    """Run command lines of lm-eval in this process and a folder of their own; its 14000 tasks are read once."""
+    """Run command lines of lm-eval in this process and a folder of their own; of its own tasks it knows RULER's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TaskIndex, "build", staticmethod(read_once))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -363,8 +363,8 @@ def test_a_capture_survives_its_file(tmp_path):
         (torch.rand(8), {}, "token_ids must be whole numbers, got torch.float32"),
         (torch.tensor([5, 96]), {}, "token ids must be in [0, 96), got 5 to 96"),
         (torch.tensor([5, -1]), {}, "token ids must be in [0, 96), got -1 to 5"),
-        (torch.tensor([5, 6]), {"layers": [2]}, "LlamaForCausalLM has attention layers 0 to 1, got 2"),
-        (torch.tensor([5, 6]), {"layers": [-1]}, "LlamaForCausalLM has attention layers 0 to 1, got -1"),
+        (torch.tensor([5, 6]), {"layers": [2]}, "LlamaForCausalLM has attention layers 0-1, got 2"),
+        (torch.tensor([5, 6]), {"layers": [-1]}, "LlamaForCausalLM has attention layers 0-1, got -1"),
         (torch.tensor([5, 6]), {"layers": []}, "layers must name at least one layer"),
         (torch.tensor([5, 6]), {"chunk": 0}, "chunk must be >= 1 token, got 0"),
     ],
@@ -380,7 +380,7 @@ def test_two_tokens_are_enough():
 
 def test_a_head_or_layer_that_was_not_captured():
     got = capture(tiny_model(), ids(8, 1), layers=[1])
-    with pytest.raises(ValueError, match=re.escape("layers [1] were captured, got 0")):
+    with pytest.raises(ValueError, match=re.escape("layers [1], got 0")):
         got.layer(0)
 
 

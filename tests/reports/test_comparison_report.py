@@ -7,7 +7,6 @@ import math
 import re
 
 import pytest
-import torch
 from support.report_pages import DEPTHS, LENGTHS, Page, accessible, loads_nothing, row
 
 from rope_patch.evaluation.compare import Comparison
@@ -34,7 +33,7 @@ def test_the_page_is_whole_and_loads_nothing():
     loads_nothing(text)
     accessible(text)
     page = Page(text)
-    assert len(page.all("img")) == 3 + 2  # curves, retrieval; wavelengths where they differ
+    assert len(page.all("img")) == 2 * 2  # curves and retrieval
     words = "".join(page.text)
     for fact in (
         "rope-patch x",
@@ -91,7 +90,7 @@ class TestNumbers:
         rows = [row(name, [1.0, 1.1], layer_types=both) for name in long]
         page = shown(*rows, row("nope", [1.0, 1.1], layer_types=both, table=(0.0, 0.0)))
         assert [full for _, full in page.table("Long names in full")[1:]] == long
-        assert len(figures) == 4  # a figure of wavelengths for each layer type
+        assert len(figures) == 2
         same = shown(*(row(name, [1.0, 1.1], layer_types=both) for name in "ab"))
         assert "the same rotary table in layers of type full_attention" in "".join(same.text)
 
@@ -149,16 +148,6 @@ def test_a_map_without_a_number_and_panels_in_even_rows():
     assert figure.axes[0].collections[0].get_array().mask[0].tolist() == [True, False, False]
     assert figure.axes[6].get_xticklabels()[0].get_text() == "4k"
     assert [axes.get_subplotspec().rowspan.start for axes in figure.axes[:7]] == [0, 0, 0, 0, 1, 1, 1]
-
-
-def test_factors_near_one_have_a_scale_with_ticks_and_stopped_pairs_are_triangles():
-    before = torch.tensor([1.0, 0.1, 0.01])
-    for divisor, scale in ((1.05, "linear"), (4.0, "log")):
-        drawn = {"default": before, "slower": before / divisor}
-        (axes,) = plots.factors_by_wavelength(drawn, before=before, context=100, title="t").axes
-        assert axes.get_yscale() == scale and axes.get_ylim()[0] < 1 < divisor < axes.get_ylim()[1]
-    (axes,) = plots.factors_by_wavelength({"nope": torch.zeros(3)}, before=before, context=100, title="t").axes
-    assert len(next(line for line in axes.lines if line.get_marker() == "^").get_xdata()) == 3
 
 
 def test_curves_have_units_distinct_lines_and_the_trained_length_where_they_get_there():

@@ -1,4 +1,4 @@
-"""lm-eval's index of tasks, which is built once in each process, since it has 14,000 tasks of its own."""
+"""lm-eval's index of tasks: of its own 14,000 those of RULER alone, since reading all takes seven seconds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def our_tasks(**metadata):
 
 
 @functools.cache
-def defaults():
-    return build([Path(lm_eval.tasks.__file__).parent])
+def of_ruler():
+    return build([Path(lm_eval.tasks.__file__).parent / "ruler"])
 
 
 def read_once(paths, **options):
     standard, *others = paths if (root := Path(lm_eval.tasks.__file__).parent) in paths else [root, *paths]
-    found = dict(defaults()) if standard in paths else {}
+    found = dict(of_ruler()) if standard in paths else {}
     return found | build(others, **options)

@@ -15,9 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy
-from torch import Tensor
-
-from rope_patch.frequencies import unrotated, wavelength
 
 if TYPE_CHECKING:  # a page is printed without matplotlib, which only drawing needs
     from matplotlib.axes import Axes
@@ -101,44 +98,6 @@ def retrieval_heatmap(
     return figure
 
 
-def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, context: int, title: str) -> Figure:
-    """Draw the factor by which each table divides the frequencies before, against their wavelengths, a line per table.
-
-    Pairs that a table stops have no factor: they are triangles at the upper edge.
-
-    Args:
-        tables: (pairs,) the frequencies of each table, by its name [rad/token].
-        before: (pairs,) the frequencies of the table that all were made from [rad/token].
-        context: the length that is drawn as a line: pairs of a longer wavelength make no full turn in it [tokens].
-        title: the title of the figure.
-    """
-    figure, axes = new_figure(title)
-    styles = line_styles(tables)
-    moving = ~unrotated(before)
-    lengths = wavelength(before)[moving]
-    factors = {name: (before / table)[moving] for name, table in tables.items()}
-    finite = [float(values[values.isfinite()].max()) for values in factors.values() if values.isfinite().any()]
-    highest = 1.5 * max(finite, default=1.0)
-    for name, values in factors.items():
-        turns = values.isfinite()
-        axes.plot(
-            lengths[turns].numpy(), values[turns].numpy(), label=wrapped_name(name, 30), marker=".", **styles[name]
-        )
-        stopped = lengths[~turns].numpy()
-        axes.plot(stopped, [highest] * len(stopped), linestyle="", marker="^", color=styles[name]["color"])
-    mark_position(axes, context, f"one turn in {context} tokens", low=True)
-    axes.set(xlabel="wavelength before [tokens], log scale", ylabel="factor on the wavelength, log scale")
-    axes.set(xscale="log", yscale="log")
-    axes.margins(y=0.12)  # room for the label of the dotted line
-    low, high = axes.get_ylim()
-    if high / low < 1.5:  # a logarithmic scale would have no ticks there
-        axes.set(yscale="linear", ylabel="factor on the wavelength")
-    else:
-        few_log_ticks(axes.yaxis)
-    add_legend(axes, "table (▲: pairs it stops)")
-    return figure
-
-
 # --- what all figures share ------------------------------------------------------------------------------------------
 
 
@@ -204,11 +163,10 @@ def plain_axes(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def mark_position(axes: Axes, at: float, label: str, *, low: bool = False) -> None:
-    """Draw a dotted vertical line with its name, at the top or at the bottom."""
+def mark_position(axes: Axes, at: float, label: str) -> None:
+    """Draw a dotted vertical line with its name at the top."""
     axes.axvline(at, color="0.4", linewidth=1, linestyle=":")
-    place, side = ((at, 0), "bottom") if low else ((at, 1), "top")
-    axes.annotate(f" {label}", place, xycoords=("data", "axes fraction"), va=side, color="0.4", fontsize=9)
+    axes.annotate(f" {label}", (at, 1), xycoords=("data", "axes fraction"), va="top", color="0.4", fontsize=9)
 
 
 def few_log_ticks(axis: Any) -> None:
