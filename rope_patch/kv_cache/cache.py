@@ -142,4 +142,4 @@ def quantized(
         # Full precision is computed by the model's own attention, so that it is the same bit for bit.
         if exact and {planned.key.format, planned.value.format} != {"none"}:
             stack.enter_context(attending_by(run, root))
-        yield CacheMaker(root.config, run, f"{planned.identity} {'exact' if exact else 'streaming'}")
+        yield CacheMaker(root.config, run, f"{planned.identity} {'exact, float32 logits' if exact else 'streaming'}")

@@ -110,7 +110,7 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
             return float(_compared(setting, patched, factory)[0].mean())
 
     def measured(changes: Mapping[str, Change]) -> list[float]:
-        about = {"kind": "attribution", "model": model_hash(setting.model), "scheme": scheme.identity, "ids": ids}
+        about = {"kind": "attribution by KL", "model": model_hash(setting.model), "scheme": scheme.identity, "ids": ids}
         reader = BatchReader[str](
             score=lambda parts, _: [kl(changes[part]) for part in parts],
             name=lambda part: key(part=part, chunk=setting.chunk, **about),
@@ -178,7 +178,7 @@ def _divergences(
 
     ids = setting.compared
     about = {"scheme": scheme.identity, "ids": ids_hash(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}
-    stored = setting.finished(ids.numel(), measure, kind="divergence", **about)
+    stored = setting.finished(ids.numel(), measure, kind="divergence, float32 logits", **about)
     return {int(length): Divergence(**part) for length, part in stored.items()}
 
 

@@ -218,8 +218,8 @@ def _how(check: KVCheck) -> Section:
     )
     note = (
         "Scales and zero points are float32, except in formats of programs that store them in 16 bits. In half "
-        "precision, differences of about 1e-4 nats/token (KL) are noise: full precision is read by the model’s own "
-        "attention, a format by this package’s."
+        "precision, differences of about 1e-4 nats/token (KL), or 1e-3 where keys have long biases, are noise: full "
+        "precision is read by the model’s own attention, a format by this package’s."
     )
     return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check), check.environment)])
 
