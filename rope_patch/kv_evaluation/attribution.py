@@ -188,8 +188,8 @@ def remedies(
             found.append((rotated, _sides(replace(key, hadamard=1), value)))
     if key.format == "fp8":
         scaled = replace(key, format="fp8-scaled")
-        change = _sides(scaled, scaled if value == key else value)
-        found.append((Remedy("a scale per token and head", "vLLM: --kv-cache-dtype fp8_per_token_head"), change))
+        by_head = Remedy("a scale per token and head", "vLLM on a GPU: --kv-cache-dtype fp8_per_token_head")
+        found.append((by_head, _sides(scaled, scaled if value == key else value)))
     return found
 
 

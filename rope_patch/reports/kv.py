@@ -194,9 +194,9 @@ def _attribution(check: KVCheck) -> Section:
     if not costs:
         return Section("Where the cost comes from", ["No format is unsafe.", *causes], [])
     caption = (
-        "KL [nats/token] on two windows. Keys: with values in full precision; layers: each with all others in full "
-        "precision, and their sum need not be the whole. The error of the attention logits is credited to what takes "
-        "it away when it is taken out of the keys: biases first, then the outlier pairs that make no full turn."
+        "KL [nats/token] on two windows at most. Keys: with values in full precision; layers: each with all others in "
+        "full precision, and their sum need not be the whole. The error of the attention logits is credited to what "
+        "takes it away when it is taken out of the keys: biases first, then the outlier pairs that make no full turn."
     )
     columns = ("Format", "Lengths [tokens]", "KL", "Keys alone", "Layers alone", "Error of logits")
     parts: list[Part] = [DataTable("Unsafe formats", columns, costs, caption)]
