@@ -22,7 +22,7 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs demo smollm2 gemma3 smollm2-checkpoint gemma3-checkpoint qwen-checkpoint gpu commands test test-full test-engines check release
+.PHONY: help docs demo smollm2 gemma3 qwen smollm2-checkpoint gemma3-checkpoint qwen-checkpoint gpu commands test test-full test-engines check release
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to downlo
 
 gemma3: $(RUNTIME) ## the same for Gemma 3 270M (238 MB to download, under Gemma's terms): about 12 minutes
 	$(BIN)/python benchmarks/tour.py gemma3
+
+qwen: $(RUNTIME) ## Qwen2.5-Coder 0.5B (467 MB to download): what YaRN and an fp8 cache cost, and why; SIZE=1.5b for 1.5B (1.1 GB)
+	$(BIN)/python benchmarks/tour.py qwen$(if $(SIZE),-$(SIZE))
 
 smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a folder of transformers, in build/smollm2
 	$(BIN)/python benchmarks/public_checkpoint.py

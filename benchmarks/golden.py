@@ -356,7 +356,7 @@ def _analyzed(report: Mapping[str, Any]) -> Numbers:
 
 
 def kv_check(scratch: Path) -> Numbers:
-    """Check cache formats under two methods: quality, errors by layer and pair, verdicts, attribution."""
+    """Check cache formats under two methods: quality, verdicts, attribution, remedies."""
     words = ("--formats", FORMATS, "--lengths", "256 512", "--windows", 2, "--samples", 1, "--no-report")
     words += ("--methods", "default yarn:factor=4", "--dtype", "float32", "--threads", 1)
     results: Numbers = {}
@@ -367,9 +367,7 @@ def kv_check(scratch: Path) -> Numbers:
 
 
 def _checked(row: Mapping[str, Any]) -> Numbers:
-    def layer(errors: Mapping[str, Any]) -> Numbers:
-        return {name: math.fsum(x for x in errors[name] if x is not None) for name in ("logit", "pair")}
-
+    attribution = row["attribution"] or {}
     lengths = {}
     for length, one in row["lengths"].items():
         verdict = one.get("verdict") or {}
@@ -377,12 +375,12 @@ def _checked(row: Mapping[str, Any]) -> Numbers:
             **_pick(one, "cache_bits perplexity retrieval"),
             "nll_change": one.get("nll_change"),
             "verdict": verdict.get("kind"),
-            "attribution": (row["attribution"] or {}).get("layers") if verdict.get("kind") == "unsafe" else None,
         }
     return {
         **_pick(row, "key_bits value_bits bits divergence"),
         "lengths": lengths,
-        "errors": {str(one["layer"]): layer(one) for one in row["errors"]},
+        "attribution": _pick(attribution, "keys layers shares") if attribution else None,
+        "remedies": {one["name"]: one["kl"] for one in attribution.get("remedies", [])},
     }
 
 

@@ -406,7 +406,6 @@ def caches(study: Study, cell: Cell) -> dict[str, Any]:
     whole = json.loads(checked.to_json())
     for row in whole["rows"]:
         row["lengths"] = row["lengths"][str(cell.length)]
-        del row["errors"]  # of every pair: 50 kB a row
     return {"summary": whole["summary"], "rows": whole["rows"]}
 
 

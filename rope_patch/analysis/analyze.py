@@ -13,6 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
+from rope_patch.analysis.outliers import key_biases
 from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead, read_single_heads
@@ -132,6 +133,7 @@ def analyze(
             for view, (at, distance) in zip(views[len(chosen) :], positional.items(), strict=True)
         },
         p_sweep=sweep_p(model, statistics, sorted(p_values, reverse=True)),
+        biases=key_biases(model),
         token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
     )

@@ -14,20 +14,29 @@ no angle is enough for it here.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rope_patch import frequencies
-from rope_patch.modeling.state_statistics import Capture, LayerCapture
+from rope_patch.modeling.attention_layers import find_attention_layers
+from rope_patch.modeling.capture import capture
+from rope_patch.modeling.state_statistics import Capture, LayerCapture, pairs_of
+from rope_patch.patching.locate import locate
+from rope_patch.runtime import progress
+from rope_patch.runtime.captions import indices_text
 
 OUTLIER_RATIO = 5.0
 """A pair is an outlier above this multiple of the median radius, where no other one is given."""
 RADII = (6.0, 9.0, 12.0)
 """Radii above which Jonasson's table 2 calls a pair an outlier."""
 
+BIAS_TOKENS = 64
+"""Number of tokens from all over the vocabulary that biases are compared with: no text is needed for that."""
 
 KINDS = ("full turns", "partial turn", "offset feature", "unrotated")
 """Places of a pair within the bounds: in none, in that of frequency, in both; unrotated pairs have no angle bound."""
@@ -171,6 +180,100 @@ def recall(outliers: Sequence[MeanPair], radius: float) -> dict[str, float]:
     count = len(kinds) or math.nan
     below, beyond = 1 - kinds.count("full turns") / count, kinds.count("offset feature") / count
     return {"radius": radius, "outliers": len(kinds), "below": below, "beyond": beyond}
+
+
+def once_per_key_head(capture: Capture, pairs: Sequence[MeanPair]) -> list[MeanPair]:
+    """Return the pairs of keys without those that only name a key head again, for another of its query heads."""
+    return [pair for pair in pairs if pair.head % capture.layer(pair.layer).groups == 0]
+
+
+def outlier_sentence(capture: Capture, pairs: Sequence[MeanPair], states: str) -> str:
+    """Return a sentence on the outlier pairs of a model; key heads count once, not once for each query head.
+
+    Args:
+        capture: the statistics of queries and keys.
+        pairs: every pair of the mean states, from :func:`mean_pairs`.
+        states: ``"key"`` or ``"query"``.
+    """
+    own = once_per_key_head(capture, pairs) if states == "key" else list(pairs)
+    outliers = [pair for pair in own if pair.ratio > OUTLIER_RATIO]
+    if not outliers:
+        return (
+            f"No mean {states} is an outlier: none of {len(own)} pairs is over {OUTLIER_RATIO:g} times the median "
+            "length."
+        )
+    often = [str(pair) for pair, _ in Counter(pair.pair for pair in outliers).most_common(4)]
+    below, all_below = (100 * recall(some, 0.0)["below"] for some in (outliers, own))
+    # The angle bound is one of a query head and its key head.
+    by_head = [pair for pair in pairs if pair.ratio > OUTLIER_RATIO]
+    beyond, all_beyond = (100 * recall(some, 0.0)["beyond"] for some in (by_head, pairs))
+    return (
+        f"{len(outliers)} of {len(own)} mean {states} pairs are outliers, over {OUTLIER_RATIO:g} and up to "
+        f"{outliers[0].ratio:.0f} times the median length, most often in pairs {', '.join(often)}: {below:.0f} % make "
+        f"no full turn within the context (of all pairs {all_below:.0f} %), and, by query head, {beyond:.0f} % lie "
+        f"beyond the angle bound, too (of all {all_beyond:.0f} %); Jonasson (2025) expects both."
+    )
+
+
+@dataclass(frozen=True)
+class KeyBias:
+    """A pair of a bias that is long beside the keys: it is in every key that the module puts out.
+
+    Attributes:
+        module: the name of the module, such as ``"k_proj"``.
+        layer: the index of the layer.
+        head: the index of the key head.
+        pair: the index of the pair, fastest first.
+        radius: the length of the pair of the bias.
+        ratio: the radius divided by the median radius of all pairs of mean keys.
+    """
+
+    module: str
+    layer: int
+    head: int
+    pair: int
+    radius: float
+    ratio: float
+
+
+def key_biases(model: nn.Module) -> tuple[KeyBias, ...]:
+    """Return the pairs of biases that make outliers of keys, whatever is read, the longest first.
+
+    Args:
+        model: a causal language model of transformers. It reads :data:`BIAS_TOKENS` tokens, if its keys have a bias.
+    """
+    layers = [layer for layer in find_attention_layers(model).layers if layer.keys_of == layer.index]
+    biases = {layer: bias for layer in layers if (bias := layer.parts["key"].bias) is not None}
+    if not biases:
+        return ()
+    root: Any = locate(model).model
+    size = root.get_input_embeddings().num_embeddings
+    with progress.unreported():
+        seen = capture(model, torch.arange(BIAS_TOKENS) * size // BIAS_TOKENS)
+    median = float(torch.cat([layer.key.radius.flatten() for layer in seen.layers]).median())
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+    found = []
+    for layer, bias in biases.items():
+        radius = torch.linalg.vector_norm(pairs_of(bias, layer.table.pairs, layer.interleaved), dim=-1)
+        for head, pair in (radius > OUTLIER_RATIO * median).nonzero().tolist():
+            size = float(radius[head, pair])
+            found.append(KeyBias(names[layer.parts["key"].module], layer.index, head, pair, size, size / median))
+    return tuple(sorted(found, key=lambda bias: -bias.radius))
+
+
+def bias_sentences(biases: Sequence[KeyBias]) -> list[str]:
+    """Return a sentence on the biases of keys; none without an outlier among them."""
+    if not biases:
+        return []
+    first = biases[0]
+    sentence = (
+        f"{first.module} of layer {first.layer} has a bias of {first.radius:.0f} in pair {first.pair}, "
+        f"{first.ratio:.0f} times the median key: what shares a scale with it in a cache is rounded coarsely"
+    )
+    if len(biases) > 1:
+        layers = indices_text("layer", sorted({bias.layer for bias in biases}))
+        sentence += f". {len(biases)} biases are over {OUTLIER_RATIO:g} times the median key, in {layers}"
+    return [f"{sentence}."]
 
 
 def contributions(layer: LayerCapture, head: int, distances: Tensor) -> Tensor:

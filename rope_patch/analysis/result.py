@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -12,7 +11,17 @@ from typing import Any
 import torch
 
 from rope_patch.analysis.heads import Heads
-from rope_patch.analysis.outliers import OUTLIER_RATIO, RADII, MeanPair, mean_pairs, recall
+from rope_patch.analysis.outliers import (
+    OUTLIER_RATIO,
+    RADII,
+    KeyBias,
+    MeanPair,
+    bias_sentences,
+    mean_pairs,
+    once_per_key_head,
+    outlier_sentence,
+    recall,
+)
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.domains import TextRows
@@ -38,6 +47,7 @@ class Analysis:
         logits: the mean logit of each positional head at its distance on the same text, and its Cauchy–Schwarz bound,
             by layer and head.
         p_sweep: what the pairs carry that p-RoPE would stop, at several p.
+        biases: the pairs of biases that make outliers of its keys, the longest first.
         token_texts: the text of each token id that the result mentions.
         environment: the versions, the device and the data type of the run.
     """
@@ -52,6 +62,7 @@ class Analysis:
     single_heads: tuple[SingleHead, ...]
     logits: Mapping[tuple[int, int], tuple[float, float]]
     p_sweep: tuple[SweepPoint, ...]
+    biases: tuple[KeyBias, ...]
     token_texts: Mapping[int, str]
     environment: Mapping[str, str]
 
@@ -90,6 +101,7 @@ class Analysis:
             "heads": [
                 _head_facts(self, layer.index, head) for layer in self.heads.layers for head in range(layer.heads)
             ],
+            "biases": [asdict(bias) for bias in self.biases],
             "outliers": {states: [asdict(pair) for pair in self.outliers(states)] for states in ("key", "query")},
             "recall": {states: self.recall(states) for states in ("key", "query")},
             "p_sweep": [asdict(point) for point in self.p_sweep],
@@ -100,7 +112,8 @@ class Analysis:
 
 def findings(analysis: Analysis) -> list[str]:
     """Return the main findings, a sentence each: positional heads, outliers, what p-RoPE would stop, the cache."""
-    sentences = [_positional(analysis), *(_outliers(analysis, states) for states in ("key", "query"))]
+    sentences = [_positional(analysis), *bias_sentences(analysis.biases)]
+    sentences += [outlier_sentence(analysis.capture, pairs, states) for states, pairs in analysis.pairs.items()]
     if analysis.p_sweep:
         sentences.append(_stopped(analysis))
     return [*sentences, _cache(analysis)]
@@ -126,29 +139,10 @@ def _positional(analysis: Analysis) -> str:
     return sentence
 
 
-def _outliers(analysis: Analysis, states: str) -> str:
-    pairs = analysis.outliers(states)
-    # A key head counts once for each query head that it serves, as in `outlier_pairs`.
-    count = sum(layer.query.heads * layer.query.pairs for layer in analysis.capture.layers)
-    if not pairs:
-        return (
-            f"No mean {states} is an outlier: none of {count} pairs is over {OUTLIER_RATIO:g} times the median length."
-        )
-    often = [str(pair) for pair, _ in Counter(pair.pair for pair in pairs).most_common(4)]
-    shares, of_all = recall(pairs, 0.0), recall(analysis.pairs[states], 0.0)
-    return (
-        f"{len(pairs)} of {count} mean {states} pairs (by query head) are outliers, over {OUTLIER_RATIO:g} and up to "
-        f"{pairs[0].ratio:.0f} times the median length, most often in pairs {', '.join(often)}: "
-        f"{100 * shares['below']:.0f} % make no full turn within the context (of all pairs {100 * of_all['below']:.0f} "
-        f"%), and {100 * shares['beyond']:.0f} % lie beyond the angle bound, too (of all {100 * of_all['beyond']:.0f} "
-        "%); Jonasson (2025) expects both."
-    )
-
-
 def _stopped(analysis: Analysis) -> str:
     point = next((point for point in analysis.p_sweep if point.p == 0.75), analysis.p_sweep[0])
     types = {layer.index: layer.layer_type or "all" for layer in analysis.capture.layers}
-    keys = analysis.outliers("key")
+    keys = once_per_key_head(analysis.capture, analysis.outliers("key"))
     stopped = sum(pair.pair in point.stopped.get(types[pair.layer], ()) for pair in keys)
     return (
         f"p-RoPE at p = {point.p:g} would stop pairs {point}, with {100 * point.query_share:.0f} % of the queries’ "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from rope_patch.kv_cache.block_rounding import at_least_float
 from rope_patch.modeling.temporary_modes import attending_with
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def attend(
         seen_first = attention_mask[:, :, 0, 0]
         if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
             raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
+    # In half precision, logits of long keys (a bias of 239 in Qwen2.5) would be rounded as coarsely as a cache rounds.
+    raw_keys, keys, query = (at_least_float(states) for states in (store.raw_keys, store.keys, query))
     before = total - size
     places = torch.arange(total, device=query.device)
     block = BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
@@ -125,9 +128,9 @@ def attend(
         visible_tokens = places[before + low : before + high, None] + 1
         # Logits are computed with both, and chosen from: which keys are quantized differs from query to query.
         frozen = _frozen(store, "keys", visible_tokens, places[at])
-        logits = dot(store.raw_keys)
+        logits = dot(raw_keys)
         if frozen is not None:
-            logits = torch.where(frozen, dot(store.keys), logits)
+            logits = torch.where(frozen, dot(keys), logits)
         logits = logits * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)

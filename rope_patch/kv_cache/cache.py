@@ -136,11 +136,10 @@ def quantized(
     run = SchemeRun(plan_layers(layers or find_attention_layers(model).layers, planned))
 
     with contextlib.ExitStack() as stack:
-        if planned.key.pre:
-            stack.enter_context(recording_turns(location, run))
+        stack.enter_context(recording_turns(location, run))
         decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
         stack.callback(decoder.register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
         # Full precision is computed by the model's own attention, so that it is the same bit for bit.
         if exact and {planned.key.format, planned.value.format} != {"none"}:
             stack.enter_context(attending_by(run, root))
-        yield CacheMaker(root.config, run, f"{planned.identity} {'exact' if exact else 'streaming'}")
+        yield CacheMaker(root.config, run, f"{planned.identity} {'exact, float32 logits' if exact else 'streaming'}")

@@ -36,7 +36,7 @@ class SchemeRun:
     def turn(self, plan: LayerPlan) -> Turn | None:
         """Return cos and sin of the tokens that are being read; None if the plan does not need them."""
         kind = plan.layer.table.layer_type
-        if not plan.sides["keys"].pre:
+        if not plan.needs_turn:
             return None
         if kind not in self.turns:
             raise RuntimeError("the rotary module was not called: is this the model the cache was made for?")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from rope_patch.kv_cache.block_rounding import at_least_float, fake_quantize
@@ -26,14 +27,22 @@ class LayerPlan:
         layer: the attention layer, with the module that puts out its keys, its table and its window.
         scheme: the scheme of the whole model.
         sides: how the ``"keys"`` and ``"values"`` of this layer are quantized.
-        exact: (head_dim,) whether each feature of keys stays in full precision whatever the scheme says; None if none
-            does.
+        offset: (heads, head_dim) part of keys before rotation, such as their bias, that is subtracted before they are
+            rounded and added when they are read; None if nothing is.
+        exact: (heads, head_dim) whether each feature of keys stays in full precision whatever the scheme says; None if
+            none does.
     """
 
     layer: AttentionLayer
     scheme: Scheme
     sides: dict[str, Side]
+    offset: Tensor | None = None
     exact: Tensor | None = None
+
+    @property
+    def needs_turn(self) -> bool:
+        """Whether keys are quantized with the help of cos and sin at their positions."""
+        return self.sides["keys"].pre or self.offset is not None
 
     def frozen(self, name: str, visible_tokens: Tokens, pad: int = 0) -> Tokens:
         """Return the position at which the quantized tokens that a query reads end; they begin after the sinks.
@@ -62,23 +71,31 @@ class LayerPlan:
         Args:
             name: ``"keys"`` or ``"values"``.
             states: the blocks; keys are rotated.
-            turn: cos and sin at the positions of the tokens, if keys are quantized before rotation; otherwise None.
+            turn: cos and sin at the positions of the tokens, if :attr:`needs_turn`; otherwise None.
         """
-        if not self.sides[name].pre:
-            return self._round(name, states)
-        assert turn is not None
-        plain = self._rotate(at_least_float(states), turn, back=True)
-        return self._rotate(self._round(name, plain), turn).to(states.dtype)
-
-    def _round(self, name: str, x: Tensor) -> Tensor:
         side = self.sides[name]
-        if self.exact is None or name == "values":
-            return fake_quantize(x, side)
-        out, rounded = x.clone(), ~self.exact.to(x.device)
-        out[..., rounded] = fake_quantize(x[..., rounded], side)
-        return out
+        if name == "values" or (not self.needs_turn and self.exact is None):
+            return fake_quantize(states, side)
+        x = at_least_float(states)
+        if side.pre:
+            x = self._rotate(x, turn, back=True)
+        apart = torch.zeros_like(x)
+        if self.offset is not None:
+            apart += self.offset[:, None].to(x)
+            if not side.pre:
+                apart = self._rotate(apart, turn)
+        rest = x - apart
+        if self.exact is None:
+            x = fake_quantize(rest, side) + apart
+        else:
+            # Exact features leave zeros behind, so that they stretch no scale.
+            exact = self.exact[:, None].to(x.device)
+            x = torch.where(exact, x, fake_quantize(rest.masked_fill(exact, 0.0), side) + apart)
+        if side.pre:
+            x = self._rotate(x, turn)
+        return x.to(states.dtype)
 
-    def _rotate(self, x: Tensor, turn: Turn, *, back: bool = False) -> Tensor:
+    def _rotate(self, x: Tensor, turn: Turn | None, *, back: bool = False) -> Tensor:
         """Rotate keys as attention code does, or undo that; cos and sin contain the attention scaling.
 
         Args:
@@ -86,6 +103,7 @@ class LayerPlan:
             turn: cos and sin at the positions of the tokens.
             back: whether to undo the rotation.
         """
+        assert turn is not None
         pairs = self.layer.table.pairs
         cos, sin = (part[:, None, :, :pairs].to(x.device, x.dtype) for part in turn)
         if back:

@@ -1,4 +1,4 @@
-"""Measure the errors of attention logits that a quantized cache causes, for each layer and pair.
+"""Measure the errors of attention logits that a quantized cache causes, for each layer.
 
 The model reads in full precision, and the keys of each layer are rounded beside it. So the error of a layer does not
 contain that of the layers below.
@@ -6,7 +6,7 @@ contain that of the layers below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from rope_patch.kv_cache.attention import attending_by
 from rope_patch.kv_cache.cache import recording_turns
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
-from rope_patch.kv_cache.plans import plan_layers
+from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer
-from rope_patch.modeling.state_statistics import pairs_of
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime.progress import Progress
@@ -34,18 +33,20 @@ class LayerErrors:
 
     Attributes:
         layer: index of the layer.
-        logit: (heads,) root mean square of the error of the logits.
-        pair: (heads, pairs) root mean square of the part of each pair in that error.
+        logit: (1 + changes, heads) root mean square of the error of the logits, then that under each changed plan.
     """
 
     layer: int
     logit: Tensor
-    pair: Tensor
 
 
 @torch.no_grad()
 def attention_errors(
-    model: nn.Module, token_ids: Tensor, scheme: Scheme, layers: Sequence[AttentionLayer]
+    model: nn.Module,
+    token_ids: Tensor,
+    scheme: Scheme,
+    layers: Sequence[AttentionLayer],
+    changes: Sequence[Callable[[LayerPlan], LayerPlan]] = (),
 ) -> tuple[LayerErrors, ...]:
     """Measure the errors that a format causes in the attention of every layer, in one pass.
 
@@ -54,6 +55,7 @@ def attention_errors(
         token_ids: (tokens,) token ids of a text.
         scheme: how the cache is quantized.
         layers: the attention layers of the model.
+        changes: functions that change the plan of a layer, to measure the error without some part of the keys, too.
 
     Raises:
         ValueError: the text is not one row of tokens, or the format does not fit the model (see
@@ -69,10 +71,13 @@ def attention_errors(
 
     def observe(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         turns = {kind: (cos.cpu(), sin.cpu()) for kind, (cos, sin) in plain.turns.items()}
-        store = QuantizedLayer(plans[index], SchemeRun(plans, turns))
-        store.update(key.cpu(), value.cpu())
-        store.freeze(query.shape[2])
-        errors.append(_errors(store, query[0].cpu(), scaling))
+        plan, stores = plans[index], []
+        for changed in (plan, *(change(plan) for change in changes)):
+            store = QuantizedLayer(changed, SchemeRun(plans, turns))
+            store.update(key.cpu(), value.cpu())
+            store.freeze(query.shape[2])
+            stores.append(store)
+        errors.append(_errors(stores, query[0].cpu(), scaling))
 
     plain = SchemeRun(plan_layers(layers, Scheme()), observe=observe)
     progress = Progress(len(token_ids))
@@ -87,37 +92,29 @@ def attention_errors(
     return tuple(errors)
 
 
-def _errors(store: QuantizedLayer, query: Tensor, scaling: float) -> LayerErrors:
+def _errors(stores: Sequence[QuantizedLayer], query: Tensor, scaling: float) -> LayerErrors:
     """Return the errors of a layer.
 
     Args:
-        store: the keys of the layer, quantized and in full precision.
+        stores: the keys of the layer in full precision and quantized, by its plan first, then by each changed plan.
         query: (heads, tokens, head_dim) queries of the layer.
         scaling: factor on q·k.
     """
-    plan, (heads, total, _) = store.plan, query.shape
+    plan, (heads, total, _) = stores[0].plan, query.shape
     source = plan.layer
     # Every query is another token, since there are at least as many tokens as queries.
     places = torch.linspace(total // 2, total - 1, min(ERROR_QUERIES, total - total // 2)).long()
     query = query[:, places].double()
-    raw, rounded = (
-        states[0].double().repeat_interleave(heads // states.shape[1], 0) for states in (store.raw_keys, store.keys)
-    )
     columns = torch.arange(total)
     distance = places[:, None] - columns
     read_rounded = (distance >= 0) & (distance < (source.window or total)) & (columns >= plan.scheme.sinks)
     read_rounded &= columns < plan.frozen("keys", places[:, None] + 1)
 
-    def rms(query: Tensor, off: Tensor) -> Tensor:
+    def rms(store: QuantizedLayer) -> Tensor:
+        off = store.keys[0].double() - store.raw_keys[0].double()
+        logits = query @ off.repeat_interleave(heads // len(off), 0).mT * scaling
         # Over the keys that are read quantized; all others have no error, and would only dilute the mean.
-        squares = torch.where(read_rounded, query @ off.mT * scaling, 0.0).square().sum((1, 2))
+        squares = torch.where(read_rounded, logits, 0.0).square().sum((1, 2))
         return (squares / read_rounded.sum().clamp_min(1)).sqrt()
 
-    by_pair = [
-        rms(*pair)
-        for pair in zip(
-            *(pairs_of(x, source.table.pairs, source.interleaved).unbind(2) for x in (query, rounded - raw)),
-            strict=True,
-        )
-    ]
-    return LayerErrors(source.index, rms(query, rounded - raw), torch.stack(by_pair, 1))
+    return LayerErrors(source.index, torch.stack(list(map(rms, stores))))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rope_patch.analysis.outliers import KeyBias
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.scoring import model_hash
@@ -34,6 +35,7 @@ class Setting:
         limits: the limits of what a safe format may cost.
         result_cache: the result cache in which finished work is stored; None if it is not stored.
         layers: the attention layers of the model.
+        biases: the pairs of biases that make outliers of its keys.
     """
 
     model: nn.Module
@@ -41,6 +43,7 @@ class Setting:
     limits: Limits
     result_cache: MutableMapping[str, Any] | None
     layers: Sequence[AttentionLayer]
+    biases: Sequence[KeyBias]
 
     @property
     def compared(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 For every method and format, perplexity and retrieval are measured through a cache that is quantized exactly as in
 decoding, and in full precision on the same windows and prompts. The change of the next token's distribution is
-measured, too, and the errors of attention in each layer and pair.
+measured, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_patch.analysis.outliers import key_biases
 from rope_patch.evaluation.compare import environment, methods_in_turn, naming_method
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
@@ -119,7 +120,8 @@ def kv_check(
         for name, scheme in parsed.items():
             with naming_method(name):
                 plan_layers(layers, scheme)
-    setting = Setting(model, suite, limits, open_cache(resume), layers)
+        biases = key_biases(model)
+    setting = Setting(model, suite, limits, open_cache(resume), layers, biases)
     rows, captures = [], {}
     for label, in_place in places.items():
         with in_place() as tables, naming_method(label):
@@ -136,6 +138,7 @@ def kv_check(
         trained_length=trained_length(model),
         limits=limits,
         captures=captures,
+        biases=biases,
         environment=environment(model),
         loaded=None if record is None else str(record.to_method()),
     )

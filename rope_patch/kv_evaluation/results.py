@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rope_patch.analysis.outliers import KeyBias, bias_sentences
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, kl_text, metric_name, verdict_of
@@ -17,7 +18,7 @@ from rope_patch.patching.record import key_of
 from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.result_cache import finite
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class KVCheck:
             :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
         limits: the limits of what a safe format may cost.
         captures: the statistics of queries and keys under each method.
+        biases: the pairs of biases that make outliers of its keys, the longest first.
         environment: versions, device and data type.
         loaded: the patch that the model came with, which ``default`` stands for, as a method string; None without one.
     """
@@ -48,6 +50,7 @@ class KVCheck:
     trained_length: int
     limits: Limits
     captures: Mapping[str, Capture]
+    biases: tuple[KeyBias, ...]
     environment: Mapping[str, str]
     loaded: str | None = None
 
@@ -129,8 +132,8 @@ class KVCheck:
         return verdict_of(row, self.of(row.method)[0], length, self.limits)
 
     def summary(self) -> list[str]:
-        """Return sentences on what is safe: everywhere first, then for each method and length."""
-        sentences = self._everywhere()
+        """Return sentences on biases, on what is safe everywhere, and then for each method and length."""
+        sentences = [*bias_sentences(self.biases), *self._everywhere()]
         for method in self.methods:
             for length in self.lengths:
                 base, *rows = self.of(method)
@@ -181,13 +184,14 @@ class KVCheck:
         return ", ".join(parts)
 
     def to_json(self) -> str:
-        """Return everything but the captures as JSON; errors of pairs are root mean squares over heads."""
+        """Return everything but the captures as JSON."""
         names = ("model", "windows", "text", "digest", "trained_length")
         out = {"schema": SCHEMA} | {name: getattr(self, name) for name in names} | asdict(self.limits)
         # One for all tasks, and none without a task.
         out["chat_sha256"] = next((one.chat_sha256 for one in self.rows[0].scores.retrieval.values()), "")
         out |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "simulated": True, "stride": None}
         out |= {"summary": self.summary(), "environment": dict(self.environment)}
+        out["biases"] = [asdict(bias) for bias in self.biases]
         out["methods"] = {
             method: {"patch": self.loaded if method == "default" else method, "tables": tables}
             for method, tables in self.tables.items()
@@ -202,14 +206,6 @@ class KVCheck:
             part = getattr(row, name)
             document[name] = None if part is None else asdict(part)
         document["lengths"] = {str(length): self._entry(row, length) for length in self.lengths}
-        document["errors"] = [
-            {
-                "layer": error.layer,
-                "logit": error.logit.tolist(),
-                "pair": error.pair.square().mean(0).sqrt().tolist(),
-            }
-            for error in row.errors
-        ]
         return document
 
     def _entry(self, row: CheckRow, length: int) -> dict[str, Any]:

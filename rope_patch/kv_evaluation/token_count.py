@@ -25,22 +25,20 @@ def _compared(spec: EvalSpec) -> int:
 def tokens_to_check(spec: EvalSpec, formats: int, methods: int) -> int:
     """Return the number of tokens that a check reads if no format is unsafe.
 
-    Under each method these are the windows and prompts, in full precision and through each format; the compared
-    windows, likewise and once more for the statistics of keys; and for each format the text on which attention errors
-    are measured.
+    Under each method these are the windows and prompts, in full precision and through each format; and the compared
+    windows, likewise and once more for the statistics of keys.
 
     Args:
         spec: the spec of the check.
         formats: number of formats besides full precision.
         methods: number of methods under which the formats are checked.
     """
-    compared, errors = _compared(spec), min(ERROR_TOKENS, spec.longest)
-    return methods * ((1 + formats) * tokens_to_read(spec) + (2 + formats) * compared + formats * errors)
+    return methods * ((1 + formats) * tokens_to_read(spec) + (2 + formats) * _compared(spec))
 
 
 def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
-    """Return the number of tokens that each unsafe format adds under each method."""
-    return passes_of_attribution(layers) * _compared(spec)
+    """Return the number of tokens that each unsafe format adds under each method, at most."""
+    return passes_of_attribution(layers) * _compared(spec) + min(ERROR_TOKENS, spec.longest)
 
 
 def suite_for(

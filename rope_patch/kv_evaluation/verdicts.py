@@ -9,7 +9,6 @@ from rope_patch.evaluation.metrics import Metric, Span, VerdictKind, change_sent
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.formats import FULL_BITS
-from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.attribution import Attribution
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
@@ -70,7 +69,6 @@ class CheckRow:
         cache_bits: bits per element of a whole cache, by its length. Sinks, the residual window and unfinished blocks
             are in full precision, and sliding layers hold only their window.
         token_bytes: the size that each token adds to a long cache [bytes].
-        errors: the errors of logits in each layer; empty for full precision.
         attribution: the costs of the format's parts; None unless the format is unsafe at some length.
     """
 
@@ -84,7 +82,6 @@ class CheckRow:
     value_bits: float
     cache_bits: Mapping[int, float]
     token_bytes: float
-    errors: tuple[LayerErrors, ...]
     attribution: Attribution | None = None
 
     @property

@@ -55,6 +55,15 @@ class HeadOutput:
             return blocks
         return blocks[:, :, self.heads.to(blocks.device)]
 
+    @property
+    def bias(self) -> Tensor | None:
+        """(heads, head_dim) the part of the heads that is the same for every token; None if the module has no bias."""
+        bias = getattr(self.module, "bias", None)
+        # The bias of a norm over single heads is shorter than all heads together.
+        if not isinstance(bias, Tensor) or bias.numel() // self.head_dim <= int(self.heads.max()):
+            return None
+        return self.of(bias.detach().float().cpu()[None, None])[0, 0]
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
+from rope_patch.analysis.outliers import mean_pairs, outlier_sentence
 from rope_patch.evaluation.metrics import (
     SAFE_LOST_SHARE,
     Metric,
@@ -16,15 +14,12 @@ from rope_patch.evaluation.metrics import (
     spans_at,
     value_text,
 )
-from rope_patch.evaluation.number_format import number_text, percent, relative
-from rope_patch.frequencies import wavelength
+from rope_patch.evaluation.number_format import number_text, relative
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
-from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
 from rope_patch.reports.comparison import answers, examples, retrieval_facts
-from rope_patch.reports.layer_kinds import Kind, kinds
 from rope_patch.reports.page import (
     INTERVALS,
     Cell,
@@ -39,7 +34,7 @@ from rope_patch.reports.page import (
     short_names,
 )
 from rope_patch.reports.plots import kv as plots
-from rope_patch.runtime.captions import ranges_text, windows_text
+from rope_patch.runtime.captions import windows_text
 
 
 def page(check: KVCheck) -> Page:
@@ -178,74 +173,39 @@ def _formats(check: KVCheck) -> DataTable:
 
 
 def _attribution(check: KVCheck) -> Section:
-    rows: list[Cells] = []
+    # Of several methods most have the same outliers.
+    found = [outlier_sentence(one, mean_pairs(one), "key") for one in check.captures.values()]
+    causes = list(dict.fromkeys(found))
+    costs: list[Cells] = []
+    helps: list[Cells] = []
     for row in _quantized(check):
-        line = _attribution_row(check, row)
-        if line is not None:
-            rows.append(line)
-    if not rows:
-        answer = "No format is unsafe: there is nothing to attribute."
-        return Section("Where the cost comes from", [answer], [_by_wavelength(check)])
+        lengths = [str(length) for length in check.lengths if check.verdict(row, length).kind == "unsafe"]
+        if not lengths or row.attribution is None:
+            continue
+        attribution = row.attribution
+        name = f"{row.method}: {row.format}"
+        numbers = [number_text(cost, 4) for cost in (attribution.whole, attribution.keys)]
+        texts = (attribution.by_layer, attribution.causes or "–")
+        costs.append([name, ", ".join(lengths), *numbers, *(Cell(text, style="text") for text in texts)])
+        for remedy in attribution.remedies:
+            offered = Cell(remedy.offered or "–", style="text")
+            helps.append([name, Cell(remedy.name, style="text"), number_text(remedy.kl, 4), offered])
+            name = ""
+    if not costs:
+        return Section("Where the cost comes from", ["No format is unsafe.", *causes], [])
     caption = (
-        "Layers that cost most when they alone are quantized, and pairs of their keys that lower the cost if left in "
-        "full precision: long ones, which stretch the scale of a token, or those that carry half of the logit error."
+        "KL [nats/token] on two windows at most. Keys: with values in full precision; layers: each with all others in "
+        "full precision, and their sum need not be the whole. The error of the attention logits is credited to what "
+        "takes it away when it is taken out of the keys: biases first, then the outlier pairs that make no full turn."
     )
-    columns = ("Format", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why")
-    table = DataTable("Unsafe formats", columns, rows, caption)
-    unsafe = len({row[0] for row in rows})  # a format may be unsafe under several methods
-    answer = f"{unsafe} formats are unsafe."
-    if unsafe == 1:
-        answer = "1 format is unsafe."
-    return Section("Where the cost comes from", [answer], [table, _by_wavelength(check)])
-
-
-def _attribution_row(check: KVCheck, row: CheckRow) -> Cells | None:
-    lengths = [str(length) for length in check.lengths if check.verdict(row, length).kind == "unsafe"]
-    if not lengths or row.attribution is None:
-        return None
-    attribution = row.attribution
-    why = f"keys alone cost {percent(attribution.keys)}, values alone {percent(attribution.values)}"
-    if attribution.left is not None:
-        why += f"; the whole format {percent(attribution.whole)}"
-        why += f", and {percent(attribution.left)} with these pairs in full precision"
-    texts = (row.method, ", ".join(lengths), ranges_text(attribution.worst), ranges_text(attribution.pairs) or "–", why)
-    return [row.format, *(Cell(text, style="text") for text in texts)]
-
-
-def _by_wavelength(check: KVCheck) -> Figure | Note:
-    """Return the figure of what each pair adds to the error of the logits, or a note where no key is rounded."""
-    names = _formats_of(check)
-    panels: dict[str, plots.Waves] = {}
-    worst = []
-    for method, name in _methods(check).items():
-        rows = [row for row in _quantized(check) if row.method == method]
-        for kind in kinds(check.captures[method]):
-            errors = {names[row.format]: _pair_errors(row, kind) for row in rows}
-            label = name
-            if kind.name:
-                label += f": {kind.name}"
-            panels[label] = plots.Waves(wavelength(kind.inv_freq.double()), errors, kind.context)
-            for format_name, error in errors.items():
-                if float(error.max()) > 0:
-                    worst.append(f"{label}, {format_name}: pair {int(error.argmax())}")
-    if not worst:
-        tokens = min(ERROR_TOKENS, max(check.lengths))
-        return Note(f"No key is rounded at {tokens} tokens: there is no error of pairs to draw.")
+    columns = ("Format", "Lengths [tokens]", "KL", "Keys alone", "Layers alone", "Error of logits")
+    parts: list[Part] = [DataTable("Unsafe formats", columns, costs, caption)]
     caption = (
-        "Root mean square over heads, layers and queries of what rounding a pair of the keys adds to a logit. The "
-        f"pair with the largest: {'; '.join(worst)}."
+        "One change at a time, with KL [nats/token] on the same windows; a mean key is that of these windows. –: no "
+        "program that we know of does it."
     )
-    title = "Which pairs carry the error"
-    return figure(plots.errors_by_wavelength, panels, list(names.values()), title=title, caption=caption)
-
-
-def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:
-    """Root mean square error of each pair over heads and layers of a kind: (pairs,)."""
-    indices = {layer.index for layer in kind.layers}
-    parts = [error.pair for error in row.errors if error.layer in indices]
-    if not parts:
-        return torch.zeros(len(kind.inv_freq), dtype=torch.float64)
-    return torch.cat(parts).square().mean(0).sqrt()
+    parts.append(DataTable("What helps", ("Format", "Change", "KL", "Offered by"), helps, caption))
+    return Section("Where the cost comes from", causes, parts)
 
 
 # --- how it was measured ---------------------------------------------------------------------------------------------
@@ -258,8 +218,8 @@ def _how(check: KVCheck) -> Section:
     )
     note = (
         "Scales and zero points are float32, except in formats of programs that store them in 16 bits. In half "
-        "precision, differences of about 1e-4 nats/token (KL) are noise: full precision is read by the model’s own "
-        "attention, a format by this package’s."
+        "precision, differences of about 1e-4 nats/token (KL), or 1e-3 where keys have long biases, are noise: full "
+        "precision is read by the model’s own attention, a format by this package’s."
     )
     return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check), check.environment)])
 

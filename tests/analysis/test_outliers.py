@@ -13,7 +13,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_patch
 from rope_patch import frequencies
-from rope_patch.analysis.outliers import bounds, contributions, mean_pairs, outlier_pairs, recall
+from rope_patch.analysis.outliers import (
+    bias_sentences,
+    bounds,
+    contributions,
+    key_biases,
+    mean_pairs,
+    outlier_pairs,
+    outlier_sentence,
+    recall,
+)
+from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.capture import capture
 
 LAYERS, HEADS, GROUPS, PAIRS, CONTEXT = 3, 4, 2, 16, 256
@@ -220,6 +230,54 @@ def test_outliers_are_above_a_multiple_of_the_median_of_all_layers():
     assert len(outliers) == int((radius > 1.5 * radius.median()).sum())
     assert [pair.radius for pair in outliers] == sorted((pair.radius for pair in outliers), reverse=True)
     assert outliers[0].ratio == pytest.approx(float(radius.max() / radius.median()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "row", "features"),
+    [
+        ("qwen2", "k_proj", 16, (1, 9)),  # pair 1 of key head 1: features 1 and 1 + 8
+        ("glm", "k_proj", 16, (2, 3)),  # the same pair of a model whose pairs are neighbours
+        (
+            "gpt_neox",
+            "query_key_value",
+            4 * 16,
+            (1, 3),
+        ),  # queries, keys and values of a head follow each other, and two pairs rotate
+    ],
+)
+def test_a_long_bias_is_named_before_a_text_is_read(name, module, row, features):
+    model = model_of(name)
+    layer = find_attention_layers(model).layers[1]
+    assert key_biases(model) == () == tuple(bias_sentences(()))
+    with torch.no_grad():
+        for feature, size in zip(features, (300.0, -400.0), strict=True):
+            layer.parts["key"].module.bias[row + feature] = size
+    (bias,) = key_biases(model)
+    assert (bias.module, bias.layer, bias.head, bias.pair, bias.radius) == (module, 1, 1, 1, 500.0)
+    median = torch.cat([layer.key.radius.flatten() for layer in capture(model, ids(64, 1)).layers]).median()
+    assert bias.ratio == pytest.approx(500 / float(median), rel=0.3)
+    (sentence,) = bias_sentences([bias])
+    assert sentence.startswith(
+        f"{module} of layer 1 has a bias of 500 in pair 1, {bias.ratio:.0f} times the median key:"
+    )
+
+
+def test_models_without_biases_are_silent():
+    assert key_biases(model_of("llama")) == key_biases(model_of("gemma3")) == ()
+
+
+def test_a_key_head_is_counted_once():
+    _, arrays = draw()
+    radius = arrays[2].clone()
+    radius[1, 0, 5] = radius[2, 1, 15] = 100.0
+    got = capture(planted(*arrays[:2], radius, arrays[3]), ids(30, 1))
+    assert len(outlier_pairs(got)) == 2 * GROUPS
+    sentence = outlier_sentence(got, mean_pairs(got), "key")
+    # Pair 5 turns 0.056 rad a token, 2.3 times in 256 tokens, and pair 15 less than once.
+    assert sentence.startswith(
+        f"2 of {LAYERS * HEADS // GROUPS * PAIRS} mean key pairs are outliers, over 5 and up to "
+    )
+    assert "50 % make no full turn within the context (of all pairs 56 %)" in sentence
 
 
 def test_bad_states_and_ratio():

@@ -146,8 +146,23 @@ def test_what_stops_the_tour_is_one_line(tmp_path, index, monkeypatch):
 @pytest.mark.full
 def test_the_tour_extends_asks_and_gives_back(tmp_path, packed, index, capfd):
     _, release = packed
-    tour.tour(tmp_path, sizes=tour.Sizes(1, ("--length", "512", "--methods", "yarn ntk")), release=release)
+    extend = ("extend", "--length", "512", "--methods", "yarn ntk")
+    tour.tour(tmp_path, sizes=tour.Sizes(1, extend), release=release)
     shown = capfd.readouterr().out
     assert "The price: within the trained 256 tokens " in shown and shown.count("OK: ") == 2
     assert f"{tour.BEGINNINGS[0]}\n  before: " in shown
     assert rope_patch.verify(tmp_path / "extended").record.target_length == 512
+
+
+@pytest.mark.full
+def test_the_tour_of_qwen_measures_first_and_patches_what_it_measured(tmp_path, packed, index, capfd):
+    _, release = packed
+    tour.tour(tmp_path, sizes=tour.SIZES["qwen"], release=release)
+    shown = capfd.readouterr().out
+    assert (
+        shown.index("YaRN cost within the context") < shown.index("vLLM's fp8 cache") < shown.index("reaches further")
+    )
+    method = "yarn:factor=2:attention_factor=1"
+    assert method in (tmp_path / "compare" / "comparison.json").read_text()
+    assert (tmp_path / "kv-check" / "kv-check.json").is_file()
+    assert str(rope_patch.verify(tmp_path / "extended").record.to_method()).startswith("yarn:factor=2")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.attribution import longest_keys, worst_layers, worst_pairs
+from rope_patch.kv_evaluation.attribution import error_shares, worst_layers
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.token_count import tokens_to_attribute, tokens_to_check
 from rope_patch.options.evaluation import EvalSpec
@@ -127,7 +125,6 @@ def test_json_says_all_and_is_standard(checked):
     assert entry["lengths"]["56"]["perplexity"] == row.scores.perplexity.between(0, 56)
     assert entry["lengths"]["40"]["nll_change"] == list(change(check, row, 40))
     assert entry["lengths"]["40"]["verdict"]["kind"] == check.verdict(row, 40).kind
-    assert entry["errors"][1]["pair"] == row.errors[1].pair.square().mean(0).sqrt().tolist()
 
 
 # --- what is concluded
@@ -139,7 +136,15 @@ def change(check, row, length, metric="perplexity"):
 
 
 def check_of(*rows, **changes):
-    given = {"model": "tiny", "windows": 4, "text": "a text", "digest": "ab" * 32, "trained_length": 8, "captures": {}}
+    given = {
+        "model": "tiny",
+        "windows": 4,
+        "text": "a text",
+        "digest": "ab" * 32,
+        "trained_length": 8,
+        "captures": {},
+        "biases": (),
+    }
     given["limits"] = Limits(changes.pop("tolerance", 0.02))
     spec = rows[0].scores.spec
     given["spec"] = replace(spec, lengths=changes.pop("lengths", spec.lengths))
@@ -202,54 +207,51 @@ def test_the_summary_says_what_to_do():
 
 
 def test_attribution_by_hand():
-    costs = {0: 0.1, 1: 0.3, 2: 0.2}
-    assert worst_layers(costs, math.inf) == (1, 2), "layer 2 has two thirds of the cost of layer 1"
-    assert worst_layers(costs, 0.02) == (0, 1, 2), "each alone costs more than is tolerated"
-    errors = [error(0, [[0, 2, 1], [0, 2, 1.0]]), error(2, [[1, 1, 1], [1, 1, 1.0]])]
-    assert worst_pairs(errors) == (1,)  # squares 2, 10 and 4: pair 1 carries over half
-    assert worst_pairs([error(3, [[0, 0, 0], [0, 0, 0.0]])]) == ()
-    assert [str(one) for one in (COST, replace(COST, left=None), replace(COST, pairs=(), values=0.5))] == [
-        "layers 1-2, pair 0 (the whole format +64.9 %, with these in full precision +2.02 %)",
-        "layers 1-2, pair 0",
-        "values of layers 1-2",
-    ]
+    costs = {0: 0.01, 1: 0.3, 2: 0.21}
+    assert worst_layers(costs) == (1, 2), "layers 1 and 2 have nine tenths of 0.52, and layer 1 alone has less"
+    assert worst_layers({layer: 1.0 for layer in range(30)}) == (0, 1, 2, 3), "no more than four"
+    assert worst_layers({0: 0.0, 1: 0.0}) == ()
+    # Two layers of two heads: the squares are 14, 8 without the first cause, and 1 without both.
+    errors = [error(0, [1, 2], [2, 0], [0, 1.0]), error(2, [3, 0], [0, 2], [0, 0.0])]
+    shares = error_shares(errors, ["biases", "outlier pairs"])
+    assert shares == pytest.approx({"biases": 6 / 14, "outlier pairs": 7 / 14, "the rest": 1 / 14})
+    assert error_shares([error(0, [0.0, 0.0], [0.0, 0.0])], ["outlier pairs"]) == {}
+    assert str(COST) == (
+        "keys alone 0.400; each layer alone: layer 1 0.300, layer 2 0.200, layer 0 0.100; error of logits: "
+        "75 % from biases, 5 % from outlier pairs, 20 % from the rest; KL 0.0200 with rotated keys"
+    )
 
 
+@torch.no_grad()
 def test_attribution_is_what_happens_without():
-    """Each part of a format costs what perplexity through a format of that part alone says."""
+    """Each part of a format, and each remedy, costs the KL of a format that has it so from the start."""
     asked = {**ASKED, "lengths": [56], "confidence": 0.1}  # three windows decide little
     check = check_cache(small(), TOKENIZER, ["k=int2.token;v=int3.token"], **asked)
     row, base = check.rows[1], check.rows[0]
-    assert check.verdict(row, 56).kind == "unsafe"
-    texts, _ = spread_windows(TOKENIZER, TEXT, 56, 3)
+    assert check.verdict(row, 56).kind == "unsafe" and base.attribution is None
+    model, (texts, _) = small(), spread_windows(TOKENIZER, TEXT, 56, 3)
+    ids = torch.stack([window.ids for window in texts[:2]])
+    plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
 
     def cost(text):
-        model = small()
-        with quantized(model, text) as factory:
-            return perplexity(model, texts[:2], window=56, cache=factory).nll - full
+        with quantized(model, text):
+            rough = model(ids, use_cache=False).logits.double().log_softmax(-1)
+        return pytest.approx(float((plain.exp() * (plain - rough)).sum(-1).mean()), rel=1e-3, abs=1e-6)
 
-    full = 0.0
-    full = cost("none")
-    assert row.attribution.whole == pytest.approx(cost("k=int2.token;v=int3.token"), abs=1e-6)
-    assert row.attribution.keys == pytest.approx(cost("k=int2.token;v=none"), abs=1e-6)
-    assert row.attribution.values == pytest.approx(cost("k=none;v=int3.token"), abs=1e-6)
-    for layer, other in ((0, 1), (1, 0)):
-        expected = cost(f"k=int2.token;v=int3.token;skip={other}")
-        assert row.attribution.layers[layer] == pytest.approx(expected, abs=1e-6)
-    assert 0 < row.attribution.left < row.attribution.whole and base.attribution is None
-    assert json.loads(check.to_json())["rows"][1]["attribution"]["keys"] == row.attribution.keys
-
-
-def test_longest_keys_are_those_that_set_the_range():
-    def layer(index, *radii):
-        return SimpleNamespace(index=index, key=SimpleNamespace(radius=torch.tensor(radii)))
-
-    captured = SimpleNamespace(
-        layers=[layer(0, [1, 1, 20, 41.0], [1, 1, 1, 6]), layer(1, [1, 1, 1, 4.9], [1, 30, 15, 1])]
-    )
-    # The median is 1: long is over 5, and at least half as long as the longest of the head.
-    assert longest_keys(captured, [0]) == (3,) and longest_keys(captured, [1]) == (1, 2)
-    assert longest_keys(captured, [0, 1]) == (1, 2, 3)
+    attribution = row.attribution
+    assert attribution.whole == cost("k=int2.token;v=int3.token")
+    assert attribution.keys == cost("k=int2.token;v=none")
+    assert attribution.layers == {0: cost("k=int2;v=int3;skip=1"), 1: cost("k=int2;v=int3;skip=0")}
+    helped = {remedy.name: remedy.kl for remedy in attribution.remedies}
+    assert helped.pop("the mean key subtracted before rounding") > 0  # see test_kv_cache.py
+    assert worst_layers(attribution.layers) == (0,)
+    assert helped == {
+        "layer 0 in full precision": cost("k=int2;v=int3;skip=0"),
+        "a scale per channel of keys (int2.channel32)": cost("k=int2.channel32;v=int3"),
+        "features of keys rotated (hadamard)": cost("k=int2.hadamard;v=int3"),
+    }
+    assert [one.kl for one in attribution.remedies] == sorted(one.kl for one in attribution.remedies)
+    assert json.loads(check.to_json())["rows"][1]["attribution"]["keys"] == attribution.keys
 
 
 def test_what_rounds_nothing_is_said():
@@ -320,11 +322,11 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
     model, spec, kept = small(), EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1), {}
     announced = tokens_to_check(spec, formats=2, methods=2)
     # By hand: 3 formats of 3 windows of 56 and 2 prompts of each length; full precision, 2 formats and the statistics
-    # on 2 windows, and errors of 2 formats on one.
-    assert announced == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56)
-    # Under each method one format is unsafe: the whole, keys, values, full precision, two sets of pairs, two layers.
+    # on 2 windows.
+    assert announced == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56)
+    # Under each method one format is unsafe: its keys, two layers, up to five remedies, and errors on one window.
     expected = 2 * tokens_to_attribute(spec, layers=2)
-    assert expected == 2 * 8 * 2 * 56
+    assert expected == 2 * (8 * 2 * 56 + 56)
     results = []
     for progress, more in (([], []), ([], [])):
         options = {"methods": ("default", "nope"), "resume": kept, "confidence": 0.1, **ASKED}
@@ -353,10 +355,10 @@ def test_attribution_goes_on_where_it_was_stopped():
 
     check = ask()
     whole = sum(read)
-    assert whole in (7 * 2 * 56, 8 * 2 * 56), "one or two sets of pairs are left exact"
+    assert whole == 7 * 2 * 56 + 56, "keys, two layers, four remedies, and errors on one window"
     finished.clear()
     with pytest.raises(KeyboardInterrupt):
-        ask(stop=five_passes)
+        ask(stop=five_passes + 1)
     assert ask().to_json() == check.to_json()
     assert sum(read) == whole - five_passes
 
@@ -381,7 +383,6 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         check = check_cache(model, TOKENIZER, names, resume=path, **asked)
     whole, again = len(heads) - first, len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
-    assert whole < first
     assert stages == {f"default, {name}" for name in ("statistics of keys", "none", *names)}
     read = []
     with watched(model.model, lambda **kwargs: read.append(kwargs["input_ids"].numel())):
@@ -390,6 +391,7 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     # The windows of statistics, and of states in full precision; 8 tokens are a probe.
     assert sum(size for size in read if size > 8) == 4 * 56
     assert resumed.to_json() == check.to_json() == check_cache(model, TOKENIZER, names, **asked).to_json()
+    assert whole < len(heads) - again, "the run that went on read less than one without what was finished"
     finished = path.read_text()
     check_cache(small(seed=1), TOKENIZER, names, resume=path, **{**asked, "windows": 2})
     assert path.read_text().startswith(finished) and path.read_text() != finished, "another model is measured anew"
@@ -447,9 +449,14 @@ def test_a_planted_fault_is_named():
     plain, broken = check.rows
     assert plain.scores.perplexity.nll == pytest.approx(without.rows[0].scores.perplexity.nll, abs=1e-3)
     assert check.verdict(broken, 96).kind == "unsafe" and change(check, broken, 96)[0] > 0.1
-    assert (broken.attribution.worst, broken.attribution.pairs) == ((0, 2), (14, 15))
-    assert broken.attribution.left < broken.attribution.whole / 2, "without these pairs the others do no harm"
-    (sentence,) = check.summary()
-    assert re.search(
-        r"layers 0, 2, pairs 14-15 \(the whole format .*, with these in full precision [+−]\d\.\d\d %\)", sentence
-    )
+    costs = broken.attribution.layers
+    assert min(costs[0], costs[2]) > 0.1 > 20 * max(costs[1], costs[3])
+    assert broken.attribution.shares["biases"] > 0.9
+    helped = {remedy.name: remedy.kl for remedy in broken.attribution.remedies}
+    assert helped["biases subtracted before rounding"] < 0.05 * broken.attribution.whole
+    assert helped["a scale per channel of keys (int4.channel32)"] < 0.05 * broken.attribution.whole
+    first, second = check.biases[0], check.biases[-1]
+    assert {bias.layer for bias in check.biases} == {0, 2} and {bias.pair for bias in check.biases} == {14, 15}
+    assert (first.module, first.radius, second.radius) == ("k_proj", *[pytest.approx(300 * 2**0.5)] * 2)
+    assert check.summary()[0].startswith(f"k_proj of layer {first.layer} has a bias of 424 in pair {first.pair}, ")
+    assert without.biases == ()

@@ -135,6 +135,7 @@ def random_analysis(
         single_heads=(view,),
         logits={(index, head): (7.0 + index, 9.5) for index in range(layers) for head in (0, 1)},
         p_sweep=points,
+        biases=(),
         token_texts=WORDS,
         environment={"torch": "2"},
     )

@@ -5,21 +5,25 @@ from __future__ import annotations
 import torch
 
 from rope_patch.kv_evaluation.attention_errors import LayerErrors
-from rope_patch.kv_evaluation.attribution import Attribution
+from rope_patch.kv_evaluation.attribution import Attribution, Remedy
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from support.report_pages import row as scored
 
 COST = Attribution(
-    whole=0.5, keys=0.4, values=0.1, layers={0: 0.1, 1: 0.3, 2: 0.2}, worst=(1, 2), pairs=(0,), left=0.02
+    whole=0.5,
+    keys=0.4,
+    layers={0: 0.1, 1: 0.3, 2: 0.2},
+    shares={"biases": 0.75, "outlier pairs": 0.05, "the rest": 0.2},
+    remedies=(Remedy("rotated keys", "an engine", 0.02), Remedy("another", "", 0.3)),
 )
 
 
-def error(layer, pair):
-    """Errors of a layer with two query heads."""
-    return LayerErrors(layer, torch.ones(2).double(), torch.tensor(pair).double())
+def error(layer, *logit):
+    """Errors of a layer: a row for its plan and for each changed plan, a column for each query head."""
+    return LayerErrors(layer, torch.tensor(logit).double())
 
 
-def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attribution=COST, kl=0.001):
+def by_hand(name, losses, hits=None, bits=4.0, method="m", attribution=COST, kl=0.001):
     divergences = {} if name == "none" else {4: Divergence(kl, 0.9, 4), 8: Divergence(kl, 0.9, 8)}
     cache = dict.fromkeys((4, 8), 16.0 if name == "none" else bits)
     scored_row = scored(method, losses, hits)
@@ -31,7 +35,6 @@ def by_hand(name, losses, hits=None, errors=(), bits=4.0, method="m", attributio
         bits,
         cache,
         bits,
-        tuple(errors),
         attribution,
     )
     return CheckRow(method, name, "none", *parts)
