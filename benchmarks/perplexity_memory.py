@@ -28,7 +28,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from rope_patch.modeling.logit_slices import LOGITS_AT_ONCE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -47,6 +46,7 @@ from measuring import (
     write,
 )
 from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.modeling.scoring import LOGITS_AT_ONCE
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
 LONG_MODEL = {"vocab": 32000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2}

@@ -157,7 +157,7 @@ def test_a_training_step_waits_for_its_labels_alone(tmp_path):
         model(input_ids=row, labels=row, num_items_in_batch=tokens).loss.backward()
 
     step(512)
-    assert counted(lambda: step(512)) == counted(lambda: step(1024)) == 7, gpu.waits
+    assert counted(lambda: step(512)) == counted(lambda: step(1024)) == 6, gpu.waits
     rope_patch.save(model.merge_and_unload(), tmp_path / "merged", tokenizer=TOKENIZER)
     rope_patch.verify(tmp_path / "merged")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch import frequencies
-from rope_patch.modeling.attention_layers import find_attention_layers
+from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, pairs_of
 from rope_patch.patching.locate import locate
@@ -236,14 +236,17 @@ class KeyBias:
     ratio: float
 
 
-def key_biases(model: nn.Module) -> tuple[KeyBias, ...]:
+def key_biases(model: nn.Module, layers: Sequence[AttentionLayer] | None = None) -> tuple[KeyBias, ...]:
     """Return the pairs of biases that make outliers of keys, whatever is read, the longest first.
 
     Args:
         model: a causal language model of transformers. It reads :data:`BIAS_TOKENS` tokens, if its keys have a bias.
+        layers: its attention layers, where they are known already.
     """
-    layers = [layer for layer in find_attention_layers(model).layers if layer.keys_of == layer.index]
-    biases = {layer: bias for layer in layers if (bias := layer.parts["key"].bias) is not None}
+    if layers is None:
+        layers = find_attention_layers(model).layers
+    own = [layer for layer in layers if layer.keys_of == layer.index]
+    biases = {layer: bias for layer in own if (bias := layer.parts["key"].bias) is not None}
     if not biases:
         return ()
     root: Any = locate(model).model

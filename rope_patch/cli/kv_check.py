@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 from rope_patch.cli.loading import (
@@ -32,7 +31,6 @@ def kv_check(words: Sequence[str]) -> None:
     options, given = parse_given(KvCheckOptions, words)
     from dataclasses import replace
 
-    from rope_patch.analysis import outliers
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.kv_evaluation import kv_check as engine
     from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_attribute, tokens_to_check
@@ -64,8 +62,6 @@ def kv_check(words: Sequence[str]) -> None:
         total = tokens_to_check(planned, *counts)
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         more = math.prod(counts) * tokens_to_attribute(planned, layers)
-        for sentence in outliers.bias_sentences(outliers.key_biases(loaded)):
-            print(sentence, file=sys.stderr)
         say_smaller(total, lost, more=f", and up to {more:,} more where formats are unsafe")
         with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(

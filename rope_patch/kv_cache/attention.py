@@ -102,11 +102,8 @@ def attend(
     if run.observe is not None:
         run.observe(index, query, key, value, scaling)
     window = run.plans[index].layer.window or total
-    # A row whose first token is hidden is padded on the left: its blocks would begin with the padding.
     if attention_mask is not None and size == total and store.padding is None:
-        seen_first = attention_mask[:, :, 0, 0]
-        if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
-            raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
+        _refuse_left_padding(attention_mask)
     # In half precision, logits of long keys (a bias of 239 in Qwen2.5) would be rounded as coarsely as a cache rounds.
     raw_keys, keys, query = (at_least_float(states) for states in (store.raw_keys, store.keys, query))
     before = total - size
@@ -155,6 +152,13 @@ def attend(
             output = read(weights * frozen, store.values) + read(weights * ~frozen, store.raw_values)
         out[:, low:high] = output.view(rows, heads, high - low, -1).transpose(1, 2)
     return out, None
+
+
+def _refuse_left_padding(attention_mask: Tensor) -> None:
+    """Raise ValueError where the first token of a row is hidden: blocks would begin with the padding."""
+    seen_first = attention_mask[:, :, 0, 0]
+    if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
+        raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
 
 
 def _store(

@@ -151,7 +151,7 @@ def error_shares(errors: Sequence[LayerErrors], names: Sequence[str]) -> dict[st
     left = torch.stack([error.logit.square().sum(1) for error in errors]).sum(0)
     if not float(left[0]) > 0:  # also true for NaN
         return {}
-    gone = -left.diff(append=torch.zeros(1).to(left)) / left[0]
+    gone = -left.diff(append=left.new_zeros(1)) / left[0]
     return dict(zip([*names, "the rest"], gone.tolist(), strict=True))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.analysis.outliers import key_biases
+from rope_patch.analysis.outliers import bias_sentences, key_biases
 from rope_patch.evaluation.compare import environment, methods_in_turn, naming_method
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
@@ -120,7 +120,9 @@ def kv_check(
         for name, scheme in parsed.items():
             with naming_method(name):
                 plan_layers(layers, scheme)
-        biases = key_biases(model)
+        biases = key_biases(model, layers)
+    for sentence in bias_sentences(biases):
+        progress.say(sentence)
     setting = Setting(model, suite, limits, open_cache(resume), layers, biases)
     rows, captures = [], {}
     for label, in_place in places.items():

@@ -52,7 +52,7 @@ def stated(
             inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
         for key, one in inside.items():
             off = one in (None, False, "false", "null")
-            if key not in known and removed(key) and (off or key in STATED_ANYWAY):
+            if key not in known and (key in STATED_ANYWAY or (removed(key) and off)):
                 from rope_patch.runtime.progress import say  # which imports torch
 
                 say(f"note: {where}{key} is left out.{removed(key)}")

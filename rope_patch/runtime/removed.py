@@ -18,14 +18,13 @@ REMOVED = {
     "fit": "a table fitted by gradient descent read like text 1 to 2 % better than YaRN's, and other text worse; the "
     "method table takes factors that were found elsewhere",
 }
-STATED_ANYWAY = ("depths", "haystack", "chat_template", "batch_tokens")
-"""Options that each extend.yaml of an earlier version states: they are left out with a note, whatever their value."""
-REMOVED |= dict.fromkeys(
-    STATED_ANYWAY, "extend lays its needle into the text that it reads; rope-patch compare has this option"
-)
 REMOVED |= {"TwoTables": REMOVED["two_tables"], "FittedPatch": REMOVED["fit"]}
 REMOVED |= {"CoPE": REMOVED["cope"], "Resonance": REMOVED["resonance"]}
 """Commands, options, tasks, methods and public names that were removed, by name."""
+
+STATED_ANYWAY = ("depths", "haystack", "chat_template", "batch_tokens")
+"""Options that each extend.yaml of an earlier version states, whatever their value. Now extend lays its needle into the
+text that it reads, and has none of them."""
 
 
 def removed(name: str) -> str:

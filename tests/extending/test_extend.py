@@ -26,7 +26,7 @@ from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.cli.parsing import parse
 from rope_patch.evaluation.shown_answers import EXACT_MATCH
 from rope_patch.extending.card import card
-from rope_patch.extending.choose_method import RANKING
+from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.extend import Run, extend
 from rope_patch.extending.other_programs import other_programs
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
@@ -268,7 +268,7 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
         and "\nWhat would help: training: --train.\n" in result.output
     )
     assert f"{EXACT_MATCH}, as in:\n  nope, passkey, 256 tokens, " in result.output
-    assert f"{RANKING}.\n" in result.output
+    assert f"{RANKING}. {NEEDLES}.\n" in result.output
     assert not (tmp_path / "out").exists()
 
 

@@ -129,5 +129,5 @@ def test_a_tutorial_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         llama = rope_patch.data_path("assets") / "llama"
         model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
         write_toy(model, Path("checkpoint.gguf"), tokenizer)
-    assert len(BLOCK.findall(page)) >= 2
+    assert BLOCK.findall(page)
     assert EXPECTED[path.stem] in run_blocks(page)
