@@ -227,7 +227,14 @@ class NeedleSuite(Suite):
             cells[spec.tasks[k]].append(RetrievalCell(spec.lengths[i], depth, samples))
         return {
             task: RetrievalResult(
-                task, tuple(found), spec.seed, haystack, self.text_sha256, self.python_version, prefix
+                task,
+                tuple(found),
+                spec.seed,
+                haystack,
+                self.text_sha256,
+                self.python_version,
+                prefix,
+                in_windows=True,
             )
             for task, found in cells.items()
         }

@@ -103,6 +103,8 @@ def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy:
 
 def _advice(result: RetrievalResult, chat_template: str) -> str:
     """Return what could make a task easier for the model, as options of the command line and fields of the spec."""
+    if result.in_windows:
+        return "another text (--text), or rope-patch compare, which asks in noise and by the chat template"
     easier = []
     if result.task != "passkey":
         easier.append("the task passkey")

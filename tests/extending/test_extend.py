@@ -98,7 +98,10 @@ def test_the_card_says_it_where_the_unpatched_model_fails_within_its_trained_len
     comparison = outcome.comparison
     unpatched = comparison.rows[0].scores.retrieval["passkey"]
     cells = [replace(c, samples=tuple(replace(s, correct=False) for s in c.samples)) for c in unpatched.cells]
-    scores = replace(comparison.rows[0].scores, retrieval={"passkey": replace(unpatched, cells=tuple(cells))})
+    scores = replace(
+        comparison.rows[0].scores,
+        retrieval={**comparison.rows[0].scores.retrieval, "passkey": replace(unpatched, cells=tuple(cells))},
+    )
     rows = (replace(comparison.rows[0], scores=scores), *comparison.rows[1:])
     failing = replace(outcome, comparisons=(replace(comparison, rows=rows),))
     prompts = len(unpatched.samples(256))
@@ -246,7 +249,14 @@ def test_where_nothing_will_do_nothing_is_written(tmp_path):
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     outcome = extend(
-        model, TOKENIZER, length=256, output=tmp_path / "out", methods=["yarn", "pi"], budget=40, tokens=FEW
+        model,
+        TOKENIZER,
+        length=256,
+        output=tmp_path / "out",
+        methods=["yarn", "pi"],
+        tasks=["passkey"],
+        budget=40,
+        tokens=FEW,
     )
     assert outcome.output is None and outcome.choice.method is None and not (tmp_path / "out").exists()
     assert outcome.choice.advice
