@@ -80,6 +80,9 @@ class NeedleSuite(Suite):
         self.laden = [self._laden(window) for window in self.windows]
         # The same room for each task and window, so that all are read up to the same positions.
         self.room = max(len(question.ids) for one in self.laden for question in one.questions)
+        for shorter, longer in itertools.pairwise(self.spec.lengths):
+            if longer - shorter <= self.room:
+                raise ValueError(f"{longer} tokens are too few beyond {shorter}: give more than {shorter + self.room}")
         # No text stands where a question does: the range before each length ends with it.
         ends = [range(length - self.room, length) for length in self.spec.lengths]
         self.edges = [edge for edge in self.spec.edges if not any(edge in end for end in ends)]

@@ -167,8 +167,9 @@ class MethodEvaluator:
         return perplexity
 
     def half(self, stop: int) -> int:
-        """Return the last edge of the measured position ranges at or before the middle of the positions up to here."""
-        return max(bucket.start for bucket in _text_of(self.unpatched).buckets if bucket.start <= stop // 2)
+        """Return the edge of the measured position ranges that is nearest to the middle of the positions up to here."""
+        starts = [bucket.start for bucket in _text_of(self.unpatched).buckets if bucket.start < stop]
+        return min(starts, key=lambda start: abs(start - stop / 2))
 
     def positions(self, stop: int) -> str:
         """Return the positions that :meth:`perplexity` averages over, in words."""

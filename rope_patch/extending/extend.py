@@ -180,8 +180,8 @@ class Run:
     def _suite(self) -> NeedleSuite:
         """Return the largest suite, of which each round takes a part."""
         length, lengths = self.options.length, [self.trained_length]
-        # The trained length, doubled until the target: reports show where a method begins to fail.
-        while 2 * lengths[-1] < length:
+        # The trained length, doubled until well before the target: reports show where a method begins to fail.
+        while 2 * lengths[-1] <= 0.75 * length:
             lengths.append(2 * lengths[-1])
         largest = replace(self.options.evaluation, lengths=(*lengths, length), windows=64)
         try:

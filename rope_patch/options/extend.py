@@ -66,8 +66,6 @@ class ExtendSettings(OptionSet):
         without=("lengths", "depths", "samples", "windows", "haystack", "chat_template", "bucket", "batch_tokens"),
         # A placeholder: __post_init__ puts the length to reach in its place.
         lengths=(2,),
-        # Both lie in each window and cost nothing more: SmolLM2 answers the second in text, the bundled toys the first.
-        tasks=("passkey", "niah"),
     )
     machine: Machine = contained(Machine)
 

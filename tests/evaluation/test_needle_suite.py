@@ -113,9 +113,19 @@ def test_it_is_compared_as_any_suite_is(model, suite):
     [
         (EvalSpec([256], windows=1, tasks=["qa1"]), "qa1 does not hide a single needle in a given text"),
         (EvalSpec([64], windows=1), "64 tokens are too few for passkey: give longer lengths"),
+        (EvalSpec([256, 257], windows=1), "257 tokens are too few beyond 256: give more than"),
     ],
-    ids=["several needles", "no room"],
+    ids=["several needles", "no room", "no text between"],
 )
 def test_what_does_not_fit_is_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         NeedleSuite(spec, TOKENIZER, TEXT)
+
+
+@pytest.mark.parametrize("lengths", [[256, 300], [256, 512, 777], [256, 1000]], ids=str)
+def test_any_length_has_text_in_each_of_its_ranges(model, lengths):
+    """Questions take the place of text before each length, which is no reason to lose a range of positions."""
+    suite = NeedleSuite(EvalSpec(lengths, windows=1), TOKENIZER, TEXT)
+    found = suite.run(model).perplexity
+    for start, stop in zip([0, *lengths[:-1]], lengths, strict=True):
+        assert found.between(start, stop) > 1
