@@ -67,7 +67,7 @@ def _of_qwen(windows: str) -> tuple[tuple[str, ...], ...]:
 
 SIZES = {
     "smollm2": Sizes(8, _extend("--length", "16k")),
-    "gemma3": Sizes(12, _extend("--length", "64k", "--depths", "0.5")),
+    "gemma3": Sizes(12, _extend("--length", "64k")),
     # 64k tokens are out of reach of a CPU: what the patch costs, and what a cache does, shows in 512 as well.
     "qwen": Sizes(8, ("apply", "yarn:factor=2:attention_factor=1"), _of_qwen("2")),
     "qwen-1.5b": Sizes(15, ("apply", "yarn:factor=2:attention_factor=1"), _of_qwen("1")),
