@@ -43,13 +43,11 @@ class NeedleWindow:
         source: the text with the needles, up to the last question.
         is_text: (tokens,) bool, the tokens whose loss counts: those of the text.
         questions: for each task the question with its answer, in tokens of their own.
-        places: position of the needle of each task [tokens].
     """
 
     source: TokenDocument
     is_text: Tensor
     questions: tuple[Prompt, ...]
-    places: tuple[int, ...]
 
 
 class NeedleSuite(Suite):
@@ -86,11 +84,6 @@ class NeedleSuite(Suite):
         # No text stands where a question does: the range before each length ends with it.
         ends = [range(length - self.room, length) for length in self.spec.lengths]
         self.edges = [edge for edge in self.spec.edges if not any(edge in end for end in ends)]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that one run reads."""
-        return len(self.laden) * self.spec.longest
 
     def smaller(self, windows: int) -> NeedleSuite:
         """Return a suite of some of the windows.
@@ -129,22 +122,20 @@ class NeedleSuite(Suite):
         if room * spec.depths[0] < SEARCHED_TOKENS:
             raise ValueError(f"{spec.lengths[0]} tokens are too few for {', '.join(spec.tasks)}: give longer lengths")
         tokens = window.ids.tolist()
-        ids, is_text, places, done = list[int](), list[bool](), list[int](), 0
+        ids, is_text, done = list[int](), list[bool](), 0
         for depth, needle in zip(spec.depths, needles, strict=True):
             at = self._word_start(tokens, first + round(depth * room))
             ids += tokens[done:at]
-            is_text += [True] * (at - done)
-            places.append(len(ids))
             ids += needle
-            is_text += [False] * len(needle)
-            done = at
+            # The token behind a needle continues the text before it.
+            is_text += [True] * (at - done) + [False] * (len(needle) + 1)
+            ids.append(tokens[at])
+            done = at + 1
         ids += tokens[done:]
         is_text += [True] * (len(tokens) - done)
-        for place, needle in zip(places, needles, strict=True):
-            is_text[place + len(needle)] = False  # it continues the text before the needle
         is_text[:first] = [False] * first
         source = TokenDocument(window.name, torch.tensor(ids), None, window.prefix)
-        return NeedleWindow(source, torch.tensor(is_text), tuple(prompts), tuple(places))
+        return NeedleWindow(source, torch.tensor(is_text), tuple(prompts))
 
     def _word_start(self, ids: list[int], place: int) -> int:
         """Return the first place from here on where a word begins; the place itself if none does soon."""

@@ -176,6 +176,15 @@ def test_a_model_that_answers_nothing_is_evaluated_by_perplexity():
     assert "perplexity is 9.30, where that of the unpatched model is 7.39 at positions 8 to 16" in found.reason
 
 
+def test_few_windows_of_unlike_text_prove_no_rise_of_perplexity():
+    """Twice the perplexity beyond the context: refused where all windows say so, a doubt where they differ widely."""
+    unpatched = row("default", end=4.0, right=(0, 0))
+    for spread, refused in ((0.0, True), (1.5, False)):
+        found = choose(row("yarn", end=2.7, right=(0, 0), wrong=-1.0, spread=spread), unpatched=unpatched, tolerance=9)
+        words = found.reason if refused else found.unconfirmed
+        assert (found.method is None) == refused and "where that of the unpatched model is 7.3" in words
+
+
 def test_a_model_that_reads_as_far_without_a_patch_gets_none():
     found = choose(row("yarn"), unpatched=row("default"))
     assert found.method is None

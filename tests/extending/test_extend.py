@@ -208,7 +208,7 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
     run = Run(llama, TOKENIZER, settings, tmp_path / "out")
     with listen(lambda stage, tokens: read.append(tokens)):
         run.suite.smaller(2).run(llama)
-    assert sum(read) == run.suite.smaller(2).tokens == 2 * run.options.length
+    assert sum(read) == 2 * run.options.length
 
 
 @pytest.mark.parametrize(("slower", "rounds"), [(0.5, 3), (1.0, 3), (1.6, 2), (4.0, 1)])
@@ -317,6 +317,28 @@ def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apa
     assert "all rounds: " in result.output
     assert ("one or two windows of text, with a prompt in each, hardly tell methods apart" in result.output) == warned
     assert not list(tmp_path.iterdir())
+
+
+def test_a_long_run_says_what_takes_less(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 10.0)
+    result = invoke("extend", LLAMA, "--length", "1k", "-o", tmp_path / "out", "--dry-run", "--dtype", "float32")
+    assert "253,952 tokens, about 7 hours at the speed measured now" in result.output
+    # Two methods read 3 windows and then 3 more. Half the length has half the tokens, which cost less each.
+    remedies = re.search(
+        r"what takes less: two --methods \((\d+) minutes\), --length 512 \((\d) hours\), a GPU", result.output
+    )
+    assert int(remedies[1]) == 11 and int(remedies[2]) in (2, 3)
+
+
+def test_an_extend_yaml_of_an_earlier_version_loads_with_a_note(tmp_path):
+    said, recipe = [], tmp_path / "extend.yaml"
+    recipe.write_text(
+        "model: m\nlength: 512\ndepths: [0.1, 0.9]\nhaystack: noise\nchat_template: auto\nbatch_tokens: 16384\n"
+    )
+    with listen(on_sentence=said.append):
+        settings = parse(ExtendOptions, ["--recipe", str(recipe), "-o", "again"]).settings
+    assert settings == ExtendSettings("m", 512) and len(said) == 4
+    assert said[0].endswith("depths is left out. The needle of extend lies in the text that it reads.")
 
 
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
