@@ -139,7 +139,7 @@ def two_models() -> Figure:
 
 
 def changes(table: str, **cell: Any) -> list[float]:
-    """Return the change of the loss of each window of a cell from the unchanged table, over all positions [nats/token]."""
+    """Return the change of the loss of each window of a cell from the unchanged table [nats/token]."""
 
     def means(name: str) -> list[float]:
         found = losses(table=name, **cell)
