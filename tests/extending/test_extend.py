@@ -354,7 +354,7 @@ def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
 
 def test_an_extended_folder_is_extended_further_from_the_table_before(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
-    quick = ["--methods", "yarn", "--tolerance", "0.5", "--dtype", "float32", "--no-report", "--budget", "10s"]
+    quick = ["--methods", "yarn", "--tolerance", "0.5", "--dtype", "float32", "--no-report", "--budget", "5s"]
     first, second = tmp_path / "512", tmp_path / "1k"
     result = invoke("extend", LLAMA, "--length", 512, "-o", first, *quick)
     assert result.exit_code == 0, result.output
