@@ -164,7 +164,7 @@ MEASUREMENTS = {"perplexity": read_text, "retrieval": answer, "kv-check": check_
         full("perplexity", "Llama-3.1-8B", 32, 128),
         full("perplexity", "gemma-3-4b", 6, 16),
         full("retrieval", "Llama-3.1-8B", 32, 32),
-        ("retrieval", "Llama-3.1-8B", 8, 128),
+        ("retrieval", "Llama-3.1-8B", 16, 128),
         full("retrieval", "Llama-3.1-8B", 32, 128),
         full("retrieval", "gemma-3-4b", 6, 16),
         full("kv-check", "Llama-3.1-8B", 2, 8),  # windows take most
