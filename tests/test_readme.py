@@ -59,11 +59,13 @@ def own_methods():
         del METHODS[name]
 
 
-@pytest.mark.usefixtures("own_methods")
+@pytest.mark.usefixtures("own_methods", "figures")
 @pytest.mark.parametrize("model", ["tiny", full("bundled")])
 def test_the_code_of_the_pages_gives_its_output_and_their_commands_run(tmp_path, monkeypatch, model):
     """The Python blocks on the bundled checkpoint; the commands on a model of another size, too."""
     monkeypatch.chdir(tmp_path)
+    # Measured, it would read rows up to the 16k of the first command, for up to eight seconds.
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     found = [block for page in PAGES for block in blocks(ROOT / page)]
     space: dict[str, object] = {}
     shutil.copytree(ROOT / "rope_patch/assets/llama", "llama")  # the README's cp, which Python blocks read too
@@ -78,7 +80,7 @@ def test_the_code_of_the_pages_gives_its_output_and_their_commands_run(tmp_path,
     if model == "tiny":
         put_a_tiny_model_into("llama")
     commands = [line.partition("#")[0].strip() for kind, text in found if kind == "bash" for line in text.splitlines()]
-    ran = 0
+    ran = set()
     for command in filter(None, commands):
         program, *arguments = shlex.split(command)
         if program == "cp":
@@ -86,13 +88,15 @@ def test_the_code_of_the_pages_gives_its_output_and_their_commands_run(tmp_path,
         elif program == "rope-patch-eval":
             continue  # run in tests/harness/test_lm_eval.py, where lm-eval is loaded
         elif program == "rope-patch":
+            if (work := re.sub(r" output=\S+", "", command)) in ran:
+                continue  # into another folder only
             result = invoke(*arguments)
             assert result.exit_code == 0, command
-            ran += 1
+            ran.add(work)
         else:
             assert program == "make", command
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M), command
-    assert ran >= 9
+    assert len(ran) >= 9
 
 
 def test_a_page_lists_every_method():

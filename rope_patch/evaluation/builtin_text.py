@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import os
 import platform
 import sys
 import sysconfig
@@ -103,14 +104,17 @@ def _reference() -> Iterator[str]:
 
 def _source() -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = set(inside) - _LEFT_OUT  # what is left out is most of the files, and is not even listed
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
     # Sorted by the text of the path with slashes, so that the order is the same on every system.
-    paths = sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix())
+    paths.sort(key=lambda path: path.relative_to(root).as_posix())
     if not paths:
         raise FileNotFoundError("this Python carries no source of its standard library: give a text of your own")
     for path in paths:
-        parts = path.relative_to(root).parts
         # The two prefixes are of files that describe how this Python was built: they differ between machines.
-        if _LEFT_OUT.isdisjoint(parts) and not parts[0].startswith(("config-", "_sysconfigdata")):
+        if not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata")):
             text = path.read_text(encoding="utf-8", errors="ignore").strip()
             # Stubs, such as an empty __init__.py, are left out.
             if len(text) > 200:

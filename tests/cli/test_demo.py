@@ -15,8 +15,10 @@ from rope_patch.options.yaml_and_json import to_dict
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("figures")
 def test_quick_demo(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rope_patch.extending.extend.default_tokens", lambda model: 13 * 1024)  # two windows at first
     result = invoke("demo", "--quick")
     assert result.exit_code == 0
     assert "plain transformers gives the same logits, bit for bit" in result.stderr

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 import torch
-from support.fresh import run_module
+from support.forks import forked
 from support.prompting import TOKENIZER
 from support.tiny import small
 
+from rope_patch.cli import app
 from rope_patch.kv_cache.block_rounding import fake_quantize
 from rope_patch.kv_cache.formats import FORMATS, Format
 from rope_patch.kv_cache.schemes import Side
@@ -37,12 +40,16 @@ def folder(tmp_path):
 
 
 def checked(folder, output):
-    asked = (
-        "--formats ternary --lengths 40 --windows 2 --samples 1 --depths 0 --no-report --import my_formats --json -o"
-    )
-    done = run_module("rope_patch.cli.app", "kv-check", "model", *asked.split(), output, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["rows"]
+    """The rows of a check, in a fork: the module that it imports is gone afterwards."""
+    asked = "--formats ternary --lengths 40 --windows 2 --samples 1 --depths 0 --no-report --import my_formats -o"
+
+    def command():
+        os.chdir(folder)
+        sys.argv = ["rope-patch", "kv-check", "model", *asked.split(), output]
+        app.main()
+
+    assert forked(command) == 0
+    return json.loads((folder / output / "kv-check.json").read_text())["rows"]
 
 
 def test_a_format_of_a_users_module_is_checked(folder):

@@ -24,7 +24,11 @@ import rope_patch
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*") if path.suffix in (".md", ".ipynb"))
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```\n", re.DOTALL)
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PAGES, reason="not in the source distribution")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("figures"),
+    pytest.mark.skipif(not PAGES, reason="not in the source distribution"),
+]
 SMALLER = {
     "build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "checkpoint.gguf",
     "build/smollm2/SmolLM2-135M-Instruct": str(rope_patch.data_path("assets") / "llama"),

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from support.patches import cos_sin, module_of
-from support.round_trip import assert_identity_cache_and_round_trip, assert_same_as_transformers, scaled_types
+from support.round_trip import assert_cache_and_round_trip, assert_identity, assert_same_as_transformers, scaled_types
 from support.tiny import SIZE, YARN, drawn_model, ids, logits
 from transformers import (
     AutoModelForCausalLM,
@@ -168,9 +168,14 @@ def test_the_effect_is_that_of_transformers_own_type(family, method, parameters)
 
 
 @every_family
+def test_identity(family):
+    assert_identity(model_of(family))
+
+
+@every_family
 @pytest.mark.parametrize("method", ["yarn:factor=4:replace_scaling=true", "p_rope:p=0.5", "truncated"])
-def test_identity_cache_and_round_trip(family, method, tmp_path):
-    assert_identity_cache_and_round_trip(model_of(family), tmp_path, method)
+def test_cache_and_round_trip(family, method, tmp_path):
+    assert_cache_and_round_trip(model_of(family), tmp_path, method)
 
 
 def test_layers_without_rotary_embeddings_are_left_alone():

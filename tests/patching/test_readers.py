@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.round_trip import assert_identity_cache_and_round_trip, assert_same_as_transformers, scaled_types
+from support.round_trip import assert_cache_and_round_trip, assert_identity, assert_same_as_transformers, scaled_types
 from support.tiny import SIZE, YARN, drawn_model, logits
 from transformers import (
     AutoModelForCausalLM,
@@ -60,9 +60,14 @@ def model_of(family):
 
 
 @every_family
+def test_identity(family):
+    assert_identity(model_of(family))
+
+
+@every_family
 @pytest.mark.parametrize("method", METHODS)
-def test_identity_cache_and_round_trip(family, method, tmp_path):
-    assert_identity_cache_and_round_trip(model_of(family), tmp_path, method)
+def test_cache_and_round_trip(family, method, tmp_path):
+    assert_cache_and_round_trip(model_of(family), tmp_path, method)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v3-halves", "minicpm3"])

@@ -159,11 +159,13 @@ MEASUREMENTS = {"perplexity": read_text, "retrieval": answer, "kv-check": check_
 @pytest.mark.parametrize(
     ("measurement", "name", "layers", "length"),
     [
-        ("perplexity", "Llama-3.1-8B", 32, 32),
+        ("perplexity", "Llama-3.1-8B", 4, 32),
+        full("perplexity", "Llama-3.1-8B", 32, 32),
         full("perplexity", "Llama-3.1-8B", 32, 128),
         full("perplexity", "gemma-3-4b", 6, 16),
         full("retrieval", "Llama-3.1-8B", 32, 32),
-        ("retrieval", "Llama-3.1-8B", 32, 128),
+        ("retrieval", "Llama-3.1-8B", 16, 128),
+        full("retrieval", "Llama-3.1-8B", 32, 128),
         full("retrieval", "gemma-3-4b", 6, 16),
         full("kv-check", "Llama-3.1-8B", 2, 8),  # windows take most
         full("kv-check", "Llama-3.1-8B", 32, 4),  # prompts take most

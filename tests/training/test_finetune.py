@@ -67,7 +67,7 @@ def done(tmp_path_factory):
 def test_an_adapter_is_trained_on_a_gguf_file(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
     file = write_toy(model, tmp_path / "base.gguf", TOKENIZER)
-    finetune(options(tmp_path / "run", f"model.name={file}"))
+    finetune(options(tmp_path / "run", f"model.name={file}", *QUICK))
     trained = rope_patch.load(tmp_path / "run")
     assert rope_patch.verify(trained).method == "yarn:factor=4"
     assert trained.peft_config["default"].base_model_name_or_path == str(file)
@@ -439,7 +439,7 @@ def test_ways_to_train(words, tmp_path):
 
 @pytest.mark.slow
 def test_qlora_trains_on_a_cpu_and_refuses_to_be_evaluated_on_the_way(tmp_path):
-    words = ("model.quantization=nf4", "train.steps=2", "evaluation.lengths=128")
+    words = ("model.quantization=nf4", "train.steps=2", "evaluation.before=false", "evaluation.lengths=128")
     with pytest.raises(ValueError, match=r"set evaluation\.every=0"):
         finetune(options(tmp_path / "run", "evaluation.every=1", *words))
     result = finetune(options(tmp_path / "run", *words))
