@@ -28,6 +28,8 @@ from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")
 EXTEND_RECORD = "rope_patch_extend.json"
 """The file in which ``extend`` records its choice."""
+BASE_CARD = "BASE_README.md"
+"""The file in which ``extend`` keeps the card of the checkpoint that it extends, beside its own."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
@@ -143,6 +145,8 @@ def restore_folder(source: str | Path, out: str | Path, *, overwrite: bool = Fal
         if (folder / EXTEND_RECORD).exists():  # what extend wrote is of the patched model
             for name in (EXTEND_RECORD, "extend.yaml", "report.html", "README.md"):
                 (folder / name).unlink(missing_ok=True)
+            if (folder / BASE_CARD).is_file():
+                (folder / BASE_CARD).rename(folder / "README.md")
 
 
 def verify_folder(source: str | Path) -> PatchRecord:
