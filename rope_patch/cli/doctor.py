@@ -24,7 +24,9 @@ def doctor(words: Sequence[str]) -> int:
         return _repair(options.model, options.output)
     from rope_patch.diagnosis.doctor import doctor as diagnose
 
-    diagnosis = diagnose(options.model, for_programs=options.for_programs, results=options.results)
+    diagnosis = diagnose(
+        options.model, for_programs=options.for_programs, results=options.results, config_only=options.config_only
+    )
     if options.as_json:
         print_json(diagnosis.to_dict())
     else:

@@ -120,6 +120,7 @@ class DoctorOptions(OptionSet, command="doctor"):
         metavar="METHOD",
     )
     patching: Patching = contained(Patching, without=("freeze_at",))
+    config_only: bool = flag("Leave out the weights files, which need not be there, as in a CI.")
     repair: bool = flag("Write a copy of a patched folder whose config was changed after the patch; needs -o.")
     output: Path | None = path(
         "With --repair: the folder to write, which must be new or empty.", None, metavar="FOLDER", short=("-o",)

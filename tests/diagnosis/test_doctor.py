@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.commands import invoke
@@ -336,6 +338,22 @@ def test_a_changed_folder_is_repaired_from_its_record(folder, tmp_path):
     assert invoke("doctor", str(patched), "--repair", "-o", str(repaired)).exit_code == 0
     assert (repaired / "config.json").read_bytes() == written
     assert doctor(repaired).ok
+
+
+def test_a_config_is_checked_without_the_weights(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")  # as a clone may hold it
+    assert doctor(folder).status == 1
+    assert doctor(folder, config_only=True).ok
+    root = Path(__file__).parents[2]
+    if not (root / "action.yml").is_file():
+        pytest.skip("not in the source distribution")
+    (hook,) = yaml.safe_load((root / ".pre-commit-hooks.yaml").read_text())
+    program, *words = hook["entry"].split()
+    assert program == "rope-patch" and invoke(*words, str(folder), "--for", "vllm").exit_code == 0
+    last = yaml.safe_load((root / "action.yml").read_text())["runs"]["steps"][-1]
+    assert hook["entry"].split()[-1] in last["run"]
+    edit_json(folder / "config.json", lambda config: config["rope_parameters"].update(rope_theta=-1))
+    assert invoke(*words, str(folder)).exit_code == 1
 
 
 def test_a_repair_needs_a_record_and_a_folder_to_write(folder, tmp_path):
