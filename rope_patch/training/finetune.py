@@ -100,21 +100,7 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
             rows = make_rows(options, tokenizer, run.work, texts)
         trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(evaluate_model(suite, model)))
         if PartialState().is_main_process:
-            tokens = rows_per_step(options) * options.data.length
-            text = f"trains for {options.train.steps} steps of {tokens:,} tokens"
-            if run.checkpoint is not None:
-                text += f", from {run.checkpoint.name} on"
-            asked = options.evaluation
-            evaluations = 1
-            if asked.before and options.lora.rank:
-                evaluations += 1 + verify_model(model).changed
-            if asked.every:
-                evaluations += options.train.steps // asked.every
-            print(
-                f"{text}; evaluations: {evaluations}, each of {suite.tokens:,} tokens; perplexity is measured on "
-                f"{suite.text_name}",
-                file=sys.stderr,
-            )
+            print(_work(options, run, suite, is_patched=verify_model(model).changed), file=sys.stderr)
         if dry_run:
             trainer.create_optimizer_and_scheduler(options.train.steps)
             print("dry run: nothing was trained or written", file=sys.stderr)
@@ -125,6 +111,22 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
             raise torch.OutOfMemoryError(
                 f"a step does not fit: --dry-run predicts its memory and says what to change. {error}"
             ) from error
+
+
+def _work(options: RecipeOptions, run: RunFolder, suite: EvalSuite, *, is_patched: bool) -> str:
+    """Return what a run does, as a sentence: its steps, and how often it is evaluated on what."""
+    tokens = rows_per_step(options) * options.data.length
+    text = f"trains for {options.train.steps} steps of {tokens:,} tokens"
+    if run.checkpoint is not None:
+        text += f", from {run.checkpoint.name} on"
+    asked = options.evaluation
+    evaluations = 1
+    if asked.before and options.lora.rank:
+        evaluations += 1 + is_patched
+    if asked.every:
+        evaluations += options.train.steps // asked.every
+    text += f"; evaluations: {evaluations}, each of {suite.tokens:,} tokens"
+    return f"{text}; perplexity is measured on {suite.text_name}"
 
 
 def _train(
