@@ -359,7 +359,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(bases, tmp_path, words):
 
 def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
     dry = invoke("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
-    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 2, " in dry.stderr and "peak" in dry.stdout
+    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 3, " in dry.stderr and "peak" in dry.stdout
     assert not any(tmp_path.iterdir())
     assert invoke("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run").exit_code == 0
 
