@@ -295,7 +295,7 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
         ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
         ({"tasks": []}, "extend decides by retrieval, too: give a task"),
         ({"tasks": ["passkey", "vt"]}, "vt does not hide a single needle in a given text"),
-        ({"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
+        ({"tolerance": -0.1}, r"tolerance must be in \[0, 1\], got -0.1"),
         ({"tolerance": float("nan")}, "tolerance must be a number"),
         ({"train_rows": 9}, r"train_rows needs train=True \(--train\)"),
         ({"length": 10**7, "methods": ["p_rope"]}, "need 9999999 tokens.*give a longer text \\(text, --text\\)"),
