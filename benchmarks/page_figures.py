@@ -1,12 +1,13 @@
 """Draw the figures of the README, of docs/evidence.md and of docs/kv-caches.md from benchmarks/results.
 
-python benchmarks/page_figures.py        # writes before_after, by_factor, two_models, angles and caches (.png) in docs
+python benchmarks/page_figures.py        # writes a PNG into docs for each function that main() names
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from rope_patch import frequencies
+from rope_patch.evaluation.intervals import paired_means
 from rope_patch.reports.plots.base import (
     COLORS,
     WIDTH,
@@ -31,9 +33,10 @@ from rope_patch.reports.plots.base import (
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA, GEMMA = "SmolLM2-135M: all layers", "Gemma 3 270M: its full layers"
+QWEN = "Qwen2.5-Coder 0.5B: all layers"
 NAMES = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 CONTEXTS = {"smollm2": 8192, "gemma3": 32768}
-PAIRS = {"smollm2": (1e5, 32), "gemma3": (1e6, 128)}
+PAIRS = {"smollm2": (1e5, 32), "gemma3": (1e6, 128), "qwen": (1e6, 32)}
 """Base and number of pairs of the table that p-RoPE changes."""
 TABLES = {
     "default": ("default", "default"),
@@ -135,6 +138,58 @@ def two_models() -> Figure:
     return figure
 
 
+def changes(table: str, **cell: Any) -> list[float]:
+    """Return the change of the loss of each window of a cell from the unchanged table [nats/token]."""
+
+    def means(name: str) -> list[float]:
+        found = losses(table=name, **cell)
+        sizes = [int(end) - int(start) for start, end in (span.split("-") for span in found)]
+        windows = zip(*found.values(), strict=True)
+        return [sum(map(operator.mul, sizes, window)) / sum(sizes) for window in windows]
+
+    return [patched - plain for patched, plain in zip(means(table), means("default"), strict=True)]
+
+
+ATTENTION_FACTORS = {
+    "1.07, as published": "yarn:factor=2",
+    "1.03": "yarn:factor=2:mscale=1.5:mscale_all_dim=1",
+    "1": "yarn:factor=2:attention_factor=1",
+}
+"""YaRN at twice the context by its attention factor."""
+WITHIN = (
+    ("SmolLM2-135M, novels", {"model": "smollm2", "length": 8192}),
+    ("Gemma 3 270M, novels", {"model": "gemma3", "length": 8192}),
+    ("Qwen2.5-Coder 0.5B, novels", {"model": "qwen", "length": 8192}),
+    ("Qwen2.5-Coder 0.5B, code", {"model": "qwen", "length": 8192, "kind": "code"}),
+    ("Qwen2.5-Coder 1.5B, novels", {"model": "qwen-1.5b", "length": 4096}),
+)
+"""Windows within the trained context on which YaRN was measured."""
+
+
+def attention_factor() -> Figure:
+    """Draw what YaRN costs within the trained context, by its attention factor, a row for each model and text."""
+    figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")
+    add_title(figure, "What YaRN for twice the context costs within the trained one, by its attention factor")
+    axes = figure.subplots()
+    styles = line_styles(ATTENTION_FACTORS)
+    for row, (_, cell) in enumerate(WITHIN):
+        for shift, (label, table) in zip((-0.2, 0, 0.2), ATTENTION_FACTORS.items(), strict=True):
+            found = changes(table, **cell)
+            estimate = statistics.fmean(found)
+            low, high = paired_means(found, [0.0] * len(found), 0.95)
+            low, estimate, high = (100 * math.expm1(value) for value in (low, estimate, high))
+            style = styles[label] | {"linestyle": "none", "marker": "o"}
+            axes.plot([estimate], [row + shift], label=label if row == 0 else None, **style)
+            axes.plot([low, high], [row + shift] * 2, color=style["color"], linewidth=1)
+    axes.axvline(0, color="#888888", linewidth=0.8)
+    axes.set(yticks=range(len(WITHIN)), yticklabels=[name for name, _ in WITHIN], ylim=(len(WITHIN) - 0.5, -0.5))
+    axes.set_xlabel("change of perplexity, and its 95 % interval over three windows")
+    signed_percent(axes.xaxis)
+    plain_axes(axes)
+    axes.legend(frameon=False, fontsize=9, title="attention factor", title_fontsize=9)
+    return figure
+
+
 def angle(model: str, p: float, position: float) -> float:
     """Return how far the fastest pair that p-RoPE stops would have turned at a position [rad]."""
     base, pairs = PAIRS[model]
@@ -163,6 +218,7 @@ def angles() -> Figure:
         (COLORS[1], LLAMA, "smollm2", "all", (0.9, 0.75, 0.5)),
         (COLORS[4], "SmolLM2-135M: every sixth layer", "smollm2", "every sixth", (0.9, 0.75, 0.5)),
         (COLORS[0], GEMMA, "gemma3", "", (0.9, 0.75, 0.625, 0.5)),
+        (COLORS[2], QWEN, "qwen", "", (0.9, 0.75, 0.625, 0.5)),
     ):
         for i, (p, turned, rises) in enumerate(prices(model, where, values)):
             axes.plot(turned, rises, marker="o", markersize=4, color=color, label=label if i == 0 else None)
@@ -209,7 +265,7 @@ def caches() -> Figure:
 
 def main() -> None:
     """Draw the figures and write the pictures."""
-    for draw in (before_after, by_factor, two_models, angles, caches):
+    for draw in (before_after, by_factor, two_models, attention_factor, angles, caches):
         draw().savefig(ROOT / "docs" / f"{draw.__name__}.png", dpi=110, bbox_inches="tight")
 
 

@@ -204,6 +204,9 @@ def all_cells() -> Iterator[Cell]:
     for table in FACTORS:
         yield Cell("smollm2", "text", 8192, table)
         yield Cell("gemma3", "text", 8192, table)
+    for table in ("default", *FACTORS):
+        yield Cell("smollm2", "text", 16384, table, window=0)
+        yield Cell("gemma3", "text", 65536, table, window=0)
     for table in ("default", *FACTORS, "abf:factor=4", "p_rope:p=0.75"):
         yield Cell("qwen-1.5b", "text", 4096, table)
     tables = ("default", "yarn:factor=2", "p_rope:p=0.75")
@@ -649,7 +652,8 @@ def report_of(done: dict[Cell, dict[str, Any]], cells: Sequence[Cell]) -> dict[s
     return {
         "benchmark": "study_families",
         "command": command(),
-        "what": "rotary tables on SmolLM2-135M-Instruct and on Gemma 3 270M, with weights of GGUF files",
+        "what": "rotary tables on SmolLM2-135M-Instruct, Gemma 3 270M and Qwen2.5-Coder-Instruct, with weights of GGUF "
+        "files",
         "unfinished": [cell.name for cell in cells if cell not in done],
         "minutes": round(sum(each["seconds"] for each in done.values()) / 60, 1),
         "environment": environment(threads=torch.get_num_threads()),
@@ -674,7 +678,6 @@ def main() -> None:
         for cell in chosen:
             print("finished" if cell in done else f"{expected_minutes(cell, done):5.1f} min", cell.name)
         return
-    torch.set_num_threads(os.cpu_count() or 1)
     for cell in chosen:
         if cell not in done:
             print(f"{cell.name}: about {expected_minutes(cell, done):.1f} minutes", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,59 +31,82 @@ from rope_patch.runtime.result_cache import code_identity, key, open_cache
 
 # A part of the keys of the result cache: raise it when what is stored for a window changes.
 SCHEMA = 1
+NEEDLE_DEPTH = 0.5
+"""Where in the shortest length the needle lies, as a share of it."""
 SEARCHED_TOKENS = 32
 """Number of tokens among which the beginning of a word is looked for, where a needle may stand."""
 
 
 @dataclass(frozen=True, eq=False)
 class NeedleWindow:
-    """A window of text with the needles of all tasks, and what is asked about them.
+    """A window of text with a needle, and what is asked about it.
 
     Attributes:
-        source: the text with the needles, up to the last question.
+        source: the text with the needle, up to the last question.
         is_text: (tokens,) bool, the tokens whose loss counts: those of the text.
-        questions: for each task the question with its answer, in tokens of their own.
+        question: the question with its answer, in tokens of their own.
     """
 
     source: TokenDocument
     is_text: Tensor
-    questions: tuple[Prompt, ...]
+    question: Prompt
 
 
 class NeedleSuite(Suite):
     """An evaluation that reads each window once, for perplexity and for retrieval.
 
-    A needle of each task lies in each window, within the shortest length. At every length the question follows the
-    text that was read so far, in a copy of the cache, so that it moves away from its needle. The loss of the needles
-    does not count.
+    A needle lies in each window, in the middle of the shortest length. At every length the question follows the text
+    that was read so far, in a copy of the cache, so that it moves away from its needle. The loss of the needle does not
+    count. There is one task: tiny models answer the question of one needle with another.
 
     Args:
-        spec: the spec of what is measured, without its ``samples``, which are the windows, and its ``depths``: the
-            needles divide the shortest length evenly.
+        spec: the spec of what is measured, of one task, without its ``samples``, which are the windows, and its
+            ``depths``.
         tokenizer: the tokenizer of the models that will be measured.
         text: a text in memory that replaces the spec's.
 
     Raises:
-        ValueError: there is too little text, a task asks for several needles or brings a text of its own, or the
-            shortest length has no room for the tasks.
+        ValueError: there is too little text, the task asks for several needles or brings a text of its own, or the
+            shortest length has no room for it.
         FileNotFoundError: the file of the text does not exist.
     """
 
     def __init__(self, spec: EvalSpec, tokenizer: Any, text: Source | None = None) -> None:
         super().__init__(spec, tokenizer, text)
-        count, needles = len(self.windows), len(spec.tasks)
-        depths = [(k + 1) / (1 + needles) for k in range(needles)]
-        self.spec = replace(self.spec, windows=count, samples=count, depths=depths)
         self.maker = PromptMaker(tokenizer, prefix=())
+        (task,) = spec.tasks
+        self._lay(task, self.spec.lengths)
+
+    def _lay(self, task: str, lengths: Sequence[int]) -> None:
+        """Lay the needle of a task into each window."""
+        count = len(self.windows)
+        self.task = task
+        self.spec = replace(
+            self.spec, tasks=(task,), lengths=lengths, windows=count, samples=count, depths=[NEEDLE_DEPTH]
+        )
         self.laden = [self._laden(window) for window in self.windows]
-        # The same room for each task and window, so that all are read up to the same positions.
-        self.room = max(len(question.ids) for one in self.laden for question in one.questions)
+        # The same room in each window, so that all are read up to the same positions.
+        self.room = max(len(one.question.ids) for one in self.laden)
         for shorter, longer in itertools.pairwise(self.spec.lengths):
             if longer - shorter <= self.room:
                 raise ValueError(f"{longer} tokens are too few beyond {shorter}: give more than {shorter + self.room}")
         # No text stands where a question does: the range before each length ends with it.
         ends = [range(length - self.room, length) for length in self.spec.lengths]
         self.edges = [edge for edge in self.spec.edges if not any(edge in end for end in ends)]
+
+    def asking(self, task: str, lengths: Sequence[int] | None = None) -> NeedleSuite:
+        """Return a suite with the same windows, and the needle of another task in them.
+
+        Args:
+            task: the name of the task.
+            lengths: lengths at which it asks, none longer than the longest of this suite; by default the same [tokens].
+
+        Raises:
+            ValueError: the task asks for several needles or brings a text of its own, or a length has no room for it.
+        """
+        other = copy.copy(self)
+        other._lay(task, lengths or self.spec.lengths)
+        return other
 
     def smaller(self, windows: int) -> NeedleSuite:
         """Return a suite of some of the windows.
@@ -103,39 +126,28 @@ class NeedleSuite(Suite):
         # The first of them would be the beginning of the text. Of the next two, one is near the middle.
         middle = min(order[1:3], key=lambda i: abs(2 * i - count + 1), default=0)
         order.sort(key=lambda i: i != middle)
-        part.laden = [self.laden[i] for i in sorted(order[:windows])]
+        chosen = sorted(order[:windows])
+        part.windows, part.laden = [self.windows[i] for i in chosen], [self.laden[i] for i in chosen]
         return part
 
     def _laden(self, window: TokenDocument) -> NeedleWindow:
-        """Return a window with its needles and questions, drawn by the seed and the window's name."""
+        """Return a window with its needle and question, drawn by the seed and the window's name."""
         spec, tokenizer = self.spec, self.tokenizer
-        draw = Draw(tokenizer, random.Random(f"{spec.seed}/{window.name}"), spec.longest)
-        asked = [_question(task, draw) for task in spec.tasks]
-        needles = [self.maker.encode(question.hidden[0][1]) for question in asked]
-        prompts = []
-        for question in asked:
-            text = question.text + question.answer_prefix
-            prompts.append(self.maker.divide(text, self.maker.encode(text + question.target), question))
-        first = len(window.prefix)
-        # Text of the shortest length, which the needles divide evenly.
-        room = spec.lengths[0] - max(len(prompt.ids) for prompt in prompts) - sum(map(len, needles)) - first
-        if room * spec.depths[0] < SEARCHED_TOKENS:
-            raise ValueError(f"{spec.lengths[0]} tokens are too few for {', '.join(spec.tasks)}: give longer lengths")
-        tokens = window.ids.tolist()
-        ids, is_text, done = list[int](), list[bool](), 0
-        for depth, needle in zip(spec.depths, needles, strict=True):
-            at = self._word_start(tokens, first + round(depth * room))
-            ids += tokens[done:at]
-            ids += needle
-            # The token behind a needle continues the text before it.
-            is_text += [True] * (at - done) + [False] * (len(needle) + 1)
-            ids.append(tokens[at])
-            done = at + 1
-        ids += tokens[done:]
-        is_text += [True] * (len(tokens) - done)
-        is_text[:first] = [False] * first
-        source = TokenDocument(window.name, torch.tensor(ids), None, window.prefix)
-        return NeedleWindow(source, torch.tensor(is_text), tuple(prompts))
+        asked = _question(self.task, Draw(tokenizer, random.Random(f"{spec.seed}/{window.name}"), spec.longest))
+        needle = self.maker.encode(asked.hidden[0][1])
+        text = asked.text + asked.answer_prefix
+        question = self.maker.divide(text, self.maker.encode(text + asked.target), asked)
+        first, tokens = len(window.prefix), window.ids.tolist()
+        room = NEEDLE_DEPTH * (spec.lengths[0] - len(question.ids) - len(needle) - first)
+        if room < SEARCHED_TOKENS:
+            raise ValueError(f"{spec.lengths[0]} tokens are too few for {self.task}: give longer lengths")
+        at = self._word_start(tokens, first + round(room))
+        ids = [*tokens[:at], *needle, *tokens[at:]]
+        is_text = torch.ones(len(ids), dtype=torch.bool)
+        is_text[:first] = False
+        # The token behind the needle continues the text before it.
+        is_text[at : at + len(needle) + 1] = False
+        return NeedleWindow(TokenDocument(window.name, torch.tensor(ids), None, window.prefix), is_text, question)
 
     def _word_start(self, ids: list[int], place: int) -> int:
         """Return the first place from here on where a word begins; the place itself if none does soon."""
@@ -162,13 +174,13 @@ class NeedleSuite(Suite):
         settings: dict[str, Any] = {"lengths": spec.lengths, "room": self.room, "edges": self.edges}
         settings |= {"chunk": chunk, "stops": stops}
         if resume is not None:  # the hash reads every weight: only where keys are stored
-            tasks = [code_identity(type(TASKS[task])) for task in spec.tasks]
-            settings |= {"model": model_hash(model), "tasks": tasks}
+            settings |= {"model": model_hash(model), "task": code_identity(type(TASKS[self.task]))}
 
         def name(item: NeedleWindow) -> str:
-            questions = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in item.questions]
+            asked = item.question
+            question = asked.ids, asked.answer, asked.parts, asked.ends
             text = ids_hash(item.source.ids), ids_hash(item.is_text.long())
-            return key(what="needle window", schema=SCHEMA, text=text, questions=questions, **settings)
+            return key(what="needle window", schema=SCHEMA, text=text, question=question, **settings)
 
         def score(items: list[NeedleWindow], size: int) -> list[dict[str, Any]]:
             return [self._read(reader, item, chunk, stops, Progress(size)) for item in items]
@@ -195,11 +207,10 @@ class NeedleSuite(Suite):
             parts.append(part[0])
             scored[read] = False  # no state of this part predicts its first token
             read = stop
-            for task, question in zip(self.spec.tasks, item.questions, strict=True):
-                prompt = torch.cat([ids[:stop], torch.tensor(question.ids)])[None]
-                (answer,) = answer_from(reader, [question], prompt, stop, copy_cache(past), stops=stops)
-                (sample,) = grade(self.tokenizer, TASKS[task], question, answer)
-                answers.append(asdict(sample))
+            prompt = torch.cat([ids[:stop], torch.tensor(item.question.ids)])[None]
+            (answer,) = answer_from(reader, [item.question], prompt, stop, copy_cache(past), stops=stops)
+            (sample,) = grade(self.tokenizer, TASKS[self.task], item.question, answer)
+            answers.append(asdict(sample))
         sums = sums_by_position(_window(item, 0), torch.cat(parts), scored, self.edges)
         return {"text": sums, "answers": answers}
 
@@ -210,28 +221,22 @@ class NeedleSuite(Suite):
         return tally.result(window=self.spec.longest, stride=self.spec.longest, chunk=chunk)
 
     def _retrieval(self, values: list[dict[str, Any]]) -> dict[str, RetrievalResult]:
-        spec, asked = self.spec, list(itertools.product(range(len(self.spec.lengths)), range(len(self.spec.tasks))))
-        cells: dict[str, list[RetrievalCell]] = {task: [] for task in spec.tasks}
-        prefix = self.laden[0].source.prefix
-        haystack = f"{self.text_name}, a needle in the first {spec.lengths[0]} tokens of each window"
-        for at, (i, k) in enumerate(asked):
+        spec, cells = self.spec, []
+        for at, length in enumerate(spec.lengths):
             samples = tuple(Sample(**value["answers"][at]) for value in values)
-            # About there: each needle stands between two words.
-            depth = spec.depths[k] * spec.lengths[0] / spec.lengths[i]
-            cells[spec.tasks[k]].append(RetrievalCell(spec.lengths[i], depth, samples))
-        return {
-            task: RetrievalResult(
-                task,
-                tuple(found),
-                spec.seed,
-                haystack,
-                self.text_sha256,
-                self.python_version,
-                prefix,
-                in_windows=True,
-            )
-            for task, found in cells.items()
-        }
+            # About there: the needle stands between two words.
+            cells.append(RetrievalCell(length, NEEDLE_DEPTH * spec.lengths[0] / length, samples))
+        result = RetrievalResult(
+            self.task,
+            tuple(cells),
+            spec.seed,
+            f"{self.text_name}, a needle in the first {spec.lengths[0]} tokens of each window",
+            self.text_sha256,
+            self.python_version,
+            self.laden[0].source.prefix,
+            in_windows=True,
+        )
+        return {self.task: result}
 
 
 def _question(task: str, draw: Draw) -> Question:

@@ -53,7 +53,7 @@ class EvaluatedMethod:
     Attributes:
         method: the method as a method string.
         trained: whether the weights were trained under it.
-        answered: the number of prompts that are answered at the target length, over all tasks.
+        answered: the number of prompts that are answered at the target length.
         prompts: the number of prompts of that length.
         logprob: the mean log-probability of their right answers [nats].
         perplexity: the perplexity in the second half of the positions up to the target; infinite where it is not a
@@ -144,20 +144,21 @@ class MethodEvaluator:
     """Compares the methods of a comparison by the rules of ``extend``.
 
     Args:
-        comparison: the comparison of the methods, with the unpatched model as ``"default"``.
+        comparison: the comparison of the methods, with the unpatched model as ``"default"``, and of one task.
         tolerance: the relative rise of the perplexity within the trained context that a method may cost.
     """
 
     def __init__(self, comparison: Comparison, tolerance: float) -> None:
         self.comparison, self.tolerance = comparison, tolerance
+        (self.task,) = comparison.spec.tasks
         self.target = comparison.spec.longest
         self.within = max(n for n in comparison.spec.lengths if n <= comparison.trained_length)
         self.rows = {row.label: row for row in comparison.rows}
         self.unpatched = self.rows[UNPATCHED]
 
     def answers(self, row: Row, length: int) -> list[bool]:
-        """Return whether each prompt of a length is answered, over all tasks."""
-        return [sample.correct for result in row.scores.retrieval.values() for sample in result.samples(length)]
+        """Return whether each prompt of a length is answered."""
+        return [sample.correct for sample in row.scores.retrieval[self.task].samples(length)]
 
     def perplexity(self, row: Row, stop: int) -> float:
         """Return the perplexity in the second half of the positions below ``stop``."""
@@ -178,7 +179,6 @@ class MethodEvaluator:
     def evaluate(self, row: Row) -> EvaluatedMethod:
         """Return what speaks for and against a method."""
         change = self.comparison.difference(row.label, UNPATCHED, "perplexity", Span(self.within, 0))
-        results = row.scores.retrieval.values()
         answers, before = self.answers(row, self.target), self.answers(self.unpatched, self.within)
         perplexity = self.perplexity(row, self.target)
         failures = []
@@ -191,7 +191,7 @@ class MethodEvaluator:
             )
         possible = statistics.fmean(before)
         # The end of the interval, since few prompts leave a larger share open than the one measured.
-        at_most = statistics.fmean(result.interval(self.target)[1] for result in results)
+        at_most = row.scores.retrieval[self.task].interval(self.target)[1]
         doubt = ""
         if possible >= REACHED_SHARE and statistics.fmean(answers) < REACHED_SHARE * possible:
             too_few = (
@@ -309,8 +309,8 @@ class MethodEvaluator:
         return self.ahead(row.label, UNPATCHED) or (by_far and self._sign(row.label, UNPATCHED, "logprob") == 0)
 
     def _logprob(self, row: Row) -> float:
-        """Return the mean log-probability of right answers at the target, over all tasks [nats]."""
-        return statistics.fmean(result.logprob(self.target) for result in row.scores.retrieval.values())
+        """Return the mean log-probability of right answers at the target [nats]."""
+        return row.scores.retrieval[self.task].logprob(self.target)
 
     def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:
         """Return the methods that do not differ significantly from the best, and the metrics in which the others do.
@@ -363,24 +363,15 @@ class MethodEvaluator:
 
     def _sign(self, method: str, other: str, metric: str) -> int:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
-        signs = set()
-        spec = self.comparison.spec
-        spans = [Span(self.target, task=task) for task in spec.tasks]
-        least = LEAST_NATS
+        span, least = Span(self.target, task=self.task), LEAST_NATS
         if metric == "perplexity":
-            spans = [Span(self.target, self.half(self.target))]
-            least = 0.0
-        for span in spans:
-            change = self.comparison.difference(method, other, metric, span)
-            if change.low > least or change.high < -least:
-                if METRICS[metric].lower_is_better == (change.estimate > 0):
-                    signs.add(-1)
-                else:
-                    signs.add(1)
-        # Tasks that do not differ significantly have no say; of those that do, all must agree.
-        if len(signs) == 1:
-            return signs.pop()
-        return 0
+            span, least = Span(self.target, self.half(self.target)), 0.0
+        change = self.comparison.difference(method, other, metric, span)
+        # The interval of a single window is not known: its ends are NaN, which differ from nothing.
+        if not (change.low > least or change.high < -least):
+            return 0
+        worse = METRICS[metric].lower_is_better == (change.estimate > 0)
+        return -1 if worse else 1
 
     def _cost(self, chosen: EvaluatedMethod) -> str:
         change = change_sentence(METRICS["perplexity"], chosen.change)

@@ -144,7 +144,9 @@ class Run:
         self.methods = self._fitting(options.methods)
         if len(set(self.methods)) < len(self.methods):
             raise ValueError(f"methods must differ from each other, got {', '.join(self.methods)}")
-        self.suite = self._suite()
+        first, *others = options.evaluation.tasks
+        self.suite = self._suite(first)
+        self.suites = [self.suite, *map(self.suite.asking, others)]
 
     def _fitting(self, methods: Sequence[str]) -> list[str]:
         """Return the methods that fit the model, with their factors; default methods that do not fit are left out."""
@@ -177,13 +179,13 @@ class Run:
             raise ValueError("none of the methods fits the model: name others (methods, --methods)")
         return fitting
 
-    def _suite(self) -> NeedleSuite:
+    def _suite(self, task: str) -> NeedleSuite:
         """Return the largest suite, of which each round takes a part."""
         length, lengths = self.options.length, [self.trained_length]
         # The trained length, doubled until well before the target: reports show where a method begins to fail.
         while 2 * lengths[-1] <= 0.75 * length:
             lengths.append(2 * lengths[-1])
-        largest = replace(self.options.evaluation, lengths=(*lengths, length), windows=64)
+        largest = replace(self.options.evaluation, tasks=(task,), lengths=(*lengths, length), windows=64)
         try:
             suite = NeedleSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
@@ -233,7 +235,7 @@ class Run:
         most = float(tokens)
         if options.train:
             most *= MEASURING_SHARE
-        rounds = rounds_within(candidates, most / self.suite.spec.longest)
+        rounds = rounds_within(candidates, (most - self.tokens(())) / self.suite.spec.longest)
         least = self.tokens(rounds[:1])
         if least <= most:
             return rounds
@@ -255,13 +257,19 @@ class Run:
             before = capped
 
     def tokens(self, rounds: Sequence[Round]) -> int:
-        """Return the new tokens of all rounds."""
-        return windows_read(tuple(rounds)) * self.suite.spec.longest
+        """Return the new tokens of all rounds, with those that :meth:`choose_task` reads at least."""
+        tokens = windows_read(tuple(rounds)) * self.suite.spec.longest
+        if len(self.suites) > 1:
+            tokens += self.trained_length
+        return tokens
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
         """Return the steps of a run with their tokens, a line each."""
         lines = [f"methods: {', '.join(map(shortened, self.methods))}"]
-        total = 0
+        total = self.tokens(())
+        if len(self.suites) > 1:
+            tasks = " or ".join(suite.task for suite in self.suites)
+            lines.append(f"needle: {tasks}, the first that the unpatched model answers in a window of {total} tokens")
         for number, one in enumerate(rounds, 1):
             tokens = self.tokens(rounds[:number]) - total
             lines.append(
@@ -269,7 +277,7 @@ class Run:
                 f"{tokens:,} new tokens"
             )
             total += tokens
-        lines.append(f"all rounds: {total:,} tokens, about {self._time(total)} at the speed measured now")
+        lines.append(f"in all: {total:,} tokens, about {self._time(total)} at the speed measured now")
         if total / self.speed > LONG_SECONDS:
             lines.append(self._what_takes_less(total))
         if rounds[-1].windows <= 2:
@@ -296,6 +304,31 @@ class Run:
             faster = operations(self.model, length) / operations(self.model, shorter)
             remedies.append(f"--length {shorter} ({self._time(tokens * shorter / length / faster)})")
         return f"what takes less: {', '.join([*remedies, 'a GPU'])}; --budget TIME reads what fits into it"
+
+    def choose_task(self) -> None:
+        """Ask for the first of the tasks that the unpatched model answers within its context, in one window.
+
+        Where it answers none of them, the task whose right answer is most probable is asked.
+        """
+        if len(self.suites) == 1:
+            return
+        found = dict[NeedleSuite, tuple[float, float]]()
+        for suite in self.suites:
+            if found:
+                progress.more(self.trained_length)
+            probe = suite.smaller(1).asking(suite.task, [self.trained_length])
+            with progress.stage(UNPATCHED):
+                result = probe.run(self.model, resume=self.work / RESULT_CACHE).retrieval[suite.task]
+            found[suite] = result.accuracy(self.trained_length), result.logprob(self.trained_length)
+            if result.accuracy(self.trained_length):
+                break
+        self.suite = max(found, key=found.__getitem__)
+        missed = [suite.task for suite in found if not found[suite][0]]
+        if missed:
+            progress.say(
+                f"asks for {self.suite.task}: in a window of {self.trained_length} tokens the unpatched model does not "
+                f"answer {' or '.join(missed)}"
+            )
 
     def measure(self, rounds: Sequence[Round], *, conditions: bool) -> list[Comparison]:
         """Measure the rounds, and return their comparisons.
@@ -357,6 +390,7 @@ class Run:
         rounds, training = self.plan()
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", to_yaml(options))
+        self.choose_task()
         comparisons = self.measure(rounds, conditions=training is None)
         # The first row is the unpatched model. A method that will be trained may fail the conditions before.
         methods = [row.label for row in comparisons[-1].rows[1:]]

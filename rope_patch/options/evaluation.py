@@ -61,7 +61,8 @@ class EvalSpec(OptionSet):
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
         "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, or qa1, qa2 "
-        'and qa3 (facts of a story). "" asks none, and leaves perplexity; extend takes passkey or niah.',
+        'and qa3 (facts of a story). "" asks none, and leaves perplexity. extend takes passkey and niah, and asks the '
+        "first that the unpatched model answers within its context.",
         ("passkey",),
         metavar="TASKS",
         several=True,

@@ -27,7 +27,7 @@ class ExtendSettings(OptionSet):
     """The settings of a run: the arguments of :func:`rope_patch.extend`, and the contents of ``extend.yaml``.
 
     The spec holds the length to reach. A run adds shorter lengths, and its rounds decide how much text and how many
-    prompts are read.
+    prompts are read. It asks one of the tasks, the first that the unpatched model answers within its context.
     """
 
     model: str = shared.model()
@@ -67,6 +67,7 @@ class ExtendSettings(OptionSet):
         without=("lengths", "depths", "samples", "windows", "haystack", "chat_template", "bucket", "batch_tokens"),
         # A placeholder: __post_init__ puts the length to reach in its place.
         lengths=(2,),
+        tasks=("passkey", "niah"),
     )
     machine: Machine = contained(Machine)
 

@@ -55,8 +55,7 @@ def stated(
             if key not in known and (key in STATED_ANYWAY or (removed(key) and off)):
                 from rope_patch.runtime.progress import say  # which imports torch
 
-                why = removed(key) or " The needle of extend lies in the text that it reads."
-                say(f"note: {where}{key} is left out.{why}")
+                say(f"note: {where}{key} is left out.{removed(key)}")
                 continue
             if key not in known:
                 raise ValueError(f"{where}unknown option {key!r}.{removed(key) or did_you_mean(str(key), known)}")

@@ -23,8 +23,10 @@ REMOVED |= {"CoPE": REMOVED["cope"], "Resonance": REMOVED["resonance"]}
 """Commands, options, tasks, methods and public names that were removed, by name."""
 
 STATED_ANYWAY = ("depths", "haystack", "chat_template", "batch_tokens")
-"""Options that each extend.yaml of an earlier version states, whatever their value. Now extend lays its needle into the
-text that it reads, and has none of them."""
+"""Options that each extend.yaml of an earlier version states, whatever their value. Other commands have them still."""
+REMOVED |= dict.fromkeys(
+    STATED_ANYWAY, "extend lays its needle into the text that it reads; rope-patch compare asks in other ways"
+)
 
 
 def removed(name: str) -> str:

@@ -18,7 +18,7 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.progress import listen
 
 TEXT = builtin_text("heldout").text[:60_000]
-SPEC = EvalSpec([256, 512], windows=3, tasks=["passkey", "niah"], bucket=64)
+SPEC = EvalSpec([256, 512], windows=3, bucket=64)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -32,9 +32,9 @@ def places(one):
     return [i for i in range(1, len(counted)) if counted[i - 1] and not counted[i]]
 
 
-@pytest.fixture(scope="module")
-def suite():
-    return NeedleSuite(SPEC, TOKENIZER, TEXT)
+@pytest.fixture(scope="module", params=["passkey", "niah"])
+def suite(request):
+    return NeedleSuite(SPEC, TOKENIZER, TEXT).asking(request.param)
 
 
 @torch.no_grad()
@@ -47,33 +47,37 @@ def test_it_gives_what_whole_passes_of_transformers_give(model, suite):
         counted = [i for i in range(1, len(ids)) if one.is_text[i] and i != 256 - suite.room]
         losses[number] = sum(float(found[i - 1]) for i in counted), len(counted)
         for length in (256, 512):
-            for task, question in zip(SPEC.tasks, one.questions, strict=True):
-                prompt = torch.cat([ids[: length - suite.room], torch.tensor(question.ids)])
-                assert len(prompt) <= length
-                logprobs = model(prompt[None]).logits[0].double().log_softmax(-1)
-                answer = range(len(prompt) - question.answer, len(prompt))
-                expected = sum(float(logprobs[i - 1, prompt[i]]) for i in answer)
-                sample = result.retrieval[task].samples(length)[number]
-                assert sample.logprob == pytest.approx(expected, abs=2e-3)
-                right = all(int(logprobs[i - 1].argmax()) == int(prompt[i]) for i in answer)
-                assert sample.correct == right
+            prompt = torch.cat([ids[: length - suite.room], torch.tensor(one.question.ids)])
+            assert len(prompt) <= length
+            logprobs = model(prompt[None]).logits[0].double().log_softmax(-1)
+            answer = range(len(prompt) - one.question.answer, len(prompt))
+            expected = sum(float(logprobs[i - 1, prompt[i]]) for i in answer)
+            sample = result.retrieval[suite.task].samples(length)[number]
+            assert sample.logprob == pytest.approx(expected, abs=2e-3)
+            right = all(int(logprobs[i - 1].argmax()) == int(prompt[i]) for i in answer)
+            assert sample.correct == right
     nll = sum(loss for loss, _ in losses.values()) / sum(count for _, count in losses.values())
     assert result.perplexity.nll == pytest.approx(nll, abs=1e-4)
     assert [document.total_tokens for document in result.perplexity.documents] == [n for _, n in losses.values()]
 
 
-def test_needles_stand_between_words_and_do_not_count(suite):
+def test_the_needle_stands_between_words_in_the_middle_and_does_not_count(suite):
+    needle = {"passkey": "The pass key is", "niah": "The magic number of"}[suite.task]
     for one in suite.laden:
-        for place, question, task in zip(places(one), one.questions, SPEC.tasks, strict=True):
-            needle = "The pass key is" if task == "passkey" else "The magic number of"
-            shown = TOKENIZER.decode(one.source.ids[place : place + 24].tolist())
-            assert shown.strip().startswith(needle) and question.parts[0] in shown
-            assert place + 24 < 256 - suite.room, "within the shortest length"
-            size = len(TOKENIZER(shown[: shown.index(question.parts[0]) + len(question.parts[0]) + 1])["input_ids"])
-            assert not one.is_text[place : place + size].any() and one.is_text[place - 1]
+        (place,) = places(one)
+        shown, answer = TOKENIZER.decode(one.source.ids[place : place + 24].tolist()), one.question.parts[0]
+        assert shown.strip().startswith(needle) and answer in shown
+        size = len(TOKENIZER(shown[: shown.index(answer) + len(answer) + 1])["input_ids"])
+        assert not one.is_text[place : place + size].any() and one.is_text[place - 1]
         assert one.is_text.sum() > 0.9 * len(one.is_text)
-        first, second = places(one)
-        assert abs(first - 80) < 40 and abs(second - 160) < 40, "they divide the length"
+        assert abs(place - 120) < 40
+
+
+def test_another_task_or_shorter_lengths_have_the_same_windows(suite):
+    shorter = suite.smaller(1).asking("niah", [256])
+    (ours,), (theirs,) = shorter.laden, suite.smaller(1).laden
+    assert shorter.spec.lengths == (256,) and shorter.spec.tasks == ("niah",) and ours.source.name == theirs.source.name
+    assert torch.equal(ours.source.ids[: places(ours)[0]], theirs.source.ids[: places(ours)[0]])
 
 
 def test_the_text_is_that_of_plain_windows(model):
@@ -110,7 +114,7 @@ def test_finished_windows_are_not_read_again(model, suite):
 
 def test_it_is_compared_as_any_suite_is(model, suite):
     found = compare(model, TOKENIZER, ["default", "yarn"], suite)
-    assert [column.heading for column in found.columns()][:3] == ["ppl 0-256", "ppl 256-512", "passkey 256"]
+    assert [column.heading for column in found.columns()][:3] == ["ppl 0-256", "ppl 256-512", f"{suite.task} 256"]
     assert not math.isnan(found.columns()[0].values[0])
 
 

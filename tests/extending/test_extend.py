@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PhiConfig, PhiForC
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.cli.parsing import parse
+from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.evaluation.shown_answers import EXACT_MATCH
 from rope_patch.extending.card import card
 from rope_patch.extending.choose_method import NEEDLES, RANKING
@@ -205,13 +206,44 @@ def test_the_checkpoint_itself_is_not_replaced(llama, tmp_path):
             extend(model, TOKENIZER, output=output, overwrite=True, **QUICK)
 
 
-@pytest.mark.parametrize("options", [{}, {"tasks": ["passkey", "niah"], "length": 1024}], ids=str)
-def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
-    settings, read = from_dict(ExtendSettings, {"model": "llama", **QUICK, **options}), []
-    run = Run(llama, TOKENIZER, settings, tmp_path / "out")
+def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
+    settings, read = from_dict(ExtendSettings, {"model": "llama", **QUICK}), []
+    run = Run(llama, TOKENIZER, settings, tmp_path / "out", MANY)
+    rounds, _ = run.plan()
     with listen(lambda stage, tokens: read.append(tokens)):
-        run.suite.smaller(2).run(llama)
-    assert sum(read) == 2 * run.options.length
+        run.choose_task()
+        assert len(run.measure(rounds[:1], conditions=True)) == 1
+    assert sum(read) == run.tokens(rounds[:1]) == 256 + 4 * rounds[0].windows * 512
+
+
+@pytest.mark.parametrize(
+    ("answered", "asked", "read"),
+    [(["passkey", "niah"], "passkey", 1), (["niah"], "niah", 2), ([], "niah", 2)],
+    ids=["both", "niah", "neither"],
+)
+def test_it_asks_what_the_unpatched_model_answers(llama, tmp_path, monkeypatch, answered, asked, read):
+    settings, said, probes = from_dict(ExtendSettings, {"model": "llama", **QUICK}), [], []
+
+    def graded(suite, model, resume):
+        probes.append(suite)
+        logprob = {"passkey": -9.0, "niah": -2.0}[suite.task]
+        result = SimpleNamespace(accuracy=lambda length: suite.task in answered, logprob=lambda length: logprob)
+        return SimpleNamespace(retrieval={suite.task: result})
+
+    monkeypatch.setattr(NeedleSuite, "run", graded)
+    run = Run(llama, TOKENIZER, settings, tmp_path / "out")
+    with listen(lambda *_: None, on_sentence=said.append):
+        run.choose_task()
+    assert run.suite.task == asked and run.suite.spec.lengths == (256, 512)
+    assert len(probes) == read and all(one.spec.lengths == (256,) and len(one.laden) == 1 for one in probes)
+    assert bool(said) == (asked == "niah")
+
+
+def test_a_task_that_is_given_is_asked(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(NeedleSuite, "run", None)
+    run = Run(llama, TOKENIZER, from_dict(ExtendSettings, {"model": "llama", "tasks": ["niah"], **QUICK}), tmp_path)
+    run.choose_task()
+    assert run.suite.task == "niah"
 
 
 @pytest.mark.parametrize(("slower", "rounds"), [(0.5, 3), (1.0, 3), (1.6, 2), (4.0, 1)])
@@ -317,7 +349,7 @@ def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apa
     arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn", *budget]
     result = invoke(*arguments, "--dry-run", "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    assert "all rounds: " in result.output
+    assert "in all: " in result.output
     assert ("one or two windows of text, with a prompt in each, hardly tell methods apart" in result.output) == warned
     assert not list(tmp_path.iterdir())
 
@@ -325,7 +357,7 @@ def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apa
 def test_a_long_run_says_what_takes_less(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 10.0)
     result = invoke("extend", LLAMA, "--length", "1k", "-o", tmp_path / "out", "--dry-run", "--dtype", "float32")
-    assert "253,952 tokens, about 7 hours at the speed measured now" in result.output
+    assert "254,208 tokens, about 7 hours at the speed measured now" in result.output
     # Two methods read 3 windows and then 3 more. Half the length has half the tokens, which cost less each.
     remedies = re.search(
         r"what takes less: two --methods \((\d+) minutes\), --length 512 \((\d) hours\), a GPU", result.output
@@ -341,7 +373,10 @@ def test_an_extend_yaml_of_an_earlier_version_loads_with_a_note(tmp_path):
     with listen(on_sentence=said.append):
         settings = parse(ExtendOptions, ["--recipe", str(recipe), "-o", "again"]).settings
     assert settings == ExtendSettings("m", 512) and len(said) == 4
-    assert said[0].endswith("depths is left out. The needle of extend lies in the text that it reads.")
+    assert said[0].endswith(
+        "depths is left out. It was removed: extend lays its needle into the text that it reads; "
+        "rope-patch compare asks in other ways."
+    )
 
 
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
