@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made here, and the results that pages link to."""
-    made = {"api.md": api()}
+    made = {"api.md": api(), "ledger.md": runpy.run_path(str(ROOT / "docs" / "ledger.py"))["page"]()}
     for page, name in PAGES.items():
         made[name] = (ROOT / page).read_text(encoding="utf-8").replace("](docs/", "](")
     for name, content in made.items():

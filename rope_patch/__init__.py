@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "methods": "METHODS ABF PI Chain Default Llama3 LongRope Method MrRope NTK NoPE PRope PRopeReversed Partial "

@@ -17,7 +17,7 @@ from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, 
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import Patch, apply, reapply, restore
-from rope_patch.patching.locate import PatchError
+from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.record import PatchRecord
 from rope_patch.patching.verify import verify_model
@@ -28,6 +28,8 @@ from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")
 EXTEND_RECORD = "rope_patch_extend.json"
 """The file in which ``extend`` records its choice."""
+BASE_CARD = "BASE_README.md"
+"""The file in which ``extend`` keeps the card of the checkpoint that it extends, beside its own."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
@@ -62,16 +64,62 @@ def patch_folder(
     """
     model = model_without_weights(source)
     patch = apply(model, method, **options)
+    _write_patched(model, patch.record, source, out, overwrite, finish)
+    return patch
+
+
+def repair_folder(source: str | Path, out: str | Path, *, overwrite: bool = False) -> PatchRecord:
+    """Write a copy of a patched checkpoint with the config that its patch record describes.
+
+    Args:
+        source: folder or hub id of a patched checkpoint whose rotary settings were changed after the patch.
+        out: the folder that is written; it must be new or empty unless ``overwrite`` is set.
+        overwrite: whether to write into a folder that holds files.
+
+    Returns:
+        The record.
+
+    Raises:
+        PatchError: the checkpoint carries no record, or one that was altered itself.
+        ValueError: the source is a GGUF file, or ``out`` is in the way.
+        OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
+    """
+    model, record = _before_patch(source)
+    reapply(model, record)
+    _write_patched(model, record, source, out, overwrite)
+    return record
+
+
+def _before_patch(source: str | Path) -> tuple[PreTrainedModel, PatchRecord]:
+    """Return a patched checkpoint's model without weights, as it was before the patch, and the record of the patch."""
+    if is_gguf(source):
+        raise ValueError(f"{source} is a GGUF file, which is patched as a copy: use the file that it was made from")
+    # Unchecked, since the record alone decides, whatever the other keys of the config say.
+    model = model_without_weights(source, checked=False)
+    record = locate(model).record
+    restore(model)  # raises where there is no record
+    assert record is not None
+    return model, record
+
+
+def _write_patched(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    source: str | Path,
+    out: str | Path,
+    overwrite: bool,
+    finish: Callable[[Path], None] = lambda _: None,
+) -> None:
+    """Write a copy of a checkpoint with the config of a patched model, as :func:`patch_folder` does."""
     if Path(source).is_dir():
         _check_weights_of(model, Path(source))  # before the copy, so that the error names the checkpoint
     with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         add_older_keys(folder)
-        raise_length(folder, patch.record)
+        raise_length(folder, record)
         # Verified while it has a temporary name, so that `out` is never a folder that fails.
         verify_folder(folder)
         finish(folder)
-    return patch
 
 
 def restore_folder(source: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
@@ -88,10 +136,7 @@ def restore_folder(source: str | Path, out: str | Path, *, overwrite: bool = Fal
         ValueError: the source is a GGUF file, or ``out`` is in the way.
         OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
-    if is_gguf(source):
-        raise ValueError(f"{source} is a GGUF file, which is patched as a copy: use the file that it was made from")
-    model = model_without_weights(source)
-    restore(model)
+    model, _ = _before_patch(source)
     stated_length(Path(source))  # settings that cannot be restored raise before the copy
     with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
@@ -100,6 +145,8 @@ def restore_folder(source: str | Path, out: str | Path, *, overwrite: bool = Fal
         if (folder / EXTEND_RECORD).exists():  # what extend wrote is of the patched model
             for name in (EXTEND_RECORD, "extend.yaml", "report.html", "README.md"):
                 (folder / name).unlink(missing_ok=True)
+            if (folder / BASE_CARD).is_file():
+                (folder / BASE_CARD).rename(folder / "README.md")
 
 
 def verify_folder(source: str | Path) -> PatchRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import print_json
@@ -19,14 +20,27 @@ def doctor(words: Sequence[str]) -> int:
         if options.results:
             raise ValueError("--results goes without --method, which only prints options")
         return _print_flags(options, options.method)
+    if options.output is not None:
+        return _repair(options.model, options.output)
     from rope_patch.diagnosis.doctor import doctor as diagnose
 
-    diagnosis = diagnose(options.model, for_programs=options.for_programs, results=options.results)
+    diagnosis = diagnose(
+        options.model, for_programs=options.for_programs, results=options.results, config_only=options.config_only
+    )
     if options.as_json:
         print_json(diagnosis.to_dict())
     else:
         print(diagnosis)
     return diagnosis.status
+
+
+def _repair(model: str, output: Path) -> int:
+    """Write the folder that the patch record describes, and print what was changed since."""
+    from rope_patch.checkpoints.folder_patch import repair_folder
+
+    record = repair_folder(model, output)
+    print(f"wrote {output}: {record.to_method()} over {record.stated_length} tokens, as the patch record describes it")
+    return 0
 
 
 def _print_flags(options: DoctorOptions, method: str) -> int:

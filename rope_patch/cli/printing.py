@@ -93,10 +93,20 @@ WIDEST_TEXT = 48
 
 
 def show_page(page: Page) -> None:
-    """Print a page: of each section the answer, then its notes and tables; not its figures and folded tables."""
+    """Print a page: of each section the answer, then its notes and tables; not its figures and folded tables.
+
+    What explains a table is printed once, though several sections say it.
+    """
     from rich.text import Text
 
     from rope_patch.reports.page import DataTable, Note
+
+    said = set()
+
+    def explain(text: str, style: str = "") -> None:
+        if text not in said:
+            show(Text(text, style=style))
+        said.add(text)
 
     show(Text(page.title, style="bold"))
     for section in page.sections:
@@ -105,13 +115,13 @@ def show_page(page: Page) -> None:
             show(Text(sentence))
         for part in section.parts:
             if isinstance(part, Note):
-                show(Text(part.text))
+                explain(part.text)
             elif isinstance(part, DataTable) and not part.folded:
                 table = _rich_table(part, narrow=False)
                 if _width(table) > _console().width and sys.stdout.isatty():
                     table = _rich_table(part, narrow=True)
                 show(table, _width(table))
-                show(Text(part.caption, style="dim"))
+                explain(part.caption, "dim")
 
 
 def write_and_show(

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rope_patch.frequencies import turns
+from rope_patch.patching.verify import turns_in_context
 from rope_patch.runtime.text import printable
 from rope_patch.tables import RotaryTable
 
 HOLDS, DIFFERS, UNKNOWN, NOTE = "holds", "differs", "unknown", "note"
+NOT_SEEN = "Not seen by any check: under which table the weights were trained."
+"""What follows the verdict that all checks hold; the record of an adapter says it of the adapter."""
 WIDTH = 120
 """Width of printed lines [characters]."""
 
@@ -114,8 +116,11 @@ class Diagnosis:
         if unknown:
             others = ", the others hold" if unknown < count else ""
             return f"UNKNOWN: {unknown} of {count} checks could not be made{others}"
-        no_base = [check.found for check in self.checks if check.name == "base"]
-        return "; ".join([f"OK: {count} of {count} checks hold", *no_base])
+        notes = [check.name for check in self.checks if check.state == NOTE]
+        if not notes:
+            return f"OK: {count} of {count} checks hold"
+        plural = "s" if len(notes) > 1 else ""
+        return f"OK: {count} of {count} checks hold, {len(notes)} note{plural}: {', '.join(dict.fromkeys(notes))}"
 
     def __repr__(self) -> str:
         return f"<Diagnosis of {self.source}: {self.verdict}>"
@@ -126,11 +131,7 @@ class Diagnosis:
             patched = f"patched with {self.method}"
         lines = [f"{self.source}: {patched}"]
         for kind, table in self.tables.items():
-            context = table.max_position_embeddings
-            partial = int((turns(table.inv_freq, context) < 1).sum())
-            layers = self.layers.get(kind, "all")
-            lines.append(f"  {table}")
-            lines.append(f"    {layers} layers, context {context}; {partial} pairs make no full turn within it")
+            lines += [f"  {table}", f"    {self.layers.get(kind, 'all')} layers, {turns_in_context(table)}"]
         own = [check for check in self.checks if check.program is None or check.counts]
         others = [check for check in self.checks if check not in own]
         differing = [check.name.partition(" [")[0] for check in others if check.state == DIFFERS and self.ok]
@@ -138,6 +139,8 @@ class Diagnosis:
         if differing:
             verdict += f"; other tables in {', '.join(dict.fromkeys(differing))} (see below)"
         lines.append(verdict)
+        if self.ok and not any(check.name.startswith("adapter") and check.state == HOLDS for check in own):
+            lines.append(NOT_SEEN)
         order = (DIFFERS, UNKNOWN, NOTE, HOLDS)
         lines += map(str, sorted(own, key=lambda check: order.index(check.state)))
         if others:

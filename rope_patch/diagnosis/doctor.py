@@ -38,6 +38,7 @@ def doctor(
     *,
     for_programs: Sequence[str] = (),
     results: str | Path | None = None,
+    config_only: bool = False,
 ) -> Diagnosis:
     """Check whether the rotary table that is used is the one that is meant, for any model.
 
@@ -53,6 +54,7 @@ def doctor(
         for_programs: other programs whose tables count for the verdict, such as ``["vllm"]``; by default none does.
         results: a folder or file that lm-eval wrote of this model, which is checked, too: were prompts cut, and are
             answers that score 0 really wrong? For a model in memory the tokenizer is needed.
+        config_only: whether the weights files of a folder are left out, which may not be there, as in a repository.
 
     Returns:
         The diagnosis; ``ok`` and ``status`` hold the verdict, and ``print`` shows everything.
@@ -82,7 +84,7 @@ def doctor(
         else:
             counting = read_tokenizer(model)
         more = list(check_results(results, counting))
-        diagnosed = doctor(model, tokenizer, for_programs=for_programs)
+        diagnosed = doctor(model, tokenizer, for_programs=for_programs, config_only=config_only)
         return replace(diagnosed, checks=(*diagnosed.checks, *more))
     if isinstance(model, nn.Module):
         if for_programs:
@@ -95,7 +97,7 @@ def doctor(
     elif is_adapter(model):
         return _of_adapter(str(model))
     else:
-        diagnosed = _of_folder(str(model), tokenizer)
+        diagnosed = _of_folder(str(model), tokenizer, config_only)
     return diagnosed.counting(tuple(for_programs))
 
 
@@ -147,13 +149,13 @@ def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
         return [Check(function.__name__.replace("_", " "), UNKNOWN, f"this check failed: {in_one_line(error)}")]
 
 
-def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
+def _of_folder(source: str, tokenizer: Any, config_only: bool) -> Diagnosis:
     # Unchecked, since contradicting keys of config.json are a check of their own here, and no error.
     model = model_without_weights(source, checked=False)
     folder = Path(source)
     length = None if tokenizer is None else tokenizer.model_max_length
     if folder.is_dir():
-        more = _on_disk(folder, model)
+        more = _on_disk(folder, model, config_only)
         if tokenizer is None:
             length = stated_length(folder)
     else:
@@ -164,8 +166,9 @@ def _of_folder(source: str, tokenizer: Any) -> Diagnosis:
     return found
 
 
-def _on_disk(folder: Path, model: nn.Module) -> list[Check]:
-    return [check for function in on_disk.CHECKS for check in _made(function, folder, model)]
+def _on_disk(folder: Path, model: nn.Module, config_only: bool = False) -> list[Check]:
+    functions = [one for one in on_disk.CHECKS if not (config_only and one is on_disk.tensors_are_there)]
+    return [check for function in functions for check in _made(function, folder, model)]
 
 
 def _of_adapter(source: str) -> Diagnosis:

@@ -37,6 +37,7 @@ from rope_patch.tables import RotaryTable
 
 LOAD_AGAIN = "load the patched folder again"
 WRITE_AGAIN = "write the folder again from the model before the patch: rope-patch apply MODEL METHOD -o FOLDER"
+REPAIR = "rope-patch doctor FOLDER --repair -o OUT writes a copy with the config that the patch record describes"
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +199,7 @@ def config_describes_table(subject: Subject) -> Iterator[Check]:
                 subject.fix(
                     "undo that change, or restore the model and patch it again; a saved folder would hold the wrong "
                     "table",
-                    f"undo that change in config.json, or {WRITE_AGAIN}",
+                    REPAIR,
                 ),
             )
     if record is not None and location.config.max_position_embeddings != record.stated_length:
@@ -208,7 +209,7 @@ def config_describes_table(subject: Subject) -> Iterator[Check]:
             f"max_position_embeddings is {location.config.max_position_embeddings}",
             f"{record.stated_length}, which the patch record states",
             "the config was changed after the patch",
-            "set max_position_embeddings back" + subject.fix("", f" in config.json, or {WRITE_AGAIN}"),
+            subject.fix("set max_position_embeddings back", REPAIR),
         )
 
 

@@ -16,6 +16,7 @@ from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
 from rope_patch.checkpoints.source_files import config_json
 from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, names_in_index, wrong_tensors
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
+from rope_patch.diagnosis.in_memory import REPAIR
 from rope_patch.patching.older_keys import older_differences, text_part
 
 _BASE = re.compile(r'(theta|rotary_emb\w*base)": (?!null)')
@@ -29,11 +30,13 @@ _ROWS = 8
 def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     """Check that ``config.json`` gives transformers 4 and transformers 5 the same table."""
     config = config_json(folder)
-    if not _BASE.search(json.dumps(text_part(config))):
+    text = text_part(config)
+    rotates = hasattr(model.config.get_text_config(), "rope_parameters")
+    if rotates and not _BASE.search(json.dumps(text)):
         yield Check(
-            "base",  # the verdict repeats this note
+            "no base",
             NOTE,
-            f"config.json states none (rope_theta): the default of {type(model.config).__name__} is used",
+            f"config.json states no rope_theta: the default of {type(model.config).__name__} is used",
             meaning="other programs may have another default",
             fix="write the rope_theta that the model was trained with into config.json",
         )
@@ -41,14 +44,19 @@ def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     if not wrong:
         yield Check("config.json", HOLDS, "its keys for transformers 4 and 5 do not contradict each other")
         return
+    fix = (
+        "state the whole table in rope_parameters, rope_theta among its keys, and take out rope_scaling, and a "
+        "rope_theta beside it"
+    )
+    if "rope_patch" in text:  # which of the keys is right, the record says
+        fix = REPAIR
     yield Check(
         "config.json",
         DIFFERS,
         "; ".join(wrong),
         "rope_scaling and rope_theta that repeat rope_parameters",
         "transformers 5 takes rope_scaling in place of rope_parameters where both are there; others take the other",
-        "state the whole table in rope_parameters, rope_theta among its keys, and take out rope_scaling, and a "
-        "rope_theta beside it",
+        fix,
     )
 
 
@@ -110,7 +118,7 @@ def tokenizer_is_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     """Note that the folder holds no tokenizer."""
     if not any(path for pattern in _TOKENIZERS for path in folder.glob(pattern)):
         found = "the folder holds no tokenizer (tokenizer.json)"
-        yield Check("tokenizer files", NOTE, found, fix="copy those of the original model into it")
+        yield Check("no tokenizer", NOTE, found, fix="copy those of the original model into it")
 
 
 def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:

@@ -22,7 +22,7 @@ from rope_patch.engines.stated_config import SLIDING, StatedConfig
 from rope_patch.engines.tables_by_program import PROGRAMS, Reading, reading_of
 from rope_patch.engines.verified_versions import check_version
 from rope_patch.gguf.table import graph_of, read_gguf, scaling_keys
-from rope_patch.patching.locate import locate
+from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime.folders import is_gguf
@@ -113,9 +113,12 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison
     for name in programs:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated, partial(_fix, source, name, model, stated))
+    if inspection.record is not None:  # its checks say what the warnings would
+        return ProgramComparison(tuple(rows), ())
     return ProgramComparison(tuple(rows), inspection.warnings)
 
 
+_REPAIR = "none before the config is what the patch record describes: rope-patch doctor FOLDER --repair -o OUT"
 _SHARE_FIX = (
     "none by command: take partial_rotary_factor out of config.json if every pair shall rotate, else serve it with a "
     "program that agrees"
@@ -213,6 +216,8 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
         check_version(to, str(model.config.model_type), tables)
         config, *_ = exported_config(model, tables, to)
         written = type(model.config).from_dict(copy.deepcopy(config))
+    except PatchError:
+        return _REPAIR
     except ValueError as error:
         return f"none: {error}"
     text = written.get_text_config(decoder=True).to_dict()
@@ -227,11 +232,15 @@ def _llama_cpp_fix(source: str, model: Any, stated: StatedConfig) -> str:
     try:
         graph = graph_of(stated.model_type)
         scaling_keys(one_table(model, graph), graph)
+    except PatchError:
+        return _REPAIR
     except ValueError as error:
         return f"none: {error}"
     if graph.architecture not in (*PATTERNED, "gemma4") and any(layer.window is not None for layer in stated.layers):
         return f"none: llama.cpp knows no sliding window on {stated.model_type}"
-    return f"rope-patch export {source} --to gguf --converter PATH -o FILE.gguf"
+    return (
+        f"rope-patch export {source} --to gguf --converter PATH -o FILE.gguf; PATH is llama.cpp's convert_hf_to_gguf.py"
+    )
 
 
 # --- GGUF files ------------------------------------------------------------------------------------------------------

@@ -46,17 +46,3 @@ def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     if sign:
         text = f"{value:+z.{digits}f}"
     return text.replace("inf", "∞").replace("-", "−")
-
-
-def four_digits(value: float | None) -> str:
-    """Return a number with four significant digits, or as an integer from a thousand on; ``none`` for None.
-
-    >>> four_digits(0.0721), four_digits(54410.3), four_digits(2.0), four_digits(-85.47)
-    ('0.0721', '54,410', '2', '−85.47')
-    """
-    if value is None:
-        return "none"
-    text = f"{value:.4g}"
-    if 1000 <= abs(value) < 1e9:
-        text = f"{value:,.0f}"
-    return text.replace("-", "−")

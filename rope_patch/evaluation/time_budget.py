@@ -24,13 +24,14 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.scoring import Reader, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
+from rope_patch.patching.locate import device_of
 from rope_patch.runtime.parallel import from_first_process
 from rope_patch.runtime.result_cache import ResultCache, key
 
-DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16}
+DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16, "mps": 1e15, "xpu": 1e15}
 """Product of parameters and tokens that a command reads by default, by device. On a CPU it allows 89k tokens with a
 model of 135M parameters, which takes two cores about seven minutes in bfloat16 (200 tokens a second); on a GPU it
-allows 1.2M tokens with a model of 8B parameters."""
+allows 1.2M tokens with a model of 8B parameters. Of other devices, none of which was measured, a tenth is assumed."""
 SHORTEST_ROW = 128
 """Length of the first row that the speed is measured on [tokens]."""
 MEASURING_SECONDS = 8.0
@@ -42,7 +43,7 @@ FILLED_SHARE = 0.85
 def default_tokens(model: nn.Module) -> int:
     """Return how many tokens a long command reads if no time is given: the larger the model, the fewer."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return int(DEFAULT_WORK["cuda" if next(model.parameters()).is_cuda else "cpu"] / max(parameters, 1))
+    return int(DEFAULT_WORK.get(device_of(model).type, DEFAULT_WORK["cpu"]) / max(parameters, 1))
 
 
 def suite_within(

@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from rope_patch import __version__
-from rope_patch.checkpoints.folder_patch import EXTEND_RECORD
+from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, Row, row_name
@@ -21,13 +21,6 @@ from rope_patch.patching.verify import shortened
 from rope_patch.reports.comparison import before_after
 from rope_patch.reports.page import markdown_table
 from rope_patch.runtime.captions import windows_text
-
-HEADING = """
-## The card of the base model
-
-It describes the base before its rotary table was changed; its scores are not of this model.
-
-"""
 
 CARD_TEMPLATE = """---
 {head}---
@@ -69,6 +62,10 @@ rope-patch extend --recipe extend.yaml -o AGAIN
 
 `extend.yaml` holds the options, with paths as they were given; `rope_patch_extend.json` holds the choices and their
 evidence. rope_patch {version}.
+{base_card}"""
+BASE_SENTENCE = f"""
+[{BASE_CARD}]({BASE_CARD}) is the card of the base model, before its rotary table was changed: its scores are not of
+this model.
 """
 
 
@@ -84,7 +81,7 @@ def card(outcome: Extended) -> str:
     base = options.model
     if Path(base).exists():
         base = Path(base).name
-    theirs, body = base_card(options.model)
+    theirs = _front_matter(options.model)
     theirs.pop("model-index", None)  # the scores of the base
     tags = theirs.get("tags")
     if tags is None:
@@ -110,7 +107,7 @@ def card(outcome: Extended) -> str:
     unconfirmed = ""
     if choice.unconfirmed:
         unconfirmed = f"\n\n**Unconfirmed**: {choice.unconfirmed}."
-    ours = CARD_TEMPLATE.format(
+    return CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         loader=loader_name(options.model),
         base=base,
@@ -130,10 +127,8 @@ def card(outcome: Extended) -> str:
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         version=__version__,
+        base_card="" if base_card(options.model) is None else BASE_SENTENCE,
     )
-    if body.strip():
-        return f"{ours}{HEADING}{body.lstrip()}"
-    return ours
 
 
 def _name(row: Row) -> str:
@@ -150,13 +145,18 @@ def programs_of(outcome: Extended) -> str:
     return f"Other programs (`rope-patch doctor` shows all):\n{sentences}"
 
 
-def base_card(source: str) -> tuple[dict[str, Any], str]:
-    """Return the front matter and the text of the card of the base, where it is a folder that has a whole one."""
+def base_card(source: str) -> Path | None:
+    """Return the path of the card of a folder, of an extended one that of its own base; None if there is none."""
+    for name in (BASE_CARD, "README.md"):
+        if (Path(source) / name).is_file():
+            return Path(source) / name
+    return None
+
+
+def _front_matter(source: str) -> dict[str, Any]:
+    """Return what the card of a folder says of its licence, languages and the like, where it can be read."""
     try:
-        card = ModelCard.load(Path(source) / "README.md", ignore_metadata_errors=True)
+        data: dict[str, Any] = ModelCard.load(Path(source) / "README.md", ignore_metadata_errors=True).data.to_dict()
     except (OSError, ValueError, yaml.YAMLError):
-        return {}, ""
-    text = card.text
-    if (Path(source) / EXTEND_RECORD).is_file():  # an extended folder, whose card ends with that of its own base
-        text = text.partition(HEADING)[2]
-    return card.data.to_dict(), text
+        return {}
+    return data

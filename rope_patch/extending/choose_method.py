@@ -393,7 +393,7 @@ class MethodEvaluator:
         if any(one.trained for one in evaluated):
             advice = ["more training: --train-rows, or a larger --budget"]
         one_failure = [one for one in evaluated if len(one.failures) == 1]
-        costly = [one for one in one_failure if math.inf > relative(one.change.estimate) > self.tolerance]
+        costly = [one for one in one_failure if 1 >= relative(one.change.estimate) > self.tolerance]
         if costly:
             least = min(costly, key=lambda one: one.change.estimate)
             # Rounded up, so that the method passes with the tolerance that is printed.

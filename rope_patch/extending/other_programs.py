@@ -19,7 +19,7 @@ def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_leng
 
     Args:
         model: the model in memory.
-        options: the options of the run; where their model is a folder or a GGUF file, programs are compared on it.
+        options: the options of the run.
         trained_length: the context that the model was trained with [tokens].
     """
     inspection = inspect_model(model)
@@ -28,14 +28,13 @@ def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_leng
         f"{options.length} ({options.length / trained_length:g} times)"
     ]
     lines += [f"note: {warning}" for warning in inspection.warnings]
-    if Path(options.model).exists():
-        lines += [f"note: {sentence}" for sentence in other_programs(options.model)]
+    dtype = str(model.dtype).removeprefix("torch.")
     try:
-        memory = plan(model, length=options.length).reading
+        memory = plan(model, length=options.length, dtype=dtype).reading
     except ValueError:  # the plan does not know the shapes of this family
         return lines
     answer, weights, cache = (memory[part] / 2**30 for part in ("retrieval", "weights", "KV cache"))
-    sizes = f"{answer:.2g} GiB in bfloat16 (weights {weights:.2g}, KV cache {cache:.2g})"
+    sizes = f"{answer:.2g} GiB in {dtype} (weights {weights:.2g}, KV cache {cache:.2g})"
     return [*lines, f"to answer a prompt of {options.length} tokens takes {sizes}"]
 
 

@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.folder_patch import EXTEND_RECORD, check_folder_is_free
+from rope_patch.checkpoints.folder_patch import BASE_CARD, EXTEND_RECORD, check_folder_is_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.errors import read_json
 from rope_patch.evaluation.spec import check_tasks
-from rope_patch.extending.card import card
+from rope_patch.extending.card import base_card, card
 from rope_patch.extending.other_programs import other_programs
 from rope_patch.extending.result import Extended
 from rope_patch.methods import as_method
@@ -92,6 +92,8 @@ def write_extended(
     for path in Path(outcome.options.model).glob("*"):
         if path.is_file() and any(word in path.name.upper() for word in TERMS):  # which go with the weights
             shutil.copyfile(path, staged / path.name)
+    if (of_base := base_card(outcome.options.model)) is not None:
+        shutil.copyfile(of_base, staged / BASE_CARD)
     write_atomically(staged / "extend.yaml", to_yaml(outcome.options))
     write_atomically(staged / EXTEND_RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))

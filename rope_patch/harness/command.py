@@ -25,14 +25,10 @@ def main() -> None:
 
 
 def _run() -> None:
-    try:
-        from lm_eval._cli import HarnessCLI
-        from lm_eval.api.registry import model_registry
-        from lm_eval.utils import setup_logging
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "lm_eval":
-            raise
-        raise ImportError('rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"') from None
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.api.registry import model_registry
+    from lm_eval.utils import setup_logging
+
     setup_logging()
     importlib.import_module("lm_eval.models")  # lm-eval registers its own model types only where there are none yet
     if "rope_patch" not in model_registry:  # it is imported when it is asked for

@@ -95,6 +95,8 @@ class DoctorOptions(OptionSet, command="doctor"):
     With ``--method``, the options are printed by which each program runs this unchanged checkpoint under a method. The
     exit status is 3 if a program's options cannot express it.
 
+    With ``--repair``, a copy of a patched folder is written with the config that its patch record describes.
+
     Examples: ``rope-patch doctor ./llama``, ``rope-patch doctor ./llama-yarn --for vllm``,
     ``rope-patch doctor ./llama --method yarn:factor=4 --for sglang``
     """
@@ -118,11 +120,18 @@ class DoctorOptions(OptionSet, command="doctor"):
         metavar="METHOD",
     )
     patching: Patching = contained(Patching, without=("freeze_at",))
+    config_only: bool = flag("Leave out the weights files, which need not be there, as in a CI.")
+    repair: bool = flag("Write a copy of a patched folder whose config was changed after the patch; needs -o.")
+    output: Path | None = path(
+        "With --repair: the folder to write, which must be new or empty.", None, metavar="FOLDER", short=("-o",)
+    )
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()
 
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
+        if self.repair != (self.output is not None):
+            raise ValueError("--repair and -o FOLDER go together: a repaired copy is written into that folder")
         if self.method is None and self.patching != Patching():
             raise ValueError("--target-length and --layer-type go with --method: name one, or leave them out")

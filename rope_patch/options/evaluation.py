@@ -69,7 +69,8 @@ class EvalSpec(OptionSet):
         empty=True,
     )
     text: str | None = word(
-        "The text for perplexity: a file, or a folder of .txt files. By default, text that ships with Python.",
+        "The text for perplexity: a file, or a folder of .txt files. By default text that ships with Python; for "
+        "finetune documents of data.source that are kept from training.",
         None,
         metavar="PATH",
         kind=PathLike,

@@ -46,6 +46,7 @@ class ExtendSettings(OptionSet):
         0.25,
         metavar="SHARE",
         least=0,
+        most=1,
     )
     train: bool = flag("Train the best method with LoRA, and let the trained model compete.")
     train_text: str | None = word(

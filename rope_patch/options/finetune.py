@@ -116,7 +116,9 @@ class TrainOptions(OptionSet):
     scheduler: str = word(
         "The scheduler of transformers, such as constant_with_warmup, linear or cosine.", "constant_with_warmup"
     )
-    warmup: float = number("The warm-up steps; below 1, a share of all steps.", 20.0, least=0)
+    warmup: float | None = number(
+        "The warm-up steps; below 1, a share of all steps. By default 20, and a fifth of a run at most.", None, least=0
+    )
     optimizer: str = word(
         "The optimizer: adamw, adamw_8bit or paged_adamw_8bit (bitsandbytes; a quarter of the memory of its states), "
         "or sgd (which has no states).",
@@ -153,7 +155,9 @@ class EvaluationOptions(OptionSet):
         0,
         least=0,
     )
-    before: bool = flag("Evaluate the patched model without its adapter too. With lora.rank=0 there is none.", True)
+    before: bool = flag(
+        "Evaluate the model without its adapter, too, unpatched and patched. With lora.rank=0 there is none.", True
+    )
     lengths: tuple[int, ...] | None = tokens(
         'The prompt lengths, such as "4k 16k 32k"; perplexity is measured at the positions between them. By default '
         "the length that the model is patched for.",
@@ -233,6 +237,8 @@ class RecipeOptions(OptionSet):
     def warmup_steps(self) -> int:
         """The number of steps over which the learning rate rises."""
         warmup = self.train.warmup
+        if warmup is None:
+            return min(20, self.train.steps // 5)
         if warmup < 1:
             return round(warmup * self.train.steps)
         return int(warmup)

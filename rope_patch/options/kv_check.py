@@ -22,6 +22,7 @@ class Limits(OptionSet):
         0.02,
         metavar="SHARE",
         least=0,
+        most=1,
     )
     confidence: float = number("The confidence of the intervals.", 0.95, above=0, below=1)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.methods.scaled import context_reached
@@ -59,13 +60,18 @@ class Inspection:
             span = "none rotates"
             if len(rotated):
                 span = f"{rotated.min():.4g} to {rotated.max():.4g} tokens"
-            partial = int((frequencies.turns(table.inv_freq, table.max_position_embeddings) < 1).sum())
-            lines += [
-                f"  {table}",
-                f"    wavelengths {span}; {partial} of {table.pairs} pairs make no full turn within "
-                f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
-            ]
+            lines += [f"  {table}", f"    wavelengths {span}; {turns_in_context(table)}"]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.warnings)])
+
+
+def turns_in_context(table: RotaryTable) -> str:
+    """Return a line with the context of a table, and the number of its pairs that make no full turn within it."""
+    context = context_reached(table)
+    partial = int((frequencies.turns(table.inv_freq, context) < 1).sum())
+    reached = f"context {context}"
+    if context != table.max_position_embeddings:
+        reached += f", {table.max_position_embeddings} stated"
+    return f"{reached}; {partial} pairs make no full turn within it"
 
 
 def shortened(method: str, most: int = 60) -> str:
@@ -87,11 +93,8 @@ def inspect_model(model: nn.Module) -> Inspection:
     location = locate(model)
     record = location.record
     if location.patched is not None:
-        in_use = tuple(location.patched.tables.values())
-        warnings = [*_scaling_warnings(in_use)]
-        if record is None:
-            warnings.append("patched, but its config has lost the record")
-        return Inspection(location.name, in_use, record, tuple(warnings))
+        lost = () if record is not None else ("patched, but its config has lost the record",)
+        return Inspection(location.name, tuple(location.patched.tables.values()), record, lost)
     # Without the record the location describes what the config in force states: the patch, if there is one.
     as_stated = replace(location, record_data=None)
     in_use = tuple(as_stated.tables.values())
@@ -103,7 +106,6 @@ def inspect_model(model: nn.Module) -> Inspection:
     ]
     if record is not None:
         warnings += _differences(record.tables, records_of(as_stated.tables), "record")
-    warnings += _scaling_warnings(in_use)
     return Inspection(location.name, in_use, record, tuple(warnings))
 
 
@@ -124,15 +126,6 @@ def trained_length(model: nn.Module) -> int:
         2048
     """
     return context_reached(next(iter(locate(model).tables.values())))
-
-
-def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:
-    for table in tables:
-        if table.attention_scaling != 1.0:
-            yield (
-                f"{table.name} multiplies cos and sin of every pair by {table.attention_scaling:g}, unrotated pairs "
-                f"included: logits by {table.attention_scaling**2:.3g}"
-            )
 
 
 def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
@@ -181,14 +174,14 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
 
 
 def edits_since(location: Location) -> list[str]:
-    """Return the changes of a patched model's config since the patch, a line for each key."""
+    """Return the changes of a patched model's config since the patch, a sentence for each key."""
     if location.record is None:
         return []
     # The settings of the patch are computed again: the record holds those before it alone.
-    recorded = settings_of(config_with(location.config, plan_from_record(location, location.record).settings))
-    current = settings_of(location.config)
+    patched = config_with(location.config, plan_from_record(location, location.record).settings)
+    recorded, current = flatten_dict(settings_of(patched)), flatten_dict(settings_of(location.config))
     return [
-        f"{key} {recorded.get(key)} -> {current.get(key)}"
+        f"{key.removeprefix('rope_parameters.')} is {current.get(key)}, the record says {recorded.get(key)}"
         for key in sorted({*recorded, *current})
         if recorded.get(key) != current.get(key)
     ]

@@ -61,7 +61,6 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
         *examples(scores),
         *_curves(comparison, names),
         *(_map(comparison, names, task) for task in comparison.spec.tasks),
-        *_equal_tables(comparison),
         *answers(scores),
         *_long_names(names),
         pages.facts(_facts(comparison), comparison.environment),
@@ -71,7 +70,7 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
     if text:
         sizes.append(count_text(text.windows, "window"))
     sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in comparison.spec.tasks]
-    name = comparison.model or "Model without a name"
+    name = comparison.model.partition(" ")[2] or comparison.model or "Model without a name"
     title = f"{name}, trained at {comparison.trained_length} tokens: {', '.join(sizes)}"
     return Section(title, summary(comparison, names, columns), parts)
 
@@ -150,7 +149,9 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
         metric = METRICS[column.metric]
         cells = []
         tied = {method for method, difference in column.differences.items() if not difference.significant}
-        if tied:
+        if len(tied) == len(comparison.rows) - 1:
+            tied = set()  # the intervals separate nothing, as with one window, and signs would say that all is alike
+        elif tied:
             # The best is marked as well, since the intervals do not tell it from those.
             tied.add(comparison.rows[column.best].label)
         for row, value in zip(comparison.rows, column.values, strict=True):
@@ -172,7 +173,7 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
     if len(comparison.rows) > 1:
         caption += (
             f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
-            f"intervals. {INTERVALS}"
+            f"intervals; in a column without a sign they separate no method from the best. {INTERVALS}"
         )
     return _table("Scores", names, shown, caption)
 
@@ -222,12 +223,20 @@ def before_after(comparison: Comparison, chosen: str) -> DataTable:
     rows: list[Cells] = []
     for length in comparison.lengths:
         for metric, span in spans_at(comparison.spec, length):
-            values = [value_text(metric, metric.value(scores[label], span)) for label in (UNPATCHED, chosen)]
-            change = metric.difference(scores[chosen], scores[UNPATCHED], span)
+            before, after = scores[UNPATCHED], scores[chosen]
+            values = [_value(metric, span, before), _value(metric, span, after)]
+            change = metric.difference(after, before, span)
             text = change_sentence(metric, change) if math.isfinite(change.estimate) else "–"
             rows.append([_what(metric, span), *values, text])
     caption = "The change, on the same windows and prompts, with its 95 % interval."
     return DataTable("Before and after", ["", "before", "after", "change"], rows, caption)
+
+
+def _value(metric: Metric, span: Span, scores: EvalResult) -> str:
+    """Return a value of the table before and after; of prompts the number that is answered, which may be one of one."""
+    if metric.name == "retrieval":
+        return scores.retrieval[str(span.task)].answered(span.stop)
+    return value_text(metric, metric.value(scores, span))
 
 
 def _what(metric: Metric, span: Span) -> str:
@@ -353,13 +362,3 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
         "prompt, 100 % just before the question."
     )
     return figure(plots.retrieval_heatmap, grids, title=title, caption=caption, lengths=lengths, depths=depths)
-
-
-def _equal_tables(comparison: Comparison) -> list[Note]:
-    """Return a note for each layer type whose table no method changes."""
-    notes = []
-    for i, table in enumerate(comparison.rows[0].tables):
-        if len(comparison.rows) > 1 and len({row.tables[i].fingerprint for row in comparison.rows}) == 1:
-            layers = f"layers of type {table.layer_type}" if table.layer_type else "all layers"
-            notes.append(Note(f"All methods use the same rotary table in {layers}."))
-    return notes

@@ -17,6 +17,9 @@ SPINS = "10000"
 """How often a thread of a command looks whether the others are ready before it sleeps. At GNU OpenMP's default of
 300,000, commands beside each other use up the cores by waiting: see ``benchmarks/results/busy_cpu.json``."""
 
+EXTRAS = {"matplotlib": "plots", "peft": "train", "datasets": "train", "bitsandbytes": "train", "lm_eval": "eval"}
+"""The extra of this package that brings each module which a part of the commands needs."""
+
 
 def guarded(run: Callable[[], int | None], interrupted: str = "no file was left half written") -> int:
     """Run a command, and return its exit status.
@@ -82,7 +85,10 @@ def _message(error: Exception) -> str:
         # Python's own text begins with an error number.
         advice = ": make room there, and run the same command again" if error.errno == errno.ENOSPC else ""
         return f"{str(error.filename)!r}: {error.strerror.lower()}{advice}"
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("matplotlib"):
-        # Only the report draws figures, so a command can do its work without matplotlib.
-        return f'{error}: pip install "rope_patch[plots]", or give --no-report'
+    if isinstance(error, ModuleNotFoundError):
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra == "plots":
+            return f'{error}: pip install "rope_patch[plots]", or give --no-report'
+        if extra is not None:
+            return f'{error}: pip install "rope_patch[{extra}]"'
     return str(error)

@@ -51,7 +51,7 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
     The hub is asked for nothing: with retries that takes half a minute.
 
     Args:
-        source: the folder, GGUF file or hub id: ``name``, or ``org/name`` where no folder here is called ``org``.
+        source: the folder, GGUF file or hub id ``org/name``, where no folder here is called ``org``.
         configs: the files of :data:`CONFIG_FILES` of which a folder must hold one; a GGUF file stands for the first.
 
     Raises:
@@ -76,9 +76,9 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
             raise ValueError(f"{source} is a GGUF file: give {expected}")
     elif path.exists():
         raise ValueError(f"{source} is a file: give {expected}")
-    elif name.startswith((".", "~")) or not all(parts) or len(parts) > 2 or "\\" in name:
+    elif name.startswith((".", "~")) or not all(parts) or len(parts) != 2 or "\\" in name:
         raise ValueError(f"no folder {source}: give {expected}")
-    elif len(parts) == 2 and Path(parts[0]).is_dir():
+    elif Path(parts[0]).is_dir():
         raise ValueError(f"no folder {source} in the folder {parts[0]}, so the hub is not asked: give {expected}")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, change_sentence, column_heading, spans_of
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.options.finetune import RecipeOptions
@@ -19,8 +21,15 @@ SEED_OFFSET = 1_000_003
 """Number that is added to the seed, so that a run is not evaluated on prompts that `compare` uses with a small seed."""
 
 
-def suite_of(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> EvalSuite:
+def suite_of(
+    options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None = None
+) -> EvalSuite:
     """Return the texts and prompts of a run's evaluations.
+
+    Args:
+        options: the options of the run.
+        tokenizer: the tokenizer of the model.
+        texts: the texts that were held out of the training data; empty or None for those that the options name.
 
     Raises:
         ValueError: the task cannot be asked at these lengths, or there is too little text.
@@ -30,10 +39,17 @@ def suite_of(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Eval
     spec = replace(
         spec, lengths=lengths, tasks=(options.evaluation.task,), bucket=max(lengths), seed=SEED_OFFSET + spec.seed
     )
+    if texts and spec.windows:
+        # A tenth of the data may hold fewer windows than asked for, and holds one at least.
+        (stream,) = encode(tokenizer, "\n\n".join(texts), prefix=())
+        spec = replace(spec, windows=max(1, min(spec.windows, len(stream.ids) // spec.longest)))
     try:
-        return EvalSuite(spec, tokenizer)
+        suite = EvalSuite(spec, tokenizer, text=texts or None)
     except ValueError as error:
         raise ValueError(f"evaluation: {error}") from error
+    if texts:
+        suite.text_name = f"{len(texts)} documents of {options.data.source} that are kept from training"
+    return suite
 
 
 def evaluate_model(suite: EvalSuite, model: PreTrainedModel) -> EvalResult:

@@ -15,11 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from rope_patch import checkpoints
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.options.finetune import RecipeOptions
+from rope_patch.patching.install import patched
+from rope_patch.patching.verify import verify_model
 from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.parallel import from_first_process
 from rope_patch.training.evaluate_run import evaluate_model, metrics, suite_of
 from rope_patch.training.models import BUNDLED_CHAT_TEMPLATE, BUNDLED_MODELS, load_model, prepare
-from rope_patch.training.pack_rows import make_rows, packed_rows, rows_per_step
+from rope_patch.training.pack_rows import held_out, make_rows, packed_rows, rows_per_step
 from rope_patch.training.results import write_results
 from rope_patch.training.runs import RunFolder, inspect_folder
 from rope_patch.training.trainer import LongTrainer
@@ -86,28 +88,19 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
         if options.data.learn == "assistant" and options.model.name in BUNDLED_MODELS:
             tokenizer.chat_template = BUNDLED_CHAT_TEMPLATE
         model = prepare(model, options)
-        suite = suite_of(options, tokenizer)
+        texts = held_out(options, tokenizer, None if run.checkpoint is None else run.work)
+        suite = suite_of(options, tokenizer, texts)
         if dry_run and run.checkpoint is None:
-            rows: Any = [next(packed_rows(options, tokenizer))]
+            rows: Any = [next(packed_rows(options, tokenizer, texts))]
         else:
             # Deletes an earlier run, so only now that the options are known to fit the model.
             from_first_process(lambda: run.begin(options))
             # The first process packs the rows into a file, which all of them open.
-            from_first_process(lambda: bool(make_rows(options, tokenizer, run.work)))
-            rows = make_rows(options, tokenizer, run.work)
+            from_first_process(lambda: bool(make_rows(options, tokenizer, run.work, texts)))
+            rows = make_rows(options, tokenizer, run.work, texts)
         trainer = LongTrainer(model, args, rows, evaluator=lambda model: metrics(evaluate_model(suite, model)))
         if PartialState().is_main_process:
-            tokens = rows_per_step(options) * options.data.length
-            text = f"trains for {options.train.steps} steps of {tokens:,} tokens"
-            if run.checkpoint is not None:
-                text += f", from {run.checkpoint.name} on"
-            asked = options.evaluation
-            evaluations = 1
-            if asked.before and options.lora.rank:
-                evaluations += 1
-            if asked.every:
-                evaluations += options.train.steps // asked.every
-            print(f"{text}; evaluations: {evaluations}, each of {suite.tokens:,} tokens", file=sys.stderr)
+            print(_work(options, run, suite, is_patched=verify_model(model).changed), file=sys.stderr)
         if dry_run:
             trainer.create_optimizer_and_scheduler(options.train.steps)
             print("dry run: nothing was trained or written", file=sys.stderr)
@@ -118,6 +111,22 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
             raise torch.OutOfMemoryError(
                 f"a step does not fit: --dry-run predicts its memory and says what to change. {error}"
             ) from error
+
+
+def _work(options: RecipeOptions, run: RunFolder, suite: EvalSuite, *, is_patched: bool) -> str:
+    """Return what a run does, as a sentence: its steps, and how often it is evaluated on what."""
+    tokens = rows_per_step(options) * options.data.length
+    text = f"trains for {options.train.steps} steps of {tokens:,} tokens"
+    if run.checkpoint is not None:
+        text += f", from {run.checkpoint.name} on"
+    asked = options.evaluation
+    evaluations = 1
+    if asked.before and options.lora.rank:
+        evaluations += 1 + is_patched
+    if asked.every:
+        evaluations += options.train.steps // asked.every
+    text += f"; evaluations: {evaluations}, each of {suite.tokens:,} tokens"
+    return f"{text}; perplexity is measured on {suite.text_name}"
 
 
 def _train(
@@ -141,12 +150,15 @@ def _train(
         gathered["state_dict"] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if is_first:  # saved before the last evaluation: if that fails, the adapter is there
         checkpoints.save(trained, run.out, tokenizer=tokenizer, **gathered)
-    after = evaluate_model(suite, trained)
-    before = None
+    scores = {"after": evaluate_model(suite, trained)}
     if options.evaluation.before and options.lora.rank:
-        with trained.disable_adapter():  # what is left is the patched model before training
-            before = evaluate_model(suite, trained)
+        with trained.disable_adapter():  # what is left is the model before training
+            scores["before"] = evaluate_model(suite, trained)
+            record = verify_model(trained)
+            if record.changed:
+                with patched(trained, "default", replace=True, freeze_at=record.freeze_at):
+                    scores["unpatched"] = evaluate_model(suite, trained)
     trainer.accelerator.wait_for_everyone()
     if not is_first:
         return Result(run.out, {})
-    return Result(run.out, write_results(run.out, options, command, trainer, before, after))
+    return Result(run.out, write_results(run.out, options, command, trainer, scores, suite.text_name))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,22 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from rope_patch.errors import read_json
 from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.documents import encode
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.options.finetune import DataOptions, RecipeOptions
+from rope_patch.runtime.folders import write_atomically
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file to the reader of ``datasets``."""
 
 ROWS_FILE = "rows.arrow"
 """Name of the file of packed rows in the ``work`` folder of a run."""
+
+HELD_OUT_FILE = "held_out.json"
+"""Name of the file, beside the rows, of the texts that are kept from training."""
 
 DOCUMENTS_CHECKED = 1000
 """Number of documents that are searched for one as long as a row; if there is none among them, the run is refused."""
@@ -130,10 +136,51 @@ def conversation(
     return ids, labels
 
 
+def held_out(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> list[str]:
+    """Return texts of the user's data that are kept from training, so that perplexity is measured on the like of it.
+
+    They are the first documents in the order of the seed, as many as the windows of the evaluation need, and a tenth of
+    all at most. The list is empty if the user names a text, or if too few documents are there.
+
+    Args:
+        options: the options of the run.
+        tokenizer: the tokenizer of the model.
+        folder: the folder with the rows of a run that is resumed, which keeps its texts; None for a new run.
+    """
+    spec, longest = options.evaluation.spec, options.evaluation_lengths[-1]
+    if spec.windows == 0 or spec.text is not None or options.data.source == "builtin":
+        return []
+    if folder is not None:
+        # A run of an earlier version held nothing out.
+        path = folder / HELD_OUT_FILE
+        return list(read_json(path)["texts"]) if path.is_file() else []
+    documents = open_source(options.data, options.train.seed)
+    most = DOCUMENTS_CHECKED
+    if hasattr(documents, "__len__"):  # else it is streamed
+        most = len(documents) // 10
+    texts: list[str] = []
+    tokens = 0
+    for row in itertools.islice(documents, most):
+        text = row.get(options.data.column)
+        if isinstance(text, str) and text.strip():  # conversations are not read as text
+            texts.append(text)
+            tokens += sum(len(document.ids) for document in encode(tokenizer, [text], prefix=()))
+        if tokens >= (spec.windows or 16) * longest:
+            break
+    if tokens >= longest:
+        return texts
+    warnings.warn(
+        f"perplexity is measured on text that ships with Python: a tenth of the documents of {options.data.source} is "
+        "too little to be kept from training for it, and evaluation.text=PATH names another text",
+        stacklevel=2,
+    )
+    return []
+
+
 def read_documents(
-    options: DataOptions, tokenizer: PreTrainedTokenizerBase, seed: int
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase, seed: int, without: Collection[str] = ()
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the tokens and labels of every document that is not empty.
+    """Yield the tokens and labels of every document that is not empty, nor among those that are held out.
 
     Raises:
         ValueError: there is no such column, it holds neither text nor messages, or it holds text under
@@ -144,7 +191,7 @@ def read_documents(
             raise ValueError(f"data.column: there is no column {options.column!r}. Known: {', '.join(row)}")
         value = row[options.column]
         if isinstance(value, str) and options.learn == "all":
-            if not value.strip():
+            if not value.strip() or value in without:
                 continue
             for document in encode(tokenizer, [value]):
                 ids = document.ids.tolist()
@@ -191,7 +238,9 @@ def pack(
                 ids, labels, positions = [], [], []
 
 
-def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Any:
+def make_rows(
+    options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder: Path, without: Sequence[str] = ()
+) -> Any:
     """Pack the rows of a whole run into a file, or open that file: a resumed run reads the rows that it began with.
 
     Only as many documents are read as the run needs. If the data ends earlier, it is read again, in another order.
@@ -200,6 +249,7 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
         options: the options of the run.
         tokenizer: the tokenizer of the model.
         folder: the folder of the file; it holds the rows of this run alone.
+        without: the texts that are kept from training.
 
     Returns:
         A ``datasets`` dataset of tensors.
@@ -214,6 +264,7 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
     path = folder / ROWS_FILE
     count = options.train.steps * rows_per_step(options)
     if not path.exists():
+        write_atomically(folder / HELD_OUT_FILE, json.dumps({"texts": [*without]}))
         tokens = datasets.List(datasets.Value("int32"))
         columns = ["input_ids", "labels", "position_ids"]
         if _masked(options):
@@ -221,7 +272,7 @@ def make_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder
         features = datasets.Features(dict.fromkeys(columns, tokens))
         part = folder / f".{ROWS_FILE}"
         with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
-            for row in tqdm(itertools.islice(packed_rows(options, tokenizer), count), "packing", count):
+            for row in tqdm(itertools.islice(packed_rows(options, tokenizer, without), count), "packing", count):
                 writer.write(row)
             writer.finalize()
         # Renamed when it is whole: a file that a kill cut short would be taken for all rows.
@@ -254,8 +305,10 @@ def _masked(options: RecipeOptions) -> bool:
     return options.data.boundaries == "join"
 
 
-def packed_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, list[int]]]:
-    """Yield the rows of a run, without end.
+def packed_rows(
+    options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, without: Sequence[str] = ()
+) -> Iterator[dict[str, list[int]]]:
+    """Yield the rows of a run, without end; the arguments are those of :func:`make_rows`.
 
     Raises:
         ValueError: no document is as long as a row, and ``data.allow_short`` is not set.
@@ -263,7 +316,8 @@ def packed_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> I
     data = options.data
     seed = options.train.seed
     _check_documents(options, tokenizer)
-    for index, row in enumerate(pack(_endless(options, tokenizer), data.length, apart=data.boundaries == "apart")):
+    documents = _endless(options, tokenizer, frozenset(without))
+    for index, row in enumerate(pack(documents, data.length, apart=data.boundaries == "apart")):
         if data.positions == "pose":
             # A seed for each row: its positions do not depend on the rows before it.
             rng = random.Random(f"{seed}/{index}")
@@ -273,13 +327,15 @@ def packed_rows(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> I
         yield row
 
 
-def _endless(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[int]]]:
+def _endless(
+    options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, without: Collection[str]
+) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the documents, and start over whenever they end."""
     for epoch in itertools.count():
         if epoch == 1:
             order = "another" if options.data.shuffle else "the same"
             warnings.warn(f"the data ends before the run does: it is read again, in {order} order", stacklevel=2)
-        yield from read_documents(options.data, tokenizer, options.train.seed + epoch)
+        yield from read_documents(options.data, tokenizer, options.train.seed + epoch, without)
 
 
 def _check_documents(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> None:

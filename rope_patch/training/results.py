@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ model = rope_patch.load("THIS FOLDER", dtype="{dtype}")
 {scores}
 
 Retrieval: exact match of greedy decoding on {asked} {task} prompts per length. Perplexity: by position, over {windows}
-windows of held-out text. {population}
+windows of {text}. {population}
 
 {sentences}
 
@@ -65,8 +66,8 @@ def write_results(
     options: RecipeOptions,
     command: str,
     trainer: LongTrainer,
-    before: EvalResult | None,
-    after: EvalResult,
+    evaluations: Mapping[str, EvalResult],
+    text: str,
 ) -> dict[str, Any]:
     """Write results, evaluations and card of a finished run; return the contents of ``results.json``.
 
@@ -75,9 +76,11 @@ def write_results(
         options: the options of the run.
         command: the command that started the run; by default that of this process.
         trainer: the trainer after training, with its model and its log.
-        before: the evaluation of the model without its adapter; None if it was not asked for.
-        after: the evaluation of the model that was saved.
+        evaluations: the evaluation of the model that was saved, ``"after"``; if asked for, the one without its
+            adapter, ``"before"``, and without its patch, ``"unpatched"``.
+        text: the name of the text that perplexity is measured on.
     """
+    after, before = evaluations["after"], evaluations.get("before")
     compared = []
     if before is not None:
         compared = changes(before, after)
@@ -100,16 +103,15 @@ def write_results(
         "tokens": state.global_step * rows_per_step(options) * options.data.length,
         "losses": [{"step": entry["step"], "loss": entry["loss"]} for entry in state.log_history if "loss" in entry],
         "environment": environment(model),
+        "text": text,
+        "unpatched": None,
         "before": None,
-        "after": metrics(after),
+        **{name: metrics(scores) for name, scores in evaluations.items()},
         "changes": compared,
-        "notes": _notes(model, str(record.to_method()), before, after),
+        "notes": _notes(trained_length(model), record.changed, evaluations),
     }
-    scores = {"before": None, "after": after.to_dict()}
-    if before is not None:
-        results["before"] = metrics(before)
-        scores["before"] = before.to_dict()
-    write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
+    evaluated = {name: scores.to_dict() for name, scores in evaluations.items()}
+    write_atomically(out / "evaluation.json", json.dumps(evaluated, allow_nan=False))
     write_atomically(out / "README.md", card(options, results, after))
     write_atomically(
         out / RESULTS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n"
@@ -117,13 +119,15 @@ def write_results(
     return results
 
 
-def _notes(model: Any, patch: str, before: EvalResult | None, after: EvalResult) -> list[str]:
-    """Return warnings if the unpatched model was not measured or fails the task within its trained length."""
-    # Only then is the evaluation before training one of the unpatched model.
-    if before is not None and patch == "default":
-        return before.warnings(trained_length(model))
-    measured = [after] if before is None else [before, after]
-    return unpatched_missing(measured, trained_length(model), "rope-patch compare MODEL --methods default measures it")
+def _notes(trained: int, is_patched: bool, evaluations: Mapping[str, EvalResult]) -> list[str]:
+    """Return warnings if the unpatched model was not measured or fails the task within its trained length [tokens]."""
+    unpatched = evaluations.get("unpatched")
+    if unpatched is None and not is_patched:
+        unpatched = evaluations.get("before")
+    if unpatched is not None:
+        return unpatched.warnings(trained)
+    measured = [*evaluations.values()]
+    return unpatched_missing(measured, trained, "rope-patch compare MODEL --methods default measures it")
 
 
 def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> str:
@@ -161,6 +165,7 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
         asked=len(retrieval.samples(after.spec.lengths[0])),
         task=options.evaluation.task,
         windows=after.perplexity.windows if after.perplexity else 0,
+        text=results["text"],
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         sentences="\n".join(sentences),
         command=results["command"],
@@ -173,13 +178,11 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
 
 
 def scores_table(results: dict[str, Any]) -> str:
-    """Return the metrics before and after training as a table."""
-    before = results["before"] or {}
+    """Return the metrics of the model without its patch, before and after training as a table."""
+    columns = [column for column in ("unpatched", "before", "after") if results.get(column)]
     rows: list[Cells] = []
     # The first number is the score that ranks checkpoints, a mixture that says little to a reader.
-    for name, value in list(results["after"].items())[1:]:
-        earlier = ""
-        if name in before:
-            earlier = f"{before[name]:.3g}"
-        rows.append([name.replace("_", " "), earlier, f"{value:.3g}"])
-    return markdown_table(DataTable("Scores", ["", "before", "after"], rows, ""))
+    for name in list(results["after"])[1:]:
+        rows.append([name.replace("_", " "), *(f"{results[column][name]:.3g}" for column in columns)])
+    headings = {"unpatched": "unpatched", "before": "before training", "after": "after training"}
+    return markdown_table(DataTable("Scores", ["", *(headings[column] for column in columns)], rows, ""))

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.commands import invoke
 from support.patches import edit_json, lora, module_of, patched_model
 from support.tiny import MIXED, SIZE, YARN, tiny_config, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+)
 
 import rope_patch
 from rope_patch import Diagnosis, doctor
@@ -299,8 +309,58 @@ def test_what_decides_nothing_is_a_note(folder):
     assert str(found).count("note ") == 2
     edit_json(folder / "config.json", lambda config: config.pop("rope_parameters"))
     without_base = doctor(folder)
-    assert notes(without_base) == {"base", "tokenizer files"}
-    assert without_base.ok and "default of LlamaConfig" in without_base.verdict
+    assert notes(without_base) == {"no base", "no tokenizer"}
+    assert without_base.ok and without_base.verdict.endswith("2 notes: no base, no tokenizer")
+
+
+def test_a_model_without_a_rotary_table_is_told_of_no_base(tmp_path):
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8)).save_pretrained(tmp_path)
+    assert notes(doctor(tmp_path)) == {"no tokenizer"}
+
+
+def test_a_changed_folder_is_repaired_from_its_record(folder, tmp_path):
+    patched, repaired = tmp_path / "patched", tmp_path / "repaired"
+    patch_folder(folder, "abf:rope_theta=100000", patched, target_length=256)
+    written = (patched / "config.json").read_bytes()
+
+    def wrong_base_and_context(config):
+        config["rope_parameters"]["rope_theta"] = 10000.0
+        config["max_position_embeddings"] = 64
+
+    edit_json(patched / "config.json", wrong_base_and_context)
+    found = doctor(patched)
+    (first, *others) = found.found("differs")
+    assert "rope_theta is 10000.0, the record says 100000.0" in first.meaning
+    assert all("--repair" in check.fix for check in (first, *others))
+    # What other programs compute is no reason to give up before the repair, either.
+    fixes = {check.fix for check in found.checks if check.program and check.state == "differs"}
+    assert fixes and all("--repair" in fix for fix in fixes)
+    assert invoke("doctor", str(patched), "--repair", "-o", str(repaired)).exit_code == 0
+    assert (repaired / "config.json").read_bytes() == written
+    assert doctor(repaired).ok
+
+
+def test_a_config_is_checked_without_the_weights(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")  # as a clone may hold it
+    assert doctor(folder).status == 1
+    assert doctor(folder, config_only=True).ok
+    root = Path(__file__).parents[2]
+    if not (root / "action.yml").is_file():
+        pytest.skip("not in the source distribution")
+    (hook,) = yaml.safe_load((root / ".pre-commit-hooks.yaml").read_text())
+    program, *words = hook["entry"].split()
+    assert program == "rope-patch" and invoke(*words, str(folder), "--for", "vllm").exit_code == 0
+    last = yaml.safe_load((root / "action.yml").read_text())["runs"]["steps"][-1]
+    assert hook["entry"].split()[-1] in last["run"]
+    edit_json(folder / "config.json", lambda config: config["rope_parameters"].update(rope_theta=-1))
+    assert invoke(*words, str(folder)).exit_code == 1
+
+
+def test_a_repair_needs_a_record_and_a_folder_to_write(folder, tmp_path):
+    unpatched = invoke("doctor", str(folder), "--repair", "-o", str(tmp_path / "out"))
+    assert unpatched.exit_code == 2 and "no patch record" in unpatched.stderr
+    assert not (tmp_path / "out").exists()
+    assert "-o FOLDER" in invoke("doctor", str(folder), "--repair").stderr
 
 
 def test_a_context_that_another_program_multiplies_is_no_other_table(folder):

@@ -29,7 +29,7 @@ SAID = {
     "dynamic_table_keeps_the_longest_text": ("dynamic table", "the same text gives other logits", "freeze_at"),
     "tokenizer_cuts_at_the_old_context": ("tokenizer", "truncation=True", "model_max_length = 256"),
     "saved_tokenizer_cuts_at_the_old_context": ("tokenizer", "truncation=True", "tokenizer_config.json to 256"),
-    "converter_drops_the_scaling": ("config", "changed after the patch", "undo that change in config.json"),
+    "converter_drops_the_scaling": ("config", "changed after the patch", "--repair -o OUT"),
     "base_is_stated_twice": ("transformers 4", "scales nothing", "--to hf"),
     "folder_of_transformers_5": ("transformers 4", "its base is 10000", "--to hf"),
     "stated_attention_factor_is_ignored": ("SGLang", "ignores attention_factor", "--to sglang"),

@@ -80,7 +80,7 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
     assert results["steps"] == 4 and results["tokens"] == 4 * 2 * 128
     assert len(results["losses"]) == 4
     evaluated = json.loads((folder / "evaluation.json").read_text())
-    for when in ("before", "after"):
+    for when in ("unpatched", "before", "after"):
         cells = [cell for cell in evaluated[when]["retrieval"]["passkey"]["cells"] if cell["length"] == 256]
         right = [sample["correct"] for cell in cells for sample in cell["samples"]]
         assert len(right) == 2 and results[when]["retrieval_256"] == sum(right) / 2
@@ -94,11 +94,24 @@ def test_before_is_the_patched_model_and_after_is_what_was_saved(done):
     """The scores are those that the engines give for the model in memory and for the folder loaded anew."""
     suite = suite_of(options("x"), TOKENIZER)
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    assert metrics(suite.run(model)) == pytest.approx(done.results["unpatched"], abs=1e-6)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     before, after = done.results["before"], done.results["after"]
     assert metrics(suite.run(model)) == pytest.approx(before, abs=1e-6)
     assert metrics(suite.run(rope_patch.load(done.folder, dtype=torch.float32))) == pytest.approx(after, abs=1e-5)
     assert after["perplexity_0_128"] != pytest.approx(before["perplexity_0_128"], abs=1e-3)
+
+
+def test_a_part_of_the_data_is_kept_from_training_and_evaluated_on(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, document in enumerate(builtin_text("train").documents[40:60]):
+        (texts / f"{number}.txt").write_text(document)
+    asked = options(tmp_path / "run", f"data.source={texts}", "evaluation.text=null", "evaluation.windows=4", *QUICK)
+    result = finetune(asked)
+    assert "kept from training" in result.results["text"]
+    assert result.results["text"] in (result.folder / "README.md").read_text()
+    assert finetune(asked).finished_before
 
 
 def test_plain_peft_would_load_the_adapter_wrongly_and_once_merged_plain_transformers_suffices(done, tmp_path):
@@ -346,7 +359,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(bases, tmp_path, words):
 
 def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
     dry = invoke("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
-    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 2, " in dry.stderr and "peak" in dry.stdout
+    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 3, " in dry.stderr and "peak" in dry.stdout
     assert not any(tmp_path.iterdir())
     assert invoke("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run").exit_code == 0
 

@@ -88,7 +88,7 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
         ("train.liger=maybe", "train.liger"),
         ("lora.rank=-1", "lora.rank must be >= 0"),
         ("train.learning_rate=0", "train.learning_rate"),
-        ("train.steps=10", "train.warmup=20"),
+        ("train.steps=10 train.warmup=20", "train.warmup=20"),
         ("evaluation.depths=[0.5,1.5]", "depths"),
         ("evaluation.task=haystack", "unknown retrieval task"),
         ("patch.method=yarm", "yarn"),

@@ -26,7 +26,7 @@ from rope_patch.options.finetune import DataOptions, ModelOptions
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning import shape_of
 from rope_patch.training.models import load_model, prepare, target_pattern
-from rope_patch.training.pack_rows import conversation, make_rows, open_source
+from rope_patch.training.pack_rows import conversation, held_out, make_rows, open_source, packed_rows
 from rope_patch.training.trainer import LongTrainer
 
 SENTENCE = "The quick brown fox jumps over the lazy dog, and number {} sleeps. "
@@ -347,3 +347,21 @@ def test_what_is_quantized_already_is_not_quantized_again(tmp_path):
     message = f"{tmp_path} is quantized already: set model.quantization=none"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_model(ModelOptions(str(tmp_path), quantization="nf4"))
+
+
+@pytest.mark.filterwarnings("ignore:the data ends")
+def test_documents_that_are_held_out_are_in_no_row(tmp_path):
+    source = jsonl(tmp_path / "stories.jsonl", [story(i) for i in range(20)])
+    asked = options(source, "data.length=256", "evaluation.windows=2", "evaluation.lengths=512")
+    texts = held_out(asked, TOKENIZER, None)
+    assert 1 <= len(texts) <= 2
+    rows = itertools.islice(packed_rows(asked, TOKENIZER, texts), 120)  # the documents once, and again in part
+    trained = TOKENIZER.decode([token for row in rows for token in row["input_ids"]])
+    for number in range(20):
+        assert (f"number {number}.0 sleeps" in trained) == (story(number) not in texts)
+
+
+def test_too_few_documents_to_hold_some_out_are_trained_on_and_it_is_said(tmp_path):
+    source = jsonl(tmp_path / "stories.jsonl", [story(i) for i in range(9)])
+    with pytest.warns(UserWarning, match="text that ships with Python"):
+        assert held_out(options(source), TOKENIZER, None) == []

@@ -1,0 +1,60 @@
+"""The ledger of the site: what stands in the results, once, and which comparisons of others are taken."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from support.commands import invoke
+
+from rope_patch import data_path
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "ledger.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="not in the source distribution")
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    return runpy.run_path(str(SCRIPT))
+
+
+def rows(page):
+    found = re.findall(r"<tr>(.*?)</tr>", page)[1:]  # the first holds the headings
+    return [[re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in found]
+
+
+def test_each_cell_stands_once_and_what_was_not_measured_is_empty(ledger):
+    table = rows(ledger["page"]())
+    names = [(*row[:4], row[9].split(" ")[0]) for row in table]
+    assert len(set(names)) == len(names) > 100
+    found = dict(zip(names, table, strict=True))
+    yarn = found["SmolLM2-135M-Instruct", "yarn:factor=2", "8192", "16384", "study_smollm2"]
+    assert yarn[8].startswith("6 of 8 (0.41") and yarn[5].startswith("+3.41 %")  # the README: 3 to 4 %
+    empty = [row for row in table if not row[9]]
+    assert all(row[4:] == [""] * 6 for row in empty)
+    assert ["SmolLM2-135M-Instruct", "longrope", "8192", "16384"] in [row[:4] for row in empty]
+
+
+def test_a_comparison_is_taken_or_refused_with_the_reason(ledger, tmp_path, capsys):
+    asked = ("--lengths", "64", "--windows", "2", "--samples", "1", "--depths", "0.5", "--no-report")
+    words = ("compare", data_path("assets") / "llama", "--methods", "default yarn:factor=4", *asked, "-o", tmp_path)
+    assert invoke(*map(str, words)).exit_code == 0
+    path = tmp_path / "comparison.json"
+    assert ledger["main"](["--check", str(path)]) == 0
+    before, after = ledger["of_comparison"](json.loads(path.read_text()), path)
+    assert (before.method, after.method, after.length) == ("default", "yarn:factor=4", 64)
+    assert len(after.losses(beyond=False)) == 2 and after.answered[1] == 1
+    for change, said in (
+        (lambda data: data.update(schema=4), "schema"),
+        (lambda data: data.update(model="LlamaForCausalLM"), "name the checkpoint"),
+        (lambda data: data["rows"].pop(0), "default"),
+        (lambda data: data.pop("columns"), "comparison.json"),
+    ):
+        data = json.loads(path.read_text())
+        change(data)
+        assert said in ledger["refused"](data)
+    path.write_text("[")
+    assert ledger["main"](["--check", str(path)]) == 1 and "cannot be read" in capsys.readouterr().out
