@@ -27,8 +27,13 @@ from rope_patch.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-TRAINED = {"smollm2": 8192, "gemma3": 32768}
-NAMES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
+TRAINED = {"smollm2": 8192, "gemma3": 32768, "qwen": 32768, "qwen-1.5b": 32768}
+NAMES = {
+    "smollm2": "SmolLM2-135M-Instruct",
+    "gemma3": "Gemma 3 270M",
+    "qwen": "Qwen2.5-Coder-0.5B-Instruct",
+    "qwen-1.5b": "Qwen2.5-Coder-1.5B-Instruct",
+}
 COLUMNS = (
     ("Model", "text"),
     ("Method", "text"),
