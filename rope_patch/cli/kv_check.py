@@ -96,8 +96,9 @@ def print_presets() -> None:
     table = new_table(
         *("number format", "bits of an element", "what it is"),
         caption="Parts may be added to a format: kivi-2;sinks=4. A text is "
-        "k=SIDE;v=SIDE;residual=N;flush=N;sinks=N;skip=0+27, a side FORMAT.AXIS.SWITCH…: axes token, tokenN, channelN; "
-        f"switches {', '.join(SWITCHES)}. Bits are those of keys and values, heads of {HEAD_DIM} "
+        "k=SIDE;v=SIDE;rope=SIDE;residual=N;flush=N;sinks=N;skip=0+27, a side FORMAT.AXIS.SWITCH…: axes token, tokenN, "
+        f"channelN; switches {', '.join(SWITCHES)}. rope= is for the features of keys that rotate, rope=full "
+        f"leaves them in full precision. Bits are those of keys and values, heads of {HEAD_DIM} "
         "features, without sinks and residual window.",
         caption_justify="left",
     )

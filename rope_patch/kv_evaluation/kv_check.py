@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.analysis.outliers import bias_sentences, key_biases
+from rope_patch.analysis.outliers import KeyBias, bias_sentences, key_biases
 from rope_patch.evaluation.compare import environment, methods_in_turn, naming_method
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
@@ -25,7 +25,7 @@ from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
-from rope_patch.modeling.attention_layers import find_attention_layers
+from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
@@ -112,20 +112,22 @@ def kv_check(
     check_spec(suite.spec)
     places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     record = locate(model).record
-    # A format that does not fit raises before anything is measured. Whether it fits depends on no method, nor does any
-    # part of the layers that a cache is made from.
-    label, in_place = next(iter(places.items()))
-    with in_place(), naming_method(label):
-        layers = find_attention_layers(model).layers
-        for name, scheme in parsed.items():
-            with naming_method(name):
-                plan_layers(layers, scheme)
-        biases = key_biases(model, layers)
+    # A format that does not fit raises before anything is measured. Which features rotate depends on the method.
+    layers: dict[str, Sequence[AttentionLayer]] = {}
+    biases: tuple[KeyBias, ...] = ()
+    for label, in_place in places.items():
+        with in_place(), naming_method(label):
+            layers[label] = find_attention_layers(model).layers
+            for name, scheme in parsed.items():
+                with naming_method(name):
+                    plan_layers(layers[label], scheme)
+            if len(layers) == 1:
+                biases = key_biases(model, layers[label])
     for sentence in bias_sentences(biases):
         progress.say(sentence)
-    setting = Setting(model, suite, limits, open_cache(resume), layers, biases)
-    rows, captures = [], {}
+    result_cache, rows, captures = open_cache(resume), [], {}
     for label, in_place in places.items():
+        setting = Setting(model, suite, limits, result_cache, layers[label], biases)
         with in_place() as tables, naming_method(label):
             with progress.stage(f"{label}, statistics of keys"):
                 captures[label] = capture(model, setting.compared)

@@ -107,6 +107,16 @@ def test_bits_by_hand(checked):
     assert slides.cache_bits[40] == pytest.approx((24 * 6 + 16 * 16 + 16 * 16) / (40 + 16))
 
 
+def test_which_features_of_keys_rotate_follows_from_each_method():
+    check = check_cache(
+        small(), TOKENIZER, ["k=int4;v=int4;rope=full"], methods=("default", "p_rope:p=0.5"), **{**ASKED, "windows": 2}
+    )
+    all_rotate, half = (check.of(method)[1] for method in check.methods)
+    # Two numbers of 16 bits share 8 features of keys, or 16 of values.
+    assert (all_rotate.key_bits, half.key_bits, half.value_bits) == (16, (16 + 4 + 4) / 2, 4 + 2)
+    assert 0 < all_rotate.divergence.kl < half.divergence.kl
+
+
 def test_each_token_takes_its_bytes(checked):
     config = checked[0].config
     token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # 2 bytes, keys and values
