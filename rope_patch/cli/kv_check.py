@@ -59,7 +59,7 @@ def kv_check(words: Sequence[str]) -> None:
         counts = (len(names) - 1, len(compared))
         suite, lost = suite_for(loaded, EvalSuite(spec, tokenizer), *counts, given)
         planned = replace(suite.spec, windows=len(suite.windows))
-        total = tokens_to_check(planned, *counts)
+        total = tokens_to_check(planned, *counts, options.decode)
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         more = math.prod(counts) * tokens_to_attribute(planned, layers)
         say_smaller(total, lost, more=f", and up to {more:,} more where formats are unsafe")
@@ -71,6 +71,7 @@ def kv_check(words: Sequence[str]) -> None:
                 suite,
                 methods=compared,
                 limits=options.limits,
+                decode=options.decode,
                 resume=finished,
                 **patch,
             )

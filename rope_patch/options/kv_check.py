@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import OptionSet, contained, flag, number, word
+from rope_patch.options.fields import OptionSet, contained, flag, number, whole, word
 from rope_patch.options.shared import Machine, Patching
 
 
@@ -61,6 +61,12 @@ class KvCheckOptions(OptionSet, command="kv-check"):
         several=True,
     )
     evaluation: EvalSpec = contained(EvalSpec, without=("bucket", "batch_tokens"))
+    decode: int = whole(
+        "The number of tokens by which the model also continues each window itself through each format, greedily. "
+        "Together with the longest length they must fit into the stated context.",
+        0,
+        least=0,
+    )
     methods: tuple[str, ...] = shared.methods(("default",))
     output: Path = shared.output("rope-patch-kv-check")
     limits: Limits = contained(Limits, without=("confidence",))
