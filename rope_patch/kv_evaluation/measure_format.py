@@ -25,7 +25,7 @@ from rope_patch.kv_evaluation.attribution import (
 )
 from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token_bytes
 from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS, MethodInPlace, Setting
-from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding
+from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, read_states
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.inputs import ids_hash
 from rope_patch.modeling.scoring import CacheFactory, Reader, model_hash
@@ -150,7 +150,6 @@ def passes_of_attribution(layers: int) -> int:
 def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
     """Return the last hidden states of the compared windows, read through a quantized cache or in full precision."""
     ids = setting.compared
-    reader = Reader(setting.model)
     windows = []
     read = Progress(ids.numel())
     with torch.no_grad(), in_eval_mode(setting.model):
@@ -159,8 +158,8 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
             if cache is not None:
                 past = cache()
             elif setting.chunk:
-                past = reader.new_cache(len(row))
-            windows.append(torch.cat([part[0] for _, part in reader.read(row[None], past, setting.chunk, read)]))
+                past = Reader(setting.model).new_cache(len(row))
+            windows.append(read_states(setting, row, past, read))
     read.finish()
     return windows
 
@@ -189,6 +188,5 @@ def _divergences(
 @torch.no_grad()
 def _compared(setting: Setting, patched: MethodInPlace, cache: CacheFactory) -> Tensor:
     """Return KL and whether the first choice is the same: (2, windows, tokens)."""
-    reader = Reader(setting.model)
     pairs = zip(patched.states, _states(setting, cache), strict=True)
-    return torch.stack([kl_by_position(reader, plain, rough) for plain, rough in pairs], 1)
+    return torch.stack([kl_by_position(setting, plain, rough) for plain, rough in pairs], 1)

@@ -156,7 +156,8 @@ class KVCheck:
                         parts.append(f"{', '.join(names)} {many}")
                 if self.spec.tasks and not any(answered(base, length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
-                sentences.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
+                workload = ", ".join(["text", *self.spec.tasks])
+                sentences.append(f"{method} at {length} tokens ({workload}): {'; '.join(parts)}.")
             sentences += [self._decoded(row) for row in self.of(method) if row.decoding]
         return sentences
 

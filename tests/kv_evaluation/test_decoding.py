@@ -96,7 +96,6 @@ def test_growth_and_means_by_hand():
     ("asked", "message"),
     [
         ({"decode": 25}, "decode 25 tokens after prompts of 40: the context that the model states is 64 tokens.* 24"),
-        ({"decode": 1}, "at least 2"),
         ({"decode": 217, "methods": ("yarn:factor=4",)}, "yarn:factor=4.* 256 tokens.* 216"),
     ],
 )

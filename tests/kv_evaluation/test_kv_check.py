@@ -211,9 +211,12 @@ def test_the_summary_says_what_to_do():
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
     (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost), lengths=(8,)).summary()
-    assert sentence == f"m at 8 tokens: a is unsafe (perplexity +64.9 %, retrieval −1.00; {COST})."
+    assert sentence == f"m at 8 tokens (text, passkey): a is unsafe (perplexity +64.9 %, retrieval −1.00; {COST})."
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
-    assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
+    assert (
+        sentence
+        == "m at 8 tokens (text, passkey): b is safe; full precision answers no prompt, so retrieval tells nothing here."
+    )
 
 
 def test_attribution_by_hand():
@@ -273,7 +276,7 @@ def test_what_rounds_nothing_is_said():
     (sentence,) = check.summary()
     assert sentence.endswith("; c is undecided; b, d round nothing at 8 tokens.")
     (sentence,) = check_of(rows[0], rows[2], lengths=(8,)).summary()
-    assert sentence == "m at 8 tokens: b rounds nothing at 8 tokens."
+    assert sentence == "m at 8 tokens (text, passkey): b rounds nothing at 8 tokens."
 
 
 def test_the_patch_that_a_model_came_with_is_told(checked):
