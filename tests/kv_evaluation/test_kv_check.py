@@ -207,16 +207,17 @@ def test_the_summary_says_what_to_do():
     rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, bits=8.0)]
     assert check_of(*rows).summary() == [
         "Safe at every length: b.",
-        *(f"m at {length} tokens: a is unsafe (perplexity +64.9 %; {COST}); b is safe." for length in (4, 8)),
+        *(
+            f"m at {length} tokens (text, passkey): a is unsafe (perplexity +64.9 %; {COST}); b is safe."
+            for length in (4, 8)
+        ),
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
     (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost), lengths=(8,)).summary()
     assert sentence == f"m at 8 tokens (text, passkey): a is unsafe (perplexity +64.9 %, retrieval −1.00; {COST})."
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
-    assert (
-        sentence
-        == "m at 8 tokens (text, passkey): b is safe; full precision answers no prompt, so retrieval tells nothing here."
-    )
+    nothing = "full precision answers no prompt, so retrieval tells nothing here"
+    assert sentence == f"m at 8 tokens (text, passkey): b is safe; {nothing}."
 
 
 def test_attribution_by_hand():
