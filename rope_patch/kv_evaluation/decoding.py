@@ -78,78 +78,85 @@ def measure_decoding(setting: Setting, formats: Mapping[str, Scheme], steps: int
         steps: number of tokens by which each window is continued; the ends of texts are written over.
     """
     measured: dict[str, list[tuple[Any, Any, int | None]]] = {name: [] for name in formats}
+    windows = torch.stack([window.ids for window in setting.suite.windows])
     with torch.no_grad(), in_eval_mode(setting.model):
-        for window in setting.suite.windows:
+        # A pass of one token takes a batch as long as a single row, where weights are what is read from memory.
+        for ids in torch.split(windows, setting.suite.spec.window_batch):
             # Full precision is read only if a format is not finished yet.
-            full = functools.cache(functools.partial(_in_full, setting, window.ids, steps))
-            about = {"ids": ids_hash(window.ids), "steps": steps, "chunk": setting.chunk}
+            full = functools.cache(functools.partial(_in_full, setting, ids, steps))
+            about = {"ids": ids_hash(ids), "steps": steps, "chunk": setting.chunk}
             for name, scheme in formats.items():
                 measure = functools.partial(_decode, setting, scheme, full)
                 key = {"kind": "decoding", "scheme": scheme.identity, **about}
-                measured[name].append(setting.finished(4 * steps, measure, **key))
+                measured[name] += setting.finished(4 * steps * len(ids), measure, **key)
             report = progress.advance if full.cache_info().currsize else progress.known
-            report(len(window.ids) + 2 * steps)
+            report(ids.numel() + 2 * steps * len(ids))
     return {name: Decoding(*zip(*prompts, strict=True)) for name, prompts in measured.items()}
 
 
 FullPrecision = tuple[QuantizedCache, Tensor, Tensor]
-"""The cache of a prompt, the tokens with which the model continues it, and their hidden states."""
+"""The cache of prompts, the tokens (rows, steps) with which the model continues them, and their hidden states."""
 
 
 def _in_full(setting: Setting, ids: Tensor, steps: int) -> FullPrecision:
-    """Read a prompt and continue it in full precision."""
+    """Read prompts (rows, tokens) and continue them in full precision."""
     with quantized(setting.model, Scheme(), layers=setting.layers) as factory:
         # With an offset a layer keeps cos and sin, of which a format that undoes the rotation is in need.
         plans = factory.run.plans.items()
         factory.run.plans = {index: replace(plan, offset=torch.zeros(())) for index, plan in plans}
         cache = factory()
-        first = _best(setting, read_states(setting, ids, cache)[-1:])
+        first = _best(setting, read_states(setting, ids, cache)[:, -1:])
         tokens = _continued(setting, copy_cache(cache), first, steps)
         return cache, tokens, read_states(setting, tokens, copy_cache(cache))
 
 
 def _decode(
     setting: Setting, scheme: Scheme, full: Callable[[], FullPrecision]
-) -> tuple[list[float], list[float], int | None]:
-    """Return KL at each step on the tokens of full precision and on those of a format, and where they part."""
+) -> list[tuple[list[float], list[float], int | None]]:
+    """Return for each row KL by step on the tokens of full precision, on those of a format, and where they part."""
     cache, tokens, plain = full()
-    own, parted = tokens, None
+    own = tokens
     with quantized(setting.model, scheme, layers=setting.layers) as factory:
         prompt = factory()
         prompt.hold(cache)
         rough = read_states(setting, tokens, copy_cache(prompt))
         best = _best(setting, rough)
-        other = (best[:-1] != tokens[1:]).nonzero()
-        if len(other):
-            parted = int(other[0, 0]) + 1
-            begun = torch.cat([tokens[:parted], best[parted - 1 : parted]])
-            own = _continued(setting, copy_cache(prompt), begun, len(tokens))
+        other = best[:, :-1] != tokens[:, 1:]
+        if bool(other.any()):
+            # Up to here all rows write what full precision writes.
+            same = int(other.any(0).int().argmax()) + 1
+            begun = torch.cat([tokens[:, :same], best[:, same - 1 : same]], 1)
+            own = _continued(setting, copy_cache(prompt), begun, tokens.shape[1])
         rough_own = read_states(setting, own, prompt)
     plain_own = read_states(setting, own, copy_cache(cache))
-    forced, compared = (
-        kl_by_position(setting, *states)[0].tolist() for states in ((plain, rough), (plain_own, rough_own))
-    )
-    return forced, compared, parted
+    rows = []
+    for i, differs in enumerate((own != tokens).int()):
+        forced, compared = (
+            kl_by_position(setting, *states)[0].tolist()
+            for states in ((plain[i], rough[i]), (plain_own[i], rough_own[i]))
+        )
+        rows.append((forced, compared, int(differs.argmax()) if bool(differs.any()) else None))
+    return rows
 
 
 def _continued(setting: Setting, cache: QuantizedCache, tokens: Tensor, steps: int) -> Tensor:
     """Return tokens continued greedily to a number of steps; the cache holds what is before them."""
     unread = tokens
-    while len(tokens) < steps:
-        unread = _best(setting, read_states(setting, unread, cache)[-1:])
-        tokens = torch.cat([tokens, unread])
+    while tokens.shape[1] < steps:
+        unread = _best(setting, read_states(setting, unread, cache)[:, -1:])
+        tokens = torch.cat([tokens, unread], 1)
     return tokens
 
 
 def _best(setting: Setting, states: Tensor) -> Tensor:
     """Return the most probable token after each state."""
-    return Reader(setting.model).score(states, torch.zeros(len(states), dtype=torch.long))[1]
+    flat = states.flatten(0, 1)
+    return Reader(setting.model).score(flat, torch.zeros(len(flat), dtype=torch.long))[1].view(states.shape[:2])
 
 
 def read_states(setting: Setting, ids: Tensor, cache: Any, read: Progress | None = None) -> Tensor:
-    """Return the last hidden states (tokens, hidden) of tokens (tokens,), which are added to a cache."""
-    parts = Reader(setting.model).read(ids[None], cache, setting.chunk, read)
-    return torch.cat([part[0] for _, part in parts])
+    """Return the last hidden states (rows, tokens, hidden) of tokens (rows, tokens), which are added to a cache."""
+    return torch.cat([part for _, part in Reader(setting.model).read(ids, cache, setting.chunk, read)], 1)
 
 
 def kl_by_position(setting: Setting, plain: Tensor, rough: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
                 past = cache()
             elif setting.chunk:
                 past = Reader(setting.model).new_cache(len(row))
-            windows.append(read_states(setting, row, past, read))
+            windows.append(read_states(setting, row[None], past, read)[0])
     read.finish()
     return windows
 
