@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +30,6 @@ class QuantizedCache(Cache):
         if not known or known[0] is None:
             return []
         return known[0].tolist()
-
-    def hold(self, other: QuantizedCache) -> None:
-        """Hold the tokens of another cache, a prompt that was read in full precision; nothing is rounded yet."""
-        for index, (own, layer) in enumerate(zip(self.layers, other.layers, strict=True)):
-            if isinstance(own, QuantizedLayer) and isinstance(layer, QuantizedLayer):
-                own.hold(layer)
-            else:
-                self.layers[index] = copy.deepcopy(layer)
 
 
 @dataclass(frozen=True, eq=False)

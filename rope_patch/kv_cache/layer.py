@@ -102,12 +102,6 @@ class QuantizedLayer(DynamicLayer):
         self.returned = weakref.ref(self.keys)
         return self.keys, self.values
 
-    def hold(self, other: QuantizedLayer) -> None:
-        """Hold the tokens of another layer, which were read in full precision; nothing is rounded yet."""
-        self.lazy_initialization(other.raw_keys, other.raw_values)
-        self.keys, self.values = self.raw_keys, self.raw_values = other.raw_keys, other.raw_values
-        self.turn = other.turn if self.plan.needs_turn else None
-
     def freeze(self, visible_tokens: int) -> None:
         """Quantize every block that is quantized for a query that sees ``visible_tokens`` tokens."""
         for name, side in self.plan.sides.items():

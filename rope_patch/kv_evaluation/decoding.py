@@ -1,25 +1,24 @@
 """Decode with a quantized cache: the greedy continuation of each window of text, beside full precision.
 
 A window is a prompt. It is read in full precision, as serving engines read one; its keys and values are rounded then,
-and so are those of each token that follows. Tokens that are known are read in one pass, which equals reading them one
-by one (:mod:`rope_patch.kv_cache.attention`).
+and so are those of each token that follows, one by one through the streaming cache. A prompt that is read in chunks
+reads the rounded keys and values of the chunks before, as it does in engines.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.generate_answers import copy_cache
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import PairedDifference
-from rope_patch.kv_cache.cache import QuantizedCache, quantized
+from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.inputs import ids_hash
@@ -65,8 +64,8 @@ def check_decoding(prompt: int, steps: int, context: int) -> None:
 
 
 def tokens_to_decode(prompt: int, steps: int, formats: int) -> int:
-    """Return the number of tokens that are read for each prompt, at most."""
-    return bool(steps) * (prompt + 2 * steps + formats * 4 * steps)
+    """Return the number of tokens that are read for each prompt."""
+    return bool(steps) * (prompt + steps + formats * (2 * prompt + 3 * steps))
 
 
 def measure_decoding(setting: Setting, formats: Mapping[str, Scheme], steps: int) -> dict[str, Decoding]:
@@ -83,75 +82,68 @@ def measure_decoding(setting: Setting, formats: Mapping[str, Scheme], steps: int
         # A pass of one token takes a batch as long as a single row, where weights are what is read from memory.
         for ids in torch.split(windows, setting.suite.spec.window_batch):
             # Full precision is read only if a format is not finished yet.
-            full = functools.cache(functools.partial(_in_full, setting, ids, steps))
+            full = functools.cache(functools.partial(_written, setting, Scheme(), ids, steps))
             about = {"ids": ids_hash(ids), "steps": steps, "chunk": setting.chunk}
             for name, scheme in formats.items():
-                measure = functools.partial(_decode, setting, scheme, full)
+                measure = functools.partial(_decode, setting, scheme, ids, full)
                 key = {"kind": "decoding", "scheme": scheme.identity, **about}
-                measured[name] += setting.finished(4 * steps * len(ids), measure, **key)
+                measured[name] += setting.finished(2 * ids.numel() + 3 * steps * len(ids), measure, **key)
             report = progress.advance if full.cache_info().currsize else progress.known
-            report(ids.numel() + 2 * steps * len(ids))
+            report(ids.numel() + steps * len(ids))
     return {name: Decoding(*zip(*prompts, strict=True)) for name, prompts in measured.items()}
 
 
-FullPrecision = tuple[QuantizedCache, Tensor, Tensor]
-"""The cache of prompts, the tokens (rows, steps) with which the model continues them, and their hidden states."""
-
-
-def _in_full(setting: Setting, ids: Tensor, steps: int) -> FullPrecision:
-    """Read prompts (rows, tokens) and continue them in full precision."""
-    with quantized(setting.model, Scheme(), layers=setting.layers) as factory:
-        # With an offset a layer keeps cos and sin, of which a format that undoes the rotation is in need.
-        plans = factory.run.plans.items()
-        factory.run.plans = {index: replace(plan, offset=torch.zeros(())) for index, plan in plans}
-        cache = factory()
-        first = _best(setting, read_states(setting, ids, cache)[:, -1:])
-        tokens = _continued(setting, copy_cache(cache), first, steps)
-        return cache, tokens, read_states(setting, tokens, copy_cache(cache))
-
-
 def _decode(
-    setting: Setting, scheme: Scheme, full: Callable[[], FullPrecision]
+    setting: Setting, scheme: Scheme, ids: Tensor, full: Callable[[], tuple[Tensor, Tensor]]
 ) -> list[tuple[list[float], list[float], int | None]]:
     """Return for each row KL by step on the tokens of full precision, on those of a format, and where they part."""
-    cache, tokens, plain = full()
-    own = tokens
-    with quantized(setting.model, scheme, layers=setting.layers) as factory:
-        prompt = factory()
-        prompt.hold(cache)
-        rough = read_states(setting, tokens, copy_cache(prompt))
-        best = _best(setting, rough)
-        other = best[:, :-1] != tokens[:, 1:]
-        if bool(other.any()):
-            # Up to here all rows write what full precision writes.
-            same = int(other.any(0).int().argmax()) + 1
-            begun = torch.cat([tokens[:, :same], best[:, same - 1 : same]], 1)
-            own = _continued(setting, copy_cache(prompt), begun, tokens.shape[1])
-        rough_own = read_states(setting, own, prompt)
-    plain_own = read_states(setting, own, copy_cache(cache))
+    tokens, plain = full()
+    both, rough = _written(setting, scheme, ids, tokens.shape[1], tokens)
+    own = both[1::2]
+    cache = Reader(setting.model).new_cache()
+    plain_own = read_states(setting, torch.cat([ids, own], 1), cache)[:, ids.shape[1] :]
     rows = []
     for i, differs in enumerate((own != tokens).int()):
         forced, compared = (
             kl_by_position(setting, *states)[0].tolist()
-            for states in ((plain[i], rough[i]), (plain_own[i], rough_own[i]))
+            for states in ((plain[i], rough[2 * i]), (plain_own[i], rough[2 * i + 1]))
         )
         rows.append((forced, compared, int(differs.argmax()) if bool(differs.any()) else None))
     return rows
 
 
-def _continued(setting: Setting, cache: QuantizedCache, tokens: Tensor, steps: int) -> Tensor:
-    """Return tokens continued greedily to a number of steps; the cache holds what is before them."""
-    unread = tokens
-    while tokens.shape[1] < steps:
-        unread = _best(setting, read_states(setting, unread, cache)[:, -1:])
-        tokens = torch.cat([tokens, unread], 1)
-    return tokens
+def _written(
+    setting: Setting, scheme: Scheme, ids: Tensor, steps: int, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return tokens with which a model continues prompts through a cache, and the last hidden states of each.
+
+    Args:
+        setting: the setting of the check.
+        scheme: the scheme of the cache.
+        ids: (rows, tokens) the prompts.
+        steps: number of tokens.
+        given: (rows, steps) tokens that are read in place of the model's own; each prompt then has two rows, one that
+            reads these and one that goes on by itself.
+    """
+    tokens, states = [], []
+    with quantized(setting.model, scheme, exact=False, layers=setting.layers) as factory:
+        cache = factory()
+        last = read_states(setting, ids, cache)[:, -1:]
+        if given is not None:
+            cache.batch_repeat_interleave(2)
+            last = last.repeat_interleave(2, 0)
+        for step in range(steps):
+            tokens.append(_best(setting, last))
+            if given is not None:
+                tokens[-1][::2] = given[:, step, None]
+            last = read_states(setting, tokens[-1], cache)
+            states.append(last)
+    return torch.cat(tokens, 1), torch.cat(states, 1)
 
 
 def _best(setting: Setting, states: Tensor) -> Tensor:
-    """Return the most probable token after each state."""
-    flat = states.flatten(0, 1)
-    return Reader(setting.model).score(flat, torch.zeros(len(flat), dtype=torch.long))[1].view(states.shape[:2])
+    """Return the most probable token after each state (rows, 1, hidden)."""
+    return Reader(setting.model).score(states[:, 0], torch.zeros(len(states), dtype=torch.long))[1][:, None]
 
 
 def read_states(setting: Setting, ids: Tensor, cache: Any, read: Progress | None = None) -> Tensor:
