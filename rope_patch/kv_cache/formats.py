@@ -269,23 +269,19 @@ class ScaledFP8(Format, name="fp8-scaled"):
         return (x / nonzero(scale)).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
-class FourBitFloat(Format):
-    """Floats e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 and 6, either sign) times a power of two that a block shares, as in MXFP4.
+class MXFP4(Format, name="mxfp4"):
+    """Floats e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 and 6, either sign) times a power of two that 32 features share.
 
-    The scale is the smallest power of two by which no number of the block exceeds 6. *Source*: OCP Microscaling Formats
-    1.0 for the format; its section 6.3 takes the scale from the exponent of the largest number alone, which may be
-    clipped then. As ``to_mxfp`` in torch, and as ``FP4MXBlock16KVQuantizeUtil`` in SGLang, which has blocks of 16 and
-    rounds ties away from zero.
+    The scale is the smallest power of two by which no number of the block exceeds 6, as ``to_mxfp`` in torch takes it.
+    *Source*: OCP Microscaling Formats 1.0, whose section 6.3 takes the scale from the exponent of the largest number
+    alone, so that this number may be clipped.
 
-    Args:
-        group: number of features that share a scale.
+    Attributes:
         ties_to_even: whether a number in the middle of two goes to that with an even mantissa; otherwise to the larger.
     """
 
-    bits, scales = 4, 0.5  # a scale has 8 bits
-
-    def __init__(self, group: int, *, ties_to_even: bool = True) -> None:
-        self.group, self.ties_to_even = group, ties_to_even
+    bits, scales, group = 4, 0.5, 32  # a scale has 8 bits
+    ties_to_even = True
 
     def scale(self, largest: Tensor) -> Tensor:
         """Return the scale of a block by its largest absolute number."""
@@ -306,23 +302,24 @@ class FourBitFloat(Format):
         return (steps.ldexp(exponent) * scale).copysign(work).to(x.dtype)
 
 
-FORMATS.add("mxfp4", FourBitFloat(32))
-FORMATS.add("fp4-mx16", FourBitFloat(16, ties_to_even=False))
+class FP4MX16(MXFP4, name="fp4-mx16"):
+    """As mxfp4 with blocks of 16, and ties away from zero: ``FP4MXBlock16KVQuantizeUtil`` of SGLang."""
+
+    group, ties_to_even = 16, False
 
 
-class NVFP4(FourBitFloat):
+class NVFP4(MXFP4, name="nvfp4"):
     """Floats e2m1 times a float8 (e4m3) that 16 features share, with NVIDIA's second scale, that of a layer, at 1.
 
     *Source*: ``ref_nvfp4_quant_dequant`` in vLLM. Its kernels for GPUs, and those of FlashInfer, were not run; they
     multiply by approximate reciprocals. A scale of a layer is 1 as long as none was calibrated.
     """
 
+    group = 16
+
     def scale(self, largest: Tensor) -> Tensor:
         """Return the scale of a block by its largest absolute number."""
         return (largest * (1 / 6)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn).float()
-
-
-FORMATS.add("nvfp4", NVFP4(16))
 
 
 class KVarN(Format):

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_patch.evaluation.generate_answers import copy_cache
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import PairedDifference
-from rope_patch.kv_cache.cache import quantized
+from rope_patch.kv_cache.cache import QuantizedCache, quantized
+from rope_patch.kv_cache.layer import QuantizedLayer
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.inputs import ids_hash
@@ -64,8 +66,8 @@ def check_decoding(prompt: int, steps: int, context: int) -> None:
 
 
 def tokens_to_decode(prompt: int, steps: int, formats: int) -> int:
-    """Return the number of tokens that are read for each prompt."""
-    return bool(steps) * (prompt + steps + formats * (2 * prompt + 3 * steps))
+    """Return the number of tokens that are read for each prompt, where formats need not read it again."""
+    return bool(steps) * (prompt + steps + formats * 3 * steps)
 
 
 def measure_decoding(setting: Setting, formats: Mapping[str, Scheme], steps: int) -> dict[str, Decoding]:
@@ -87,21 +89,24 @@ def measure_decoding(setting: Setting, formats: Mapping[str, Scheme], steps: int
             for name, scheme in formats.items():
                 measure = functools.partial(_decode, setting, scheme, ids, full)
                 key = {"kind": "decoding", "scheme": scheme.identity, **about}
-                measured[name] += setting.finished(2 * ids.numel() + 3 * steps * len(ids), measure, **key)
+                measured[name] += setting.finished(3 * steps * len(ids), measure, **key)
             report = progress.advance if full.cache_info().currsize else progress.known
             report(ids.numel() + steps * len(ids))
     return {name: Decoding(*zip(*prompts, strict=True)) for name, prompts in measured.items()}
 
 
+Written = tuple[Tensor, Tensor, QuantizedCache]
+"""Tokens (rows, steps) that continue prompts, their last hidden states, and the cache of the prompts before them."""
+
+
 def _decode(
-    setting: Setting, scheme: Scheme, ids: Tensor, full: Callable[[], tuple[Tensor, Tensor]]
+    setting: Setting, scheme: Scheme, ids: Tensor, full: Callable[[], Written]
 ) -> list[tuple[list[float], list[float], int | None]]:
     """Return for each row KL by step on the tokens of full precision, on those of a format, and where they part."""
-    tokens, plain = full()
-    both, rough = _written(setting, scheme, ids, tokens.shape[1], tokens)
+    tokens, plain, prompt = full()
+    both, rough, _ = _written(setting, scheme, ids, tokens.shape[1], full())
     own = both[1::2]
-    cache = Reader(setting.model).new_cache()
-    plain_own = read_states(setting, torch.cat([ids, own], 1), cache)[:, ids.shape[1] :]
+    plain_own = read_states(setting, own, copy_cache(prompt))
     rows = []
     for i, differs in enumerate((own != tokens).int()):
         forced, compared = (
@@ -112,33 +117,38 @@ def _decode(
     return rows
 
 
-def _written(
-    setting: Setting, scheme: Scheme, ids: Tensor, steps: int, given: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return tokens with which a model continues prompts through a cache, and the last hidden states of each.
+def _written(setting: Setting, scheme: Scheme, ids: Tensor, steps: int, full: Written | None = None) -> Written:
+    """Continue prompts through a cache.
 
     Args:
         setting: the setting of the check.
         scheme: the scheme of the cache.
         ids: (rows, tokens) the prompts.
         steps: number of tokens.
-        given: (rows, steps) tokens that are read in place of the model's own; each prompt then has two rows, one that
-            reads these and one that goes on by itself.
+        full: what full precision wrote. Each prompt then has two rows: one reads these tokens, one goes on by itself.
     """
     tokens, states = [], []
     with quantized(setting.model, scheme, exact=False, layers=setting.layers) as factory:
-        cache = factory()
-        last = read_states(setting, ids, cache)[:, -1:]
-        if given is not None:
+        cache: Any = factory()
+        known = [] if full is None else [layer for layer in full[2].layers if isinstance(layer, QuantizedLayer)]
+        needs_turn = any(plan.needs_turn for plan in factory.run.plans.values())
+        if full is None or len(known) < len(cache.layers) or needs_turn or setting.chunk:
+            best = _best(setting, read_states(setting, ids, cache)[:, -1:])
+        else:  # the prompts were read already
+            for layer, other in zip(cache.layers, known, strict=True):
+                layer.update(other.raw_keys, other.raw_values)
+            best = full[0][:, :1]
+        prompt = copy_cache(cache)
+        if full is not None:
             cache.batch_repeat_interleave(2)
-            last = last.repeat_interleave(2, 0)
+            best = best.repeat_interleave(2, 0)
         for step in range(steps):
-            tokens.append(_best(setting, last))
-            if given is not None:
-                tokens[-1][::2] = given[:, step, None]
-            last = read_states(setting, tokens[-1], cache)
-            states.append(last)
-    return torch.cat(tokens, 1), torch.cat(states, 1)
+            if full is not None:
+                best[::2] = full[0][:, step, None]
+            tokens.append(best)
+            states.append(read_states(setting, best, cache))
+            best = _best(setting, states[-1])
+    return torch.cat(tokens, 1), torch.cat(states, 1), prompt
 
 
 def _best(setting: Setting, states: Tensor) -> Tensor:
