@@ -263,9 +263,32 @@ def caches() -> Figure:
     return figure
 
 
+def decoding() -> Figure:
+    """Draw what formats of the cache cost by step while SmolLM2 writes, in the run of most formats."""
+    runs = [run for run in result("kv_decode")["runs"] if run["model"] == NAMES["smollm2"]]
+    run = max(runs, key=lambda run: len(run["rows"]))
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    add_title(figure, f"What a quantized cache costs while {run['model']} writes after {run['length']} tokens")
+    styles = line_styles([row["format"] for row in run["rows"]])
+    panels = figure.subplots(1, 2, sharey=True)
+    kinds = {"forced": "on the tokens of full precision", "own": "on the format's own tokens"}
+    for axes, (kind, title) in zip(panels, kinds.items(), strict=True):
+        for row in run["rows"]:
+            means = row[f"{kind}_by_step"]
+            width = run["decode"] / len(means)
+            middles = [(i + 0.5) * width for i in range(len(means))]
+            axes.plot(middles, means, label=row["format"], **styles[row["format"]])
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set(xlabel=f"step, means over {width:g} of them and {run['windows']} prompts", yscale="log")
+        plain_axes(axes)
+    panels[0].set(ylabel="KL [nats/token], log scale")
+    shared_legend(figure, {line.get_label(): line for line in panels[1].get_lines()})
+    return figure
+
+
 def main() -> None:
     """Draw the figures and write the pictures."""
-    for draw in (before_after, by_factor, two_models, attention_factor, angles, caches):
+    for draw in (before_after, by_factor, two_models, attention_factor, angles, caches, decoding):
         draw().savefig(ROOT / "docs" / f"{draw.__name__}.png", dpi=110, bbox_inches="tight")
 
 

@@ -59,7 +59,7 @@ def kv_check(words: Sequence[str]) -> None:
         counts = (len(names) - 1, len(compared))
         suite, lost = suite_for(loaded, EvalSuite(spec, tokenizer), *counts, given)
         planned = replace(suite.spec, windows=len(suite.windows))
-        total = tokens_to_check(planned, *counts)
+        total = tokens_to_check(planned, *counts, options.decode)
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         more = math.prod(counts) * tokens_to_attribute(planned, layers)
         say_smaller(total, lost, more=f", and up to {more:,} more where formats are unsafe")
@@ -71,6 +71,7 @@ def kv_check(words: Sequence[str]) -> None:
                 suite,
                 methods=compared,
                 limits=options.limits,
+                decode=options.decode,
                 resume=finished,
                 **patch,
             )
@@ -96,8 +97,9 @@ def print_presets() -> None:
     table = new_table(
         *("number format", "bits of an element", "what it is"),
         caption="Parts may be added to a format: kivi-2;sinks=4. A text is "
-        "k=SIDE;v=SIDE;residual=N;flush=N;sinks=N;skip=0+27, a side FORMAT.AXIS.SWITCH…: axes token, tokenN, channelN; "
-        f"switches {', '.join(SWITCHES)}. Bits are those of keys and values, heads of {HEAD_DIM} "
+        "k=SIDE;v=SIDE;rope=SIDE;residual=N;flush=N;sinks=N;skip=0+27, a side FORMAT.AXIS.SWITCH…: axes token, tokenN, "
+        f"channelN; switches {', '.join(SWITCHES)}. rope= is for the features of keys that rotate, rope=full "
+        f"leaves them in full precision. Bits are those of keys and values, heads of {HEAD_DIM} "
         "features, without sinks and residual window.",
         caption_justify="left",
     )

@@ -30,12 +30,12 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
         work = mix(work, side.hadamard)
     if side.axis == "channel":
         out = _round(work, side, -2)
+    elif not 0 < side.features < x.shape[-1]:
+        out = _round(work, side, -1)
     else:
-        size = side.features or x.shape[-1]
+        size = side.features
         whole = x.shape[-1] // size * size
-        parts = []
-        if whole:
-            parts.append(_round(_split(work[..., :whole], size), side, -1).flatten(-2))
+        parts = [_round(_split(work[..., :whole], size), side, -1).flatten(-2)]
         if whole < x.shape[-1]:  # the last group is short
             parts.append(_round(work[..., whole:], side, -1))
         out = torch.cat(parts, -1)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,13 +45,16 @@ class Format(ABC):
         scales: number of values of 16 bits that are stored for each group: 1 for a scale, 2 with a zero point.
         group: number of features that share a scale if the scheme states none, such as the block size of a file format;
             0 for the whole head.
+        tokens: number of tokens that are rounded together although their features share the scales, since each feature
+            has a scale over these tokens, too; 0 if no such scale is stored.
         rotated: heads are rotated by a Hadamard matrix, if the scheme says so, only where their size is a multiple of
             this number.
     """
 
     bits: float
-    scales: int = 1
+    scales: float = 1
     group: int = 0
+    tokens: int = 0
     rotated: int = 1
 
     def __init_subclass__(cls, name: str = "") -> None:
@@ -263,6 +267,112 @@ class ScaledFP8(Format, name="fp8-scaled"):
         """Scale, cast to float8 and back, and undo the scaling."""
         scale = x.abs().amax(dim, keepdim=True) / FP8_MAX
         return (x / nonzero(scale)).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+class MXFP4(Format, name="mxfp4"):
+    """Floats e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 and 6, either sign) times a power of two that 32 features share.
+
+    The scale is the smallest power of two by which no number of the block exceeds 6, as ``to_mxfp`` in torch takes it.
+    *Source*: OCP Microscaling Formats 1.0, whose section 6.3 takes the scale from the exponent of the largest number
+    alone, so that this number may be clipped.
+
+    Attributes:
+        ties_to_even: whether a number in the middle of two goes to that with an even mantissa; otherwise to the larger.
+    """
+
+    bits, scales, group = 4, 0.5, 32  # a scale has 8 bits
+    ties_to_even = True
+
+    def scale(self, largest: Tensor) -> Tensor:
+        """Return the scale of a block by its largest absolute number."""
+        return (largest / 6).clamp_min(1e-10).log2().ceil().exp2()
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Round to the nearest float."""
+        work = x.float()
+        scale = self.scale(work.abs().amax(dim, keepdim=True))
+        sizes = (work.abs() * (1 / nonzero(scale))).clamp_max(6)
+        # Floats are 0.5 apart below 2, 1 below 4, and 2 above.
+        exponent = sizes.clamp_min(1).frexp().exponent - 2
+        steps = sizes.ldexp(-exponent)
+        if self.ties_to_even:
+            steps = steps.round()
+        else:
+            steps = (steps + 0.5).floor()
+        return (steps.ldexp(exponent) * scale).copysign(work).to(x.dtype)
+
+
+class FP4MX16(MXFP4, name="fp4-mx16"):
+    """As mxfp4 with blocks of 16, and ties away from zero: ``FP4MXBlock16KVQuantizeUtil`` of SGLang."""
+
+    group, ties_to_even = 16, False
+
+
+class NVFP4(MXFP4, name="nvfp4"):
+    """Floats e2m1 times a float8 (e4m3) that 16 features share, with NVIDIA's second scale, that of a layer, at 1.
+
+    *Source*: ``ref_nvfp4_quant_dequant`` in vLLM. Its kernels for GPUs, and those of FlashInfer, were not run; they
+    multiply by approximate reciprocals. A scale of a layer is 1 as long as none was calibrated.
+    """
+
+    group = 16
+
+    def scale(self, largest: Tensor) -> Tensor:
+        """Return the scale of a block by its largest absolute number."""
+        return (largest * (1 / 6)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn).float()
+
+
+class KVarN(Format):
+    """Integers of a tile of tokens and features whose standard deviations were made equal along both axes before.
+
+    *Source*: Müller et al., KVarN, arXiv:2606.03458, as ``sinkhorn.py`` and ``kvarn_store.py`` of vLLM's pull request
+    46812 compute it, which are plain PyTorch; its Triton kernel computes the same standard deviations from sums of
+    squares. Of the scales that alternate, those with the least imbalance are kept. They are stored in float16, that of
+    the axis that the integers share together with theirs.
+
+    Args:
+        bits: number of bits of each element.
+    """
+
+    scales, tokens = 2, 128
+    iterations = 8
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Round to the nearest step; ``dim`` is -2 if the tokens of a feature share steps, and -1 for the reverse."""
+        tile, axes = x.float(), (-3 - dim, dim)
+        logs = best = [tile.new_zeros(()), tile.new_zeros(())]
+        least = _imbalance(tile, axes)
+        for _ in range(self.iterations):
+            for i, axis in enumerate(axes):
+                deviation = _balanced(tile, logs).std(axis, keepdim=True).clamp(1e-3, 1e3)
+                logs = [*logs[:i], (logs[i] + deviation.log()).clip(-0.3, 10), *logs[i + 1 :]]
+            imbalance = _imbalance(_balanced(tile, logs), axes)
+            best = [torch.where(imbalance <= least, new, old) for new, old in zip(logs, best, strict=True)]
+            least = least.minimum(imbalance)
+        across, along = (log.exp() for log in best)
+        balanced, most = _balanced(tile, best), 2**self.bits - 1
+        low, high = balanced.amin(dim, keepdim=True), balanced.amax(dim, keepdim=True)
+        scale = ((high - low) / most).clamp_min(1e-10)
+        steps = ((balanced - low) / scale).round().clamp(0, most)
+        return ((steps * (along * scale).half() + (along * low).half()) * across.half()).to(x.dtype)
+
+
+for _bits in (4, 2):
+    FORMATS.add(f"kvarn{_bits}", KVarN(_bits))
+
+
+def _balanced(tile: Tensor, logs: Sequence[Tensor]) -> Tensor:
+    return tile / logs[0].exp() / logs[1].exp()
+
+
+def _imbalance(tile: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return the largest standard deviation over the smallest, the sum of that of both axes; 2 where all are equal."""
+    deviations = [tile.std(axis, keepdim=True) for axis in axes]
+    one, other = (d.amax((-2, -1), True) / d.amin((-2, -1), True).clamp_min(1e-8) for d in deviations)
+    return one + other
 
 
 def nonzero(scale: Tensor) -> Tensor:

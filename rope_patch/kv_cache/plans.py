@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.kv_cache.block_rounding import at_least_float, fake_quantize
-from rope_patch.kv_cache.schemes import Scheme, Side
+from rope_patch.kv_cache.schemes import Scheme, Side, effective_bits
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 
 Tokens = TypeVar("Tokens", int, Tensor)
@@ -75,7 +75,7 @@ class LayerPlan:
         """
         side = self.sides[name]
         if name == "values" or (not self.needs_turn and self.exact is None):
-            return fake_quantize(states, side)
+            return self._round(name, states)
         x = at_least_float(states)
         if side.pre:
             x = self._rotate(x, turn, back=True)
@@ -86,14 +86,45 @@ class LayerPlan:
                 apart = self._rotate(apart, turn)
         rest = x - apart
         if self.exact is None:
-            x = fake_quantize(rest, side) + apart
+            x = self._round(name, rest) + apart
         else:
             # Exact features leave zeros behind, so that they stretch no scale.
             exact = self.exact[:, None].to(x.device)
-            x = torch.where(exact, x, fake_quantize(rest.masked_fill(exact, 0.0), side) + apart)
+            x = torch.where(exact, x, self._round(name, rest.masked_fill(exact, 0.0)) + apart)
         if side.pre:
             x = self._rotate(x, turn)
         return x.to(states.dtype)
+
+    def _round(self, name: str, x: Tensor) -> Tensor:
+        """Round blocks to the formats of a side; features of keys that rotate may have one of their own."""
+        side = self.sides[name]
+        if side.rope is None:
+            return fake_quantize(x, side)
+        out = torch.empty_like(x)
+        for part, features in zip(side.parts, self._features(x.shape[-1]), strict=True):
+            features = features.to(x.device)
+            out[..., features] = fake_quantize(x[..., features], part)
+        return out
+
+    def _features(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the indices of the features of keys that do not rotate, and of those that do."""
+        rotates = torch.zeros(width, dtype=torch.bool)
+        for half in split_pairs(rotates, self.layer.table.pairs, self.layer.interleaved):
+            half.copy_(self.layer.table.inv_freq != 0)
+        return (~rotates).nonzero()[:, 0], rotates.nonzero()[:, 0]
+
+    def bits(self, name: str, width: int) -> float:
+        """Return the number of bits per element of the quantized part of keys or values, with scales and zero points.
+
+        Args:
+            name: ``"keys"`` or ``"values"``.
+            width: number of features of a head.
+        """
+        side = self.sides[name]
+        if side.rope is None:
+            return effective_bits(side, width)
+        sizes = zip(side.parts, map(len, self._features(width)), strict=True)
+        return sum(effective_bits(part, size) * size for part, size in sizes if size) / width
 
     def _rotate(self, x: Tensor, turn: Turn | None, *, back: bool = False) -> Tensor:
         """Rotate keys as attention code does, or undo that; cos and sin contain the attention scaling.

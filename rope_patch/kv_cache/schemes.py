@@ -2,10 +2,11 @@
 
 Texts have no commas, so that they pass through lm-eval's ``--model_args``::
 
-    k=int2.channel32.pre;v=int2.token32;residual=128;flush=128;sinks=4;skip=0+27
+    k=int2.channel32.pre;v=int2.token32;rope=full;residual=128;flush=128;sinks=4;skip=0+27
 
 A side consists of a format, an axis with the size of a group, and switches, joined by points; ``int4`` alone is
-``int4.token``. The name of a preset stands for its text.
+``int4.token``. ``rope`` is the side of those features of keys that rotate, in full precision here; without it all of a
+key is quantized alike. The name of a preset stands for its text.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from rope_patch.runtime.text import did_you_mean
 SCALE_BITS = 16
 """Number of bits of a scale or a zero point, as KIVI and similar methods store them."""
 SWITCHES = ("pre", "hadamard", "hadamardN")
+FULL = "full"
+"""The word for rotary features in full precision."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Side:
         pre: whether keys are quantized before rotation, and rotated when they are read.
         hadamard: number of features that are rotated together by a Hadamard matrix before they are quantized, and back
             when they are read (see :func:`~rope_patch.kv_cache.block_rounding.mix`); 0 for no rotation.
+        rope: how the features of keys that rotate are quantized, apart from the others; None for alike.
 
     Raises:
         ValueError: a value is unknown, or a combination has no meaning.
@@ -48,6 +52,7 @@ class Side:
     group: int = 0
     pre: bool = False
     hadamard: int = 0
+    rope: Side | None = None
 
     def __post_init__(self) -> None:
         FORMATS.find(self.format)
@@ -55,15 +60,21 @@ class Side:
             raise ValueError(f"an axis is token, tokenN or channelN with N tokens, got {self.axis}{self.group}")
         if self.hadamard & (self.hadamard - 1):
             raise ValueError(f"the size of a Hadamard matrix is a power of two, got hadamard{self.hadamard}")
-        if self.hadamard and self.axis == "channel":
-            raise ValueError("a Hadamard matrix mixes features: a scale for each of them has no meaning then")
-        if self.format == "none" and (self.axis, self.group, self.pre, self.hadamard) != ("token", 0, False, 0):
-            raise ValueError("none is full precision: it takes no axis, group or switch")
+        if FORMATS[self.format].tokens and self.axis == "token" and self.group:
+            raise ValueError(f"{self.format} shares scales among all features of a token, got token{self.group}")
+        given = (self.axis, self.group, self.pre, self.hadamard, self.rope)
+        if self.format == "none" and given != ("token", 0, False, 0, None):
+            raise ValueError("none is full precision: it takes no axis, group or switch, and no rope= beside it")
+        if self.rope and (self.rope.pre or self.rope.block not in (1, self.block)):
+            raise ValueError(
+                f"rope is quantized in blocks of tokens as other features of keys are ({self.block}), and pre is "
+                f"written in k=, got rope={self.rope}"
+            )
 
     @property
     def block(self) -> int:
         """Number of tokens that are quantized together."""
-        return self.group if self.axis == "channel" else 1
+        return self.group if self.axis == "channel" else FORMATS[self.format].tokens or 1
 
     @property
     def features(self) -> int:
@@ -81,6 +92,11 @@ class Side:
         elif self.hadamard:
             words.append("hadamard")
         return ".".join(words)
+
+    @property
+    def parts(self) -> tuple[Side, ...]:
+        """The side itself and that of rotary features, if they have one."""
+        return (self,) if self.rope is None else (self, self.rope)
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,8 @@ class Scheme:
 
     def __str__(self) -> str:
         parts = [f"k={self.key}", f"v={self.value}"]
+        if self.key.rope:
+            parts.append(f"rope={FULL if self.key.rope == Side() else self.key.rope}")
         parts += [f"{name}={getattr(self, name)}" for name in ("residual", "flush", "sinks") if getattr(self, name)]
         if self.skip:
             parts.append(f"skip={'+'.join(map(str, self.skip))}")
@@ -135,7 +153,8 @@ class Scheme:
     @property
     def identity(self) -> str:
         """The text, and the code of formats of the user's own, for the keys of stored results."""
-        return f"{self} {code_identity(*(type(FORMATS[side.format]) for side in (self.key, self.value)))}".strip()
+        sides = (*self.key.parts, *self.value.parts)
+        return f"{self} {code_identity(*(type(FORMATS[side.format]) for side in sides))}".strip()
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
@@ -156,7 +175,12 @@ class Scheme:
                 key = _side(first, [*PRESETS, *FORMATS])
                 scheme = cls(key, replace(key, pre=False))
             for part in parts:
-                scheme = replace(scheme, **_part(part))
+                if part.startswith("rope="):
+                    rope = part.removeprefix("rope=")
+                    side = Side() if rope == FULL else _side(rope, [FULL, *FORMATS])
+                    scheme = replace(scheme, key=replace(scheme.key, rope=side))
+                else:
+                    scheme = replace(scheme, **_part(part))
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from None
         return scheme
@@ -178,6 +202,7 @@ class Preset:
 
 
 _GGML, _VLLM = "gguf.quants, the quantizers of ggml in Python", "vLLM 0.33's Triton kernels, interpreted"
+_E4M3 = "torch.float8_e4m3fn, and the definition of e4m3"
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
@@ -189,10 +214,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "llama.cpp:q5_0": Preset("k=q5_0.hadamard;v=q5_0.hadamard64", "as llama.cpp:q8_0, 5 bits", _GGML),
         "llama.cpp:q4_0": Preset("k=q4_0.hadamard;v=q4_0.hadamard64", "as llama.cpp:q8_0, 4 bits", _GGML),
+        "llama.cpp:q8_0/q4_0": Preset(
+            "k=q8_0.hadamard;v=q4_0.hadamard64", "llama.cpp's --cache-type-k q8_0 --cache-type-v q4_0", _GGML
+        ),
         "vllm:fp8": Preset(
             "k=fp8;v=fp8",
             "vLLM's --kv-cache-dtype fp8: e4m3 with a scale of 1, as long as no scales were calibrated",
-            "torch.float8_e4m3fn, and the definition of e4m3",
+            _E4M3,
         ),
         "vllm:turboquant-4": Preset(
             "k=turboquant4.hadamard;v=uniform4;skip=-2+-1+0+1",
@@ -203,6 +231,53 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "vllm:turboquant-3": Preset(
             "k=turboquant3.hadamard;v=uniform3;skip=-2+-1+0+1", "as vllm:turboquant-4, 3 bits", _VLLM
+        ),
+        "vllm:turboquant_k8v4": Preset(
+            "k=fp8;v=uniform4;skip=-2+-1+0+1",
+            "vLLM's --kv-cache-dtype turboquant_k8v4: keys in fp8 with a scale of 1, not rotated, values and layers as "
+            "vllm:turboquant-4",
+            f"values: {_VLLM}; keys: {_E4M3}",
+        ),
+        "vllm:turboquant_k3v4_nc": Preset(
+            "k=turboquant3.hadamard;v=uniform4;skip=-2+-1+0+1",
+            "vLLM's --kv-cache-dtype turboquant_k3v4_nc: keys as vllm:turboquant-3, values as vllm:turboquant-4",
+            _VLLM,
+        ),
+        "vllm:nvfp4": Preset(
+            "k=nvfp4;v=nvfp4",
+            "vLLM's and SGLang's --kv-cache-dtype nvfp4: e2m1 in blocks of 16 with an e4m3 scale, and the scale of a "
+            "layer 1, as long as none was calibrated. Blackwell GPUs alone run it",
+            "vLLM 0.32's ref_nvfp4_quant_dequant",
+        ),
+        "sglang:nvfp4-qkrot16": Preset(
+            "k=nvfp4.hadamard16;v=nvfp4",
+            "SGLang's --kv-cache-dtype nvfp4 --qkrot-block 16 (pull request 36172, of which the description was read, "
+            "not the code): queries and keys rotated in blocks of 16",
+            "vLLM 0.32's ref_nvfp4_quant_dequant, but for the rotation",
+        ),
+        "sglang:fp4_mx_block16": Preset(
+            "k=fp4-mx16;v=fp4-mx16",
+            "SGLang's --kv-cache-dtype fp4_mx_block16: e2m1 in blocks of 16 with a power of two as scale",
+            "SGLang 0.5.23's FP4MXBlock16KVQuantizeUtil",
+        ),
+        "sglang:fp4_mx_block16-qkrot16": Preset(
+            "k=fp4-mx16.hadamard16;v=fp4-mx16",
+            "as sglang:fp4_mx_block16, with --qkrot-block 16 as in sglang:nvfp4-qkrot16",
+            "SGLang 0.5.23's FP4MXBlock16KVQuantizeUtil, but for the rotation",
+        ),
+        "mxfp4": Preset(
+            "k=mxfp4;v=mxfp4",
+            "OCP Microscaling Formats 1.0: e2m1 in blocks of 32 with a power of two as scale. No released engine has "
+            "such a cache; SGLang's pull request 38724 offers one, whose code was not read",
+            "torch's to_mxfp, in bfloat16",
+        ),
+        "kvarn-k4v2": Preset(
+            "k=kvarn4.channel128.hadamard;v=kvarn2.hadamard;flush=128;sinks=128",
+            "Müller et al., KVarN, arXiv:2606.03458, as kvarn_k4v2_g128 of vLLM's pull request 46812: rotated tiles of "
+            "128 tokens, normalized along both axes; keys per channel in 4 bits, values per token in 2. The first 128 "
+            "tokens and those of an unfinished tile are in full precision. There sliding layers are, too: skip= names "
+            "them",
+            "the pull request's PyTorch functions",
         ),
         "transformers:quanto-4": Preset(
             "k=int4.token64;v=int4.token64;flush=128",
@@ -237,7 +312,7 @@ def _part(text: str) -> dict[str, Any]:
     """Return the field and the value that a part of a scheme, such as ``sinks=4``, states."""
     name, _, value = text.partition("=")
     if name not in _PARTS:
-        raise ValueError(f"unknown part {text!r}. Known: {'=, '.join(_PARTS)}=")
+        raise ValueError(f"unknown part {text!r}. Known: {'=, '.join(_PARTS)}=, rope=")
     if name in ("k", "v"):
         return {_PARTS[name]: _side(value, FORMATS)}
     if name == "skip":
@@ -284,4 +359,7 @@ def effective_bits(side: Side, head_dim: int) -> float:
         share = side.group
     elif side.features:
         share = head_dim / -(-head_dim // side.features)  # the last group may be short
-    return form.bits + form.scales * SCALE_BITS / share
+    bits = form.bits + form.scales * SCALE_BITS / share
+    if form.tokens:  # a scale along the other axis, too
+        bits += SCALE_BITS / (head_dim if side.axis == "channel" else side.block)
+    return bits

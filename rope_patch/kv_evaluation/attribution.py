@@ -179,7 +179,7 @@ def remedies(
     found.append((Remedy(name), lambda plan: replace(plan, offset=offsets.get(plan.layer.index))))
     if key.axis == "token":
         bits = min((8, 4, 3, 2), key=lambda bits: abs(bits - FORMATS[key.format].bits))
-        side, offered = Side(f"int{bits}", "channel", 32, key.pre), ""
+        side, offered = Side(f"int{bits}", "channel", 32, key.pre, rope=key.rope), ""
         if bits in (2, 4):
             offered = "KIVI’s code; transformers: QuantizedCache, quanto, axis_key=-1"
         found.append((Remedy(f"a scale per channel of keys ({side})", offered), _sides(side, value)))

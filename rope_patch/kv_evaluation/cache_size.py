@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
-from rope_patch.kv_cache.schemes import Scheme, effective_bits
+from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.state_statistics import Capture
 
@@ -53,7 +53,7 @@ def stored_states(layers: Sequence[AttentionLayer], capture: Capture, scheme: Sc
         if layer.keys_of == layer.index and layer.index in plans:
             for name, states in (("keys", layer.key), ("values", layer.value)):
                 plan, (heads, width) = plans[layer.index], states.mean.shape
-                stored.append(StoredStates(plan, name, heads * width, effective_bits(plan.sides[name], width)))
+                stored.append(StoredStates(plan, name, heads * width, plan.bits(name, width)))
     return stored
 
 

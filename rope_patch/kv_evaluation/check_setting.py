@@ -36,6 +36,7 @@ class Setting:
         result_cache: the result cache in which finished work is stored; None if it is not stored.
         layers: the attention layers of the model.
         biases: the pairs of biases that make outliers of its keys.
+        decode: number of tokens by which each window is continued through each format; 0 for none.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Setting:
     result_cache: MutableMapping[str, Any] | None
     layers: Sequence[AttentionLayer]
     biases: Sequence[KeyBias]
+    decode: int = 0
 
     @property
     def compared(self) -> Tensor:

@@ -14,18 +14,20 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.analysis.outliers import bias_sentences, key_biases
+from rope_patch.analysis.outliers import KeyBias, bias_sentences, key_biases
 from rope_patch.evaluation.compare import environment, methods_in_turn, naming_method
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import MethodInPlace, Setting
+from rope_patch.kv_evaluation.decoding import check_decoding
 from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
-from rope_patch.modeling.attention_layers import find_attention_layers
+from rope_patch.methods.scaled import context_reached
+from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
@@ -79,6 +81,7 @@ def kv_check(
     *,
     methods: Sequence[MethodLike] = ("default",),
     limits: Limits | None = None,
+    decode: int = 0,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
@@ -92,6 +95,7 @@ def kv_check(
         spec: the spec of what is measured, or a suite made from it, which may have texts in memory.
         methods: methods under which the formats are measured, as method strings.
         limits: limits of what a safe format may cost; by default 2 % of perplexity.
+        decode: number of tokens by which each window is continued greedily through each format.
         layer_types: layer types whose tables are patched, on a model with several tables.
         freeze_at: length at which a dynamic table is frozen before anything is measured [tokens].
         resume: file (or mapping) in which finished work is stored. The same call continues where it stopped, and reads
@@ -112,20 +116,23 @@ def kv_check(
     check_spec(suite.spec)
     places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     record = locate(model).record
-    # A format that does not fit raises before anything is measured. Whether it fits depends on no method, nor does any
-    # part of the layers that a cache is made from.
-    label, in_place = next(iter(places.items()))
-    with in_place(), naming_method(label):
-        layers = find_attention_layers(model).layers
-        for name, scheme in parsed.items():
-            with naming_method(name):
-                plan_layers(layers, scheme)
-        biases = key_biases(model, layers)
+    # A format that does not fit raises before anything is measured. Which features rotate depends on the method.
+    layers: dict[str, Sequence[AttentionLayer]] = {}
+    biases: tuple[KeyBias, ...] = ()
+    for label, in_place in places.items():
+        with in_place() as tables, naming_method(label):
+            check_decoding(suite.spec.longest, decode, min(map(context_reached, tables)))
+            layers[label] = find_attention_layers(model).layers
+            for name, scheme in parsed.items():
+                with naming_method(name):
+                    plan_layers(layers[label], scheme)
+            if len(layers) == 1:
+                biases = key_biases(model, layers[label])
     for sentence in bias_sentences(biases):
         progress.say(sentence)
-    setting = Setting(model, suite, limits, open_cache(resume), layers, biases)
-    rows, captures = [], {}
+    result_cache, rows, captures = open_cache(resume), [], {}
     for label, in_place in places.items():
+        setting = Setting(model, suite, limits, result_cache, layers[label], biases, decode)
         with in_place() as tables, naming_method(label):
             with progress.stage(f"{label}, statistics of keys"):
                 captures[label] = capture(model, setting.compared)

@@ -25,9 +25,10 @@ from rope_patch.kv_evaluation.attribution import (
 )
 from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token_bytes
 from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS, MethodInPlace, Setting
+from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, read_states
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.inputs import ids_hash
-from rope_patch.modeling.scoring import LOGITS_AT_ONCE, CacheFactory, Reader, model_hash
+from rope_patch.modeling.scoring import CacheFactory, Reader, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.progress import Progress
@@ -49,6 +50,10 @@ def measure_formats(setting: Setting, patched: MethodInPlace, formats: Mapping[s
     for name, scheme in formats.items():
         with naming_method(name), progress.stage(f"{patched.method}, {name}"):
             rows.append(_measure(setting, patched, name, scheme))
+    if setting.decode:
+        with progress.stage(f"{patched.method}, decoding"):
+            decoded = measure_decoding(setting, {row.format: formats[row.format] for row in rows[1:]}, setting.decode)
+        rows = [replace(row, decoding=decoded.get(row.format)) for row in rows]
     return rows
 
 
@@ -145,7 +150,6 @@ def passes_of_attribution(layers: int) -> int:
 def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
     """Return the last hidden states of the compared windows, read through a quantized cache or in full precision."""
     ids = setting.compared
-    reader = Reader(setting.model)
     windows = []
     read = Progress(ids.numel())
     with torch.no_grad(), in_eval_mode(setting.model):
@@ -154,8 +158,8 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
             if cache is not None:
                 past = cache()
             elif setting.chunk:
-                past = reader.new_cache(len(row))
-            windows.append(torch.cat([part[0] for _, part in reader.read(row[None], past, setting.chunk, read)]))
+                past = Reader(setting.model).new_cache(len(row))
+            windows.append(read_states(setting, row[None], past, read)[0])
     read.finish()
     return windows
 
@@ -183,12 +187,6 @@ def _divergences(
 
 @torch.no_grad()
 def _compared(setting: Setting, patched: MethodInPlace, cache: CacheFactory) -> Tensor:
-    """Return KL and whether the first choice is the same, (2, windows, tokens), a slice of positions at a time."""
-    parts, reader = [], Reader(setting.model)
-    rough = _states(setting, cache)
-    for one, other in zip(patched.states, rough, strict=True):
-        for low in range(0, len(one), LOGITS_AT_ONCE):
-            p, q = (reader.logits(part[low : low + LOGITS_AT_ONCE]).log_softmax(-1) for part in (one, other))
-            kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
-            parts.append(torch.stack([kl, same.to(kl.dtype)]).cpu().double())
-    return torch.cat(parts, 1).reshape(2, *setting.compared.shape)
+    """Return KL and whether the first choice is the same: (2, windows, tokens)."""
+    pairs = zip(patched.states, _states(setting, cache), strict=True)
+    return torch.stack([kl_by_position(setting, plain, rough) for plain, rough in pairs], 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rope_patch.analysis.outliers import KeyBias, bias_sentences
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
+from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, kl_text, metric_name, verdict_of
 from rope_patch.modeling.state_statistics import Capture
@@ -155,8 +156,27 @@ class KVCheck:
                         parts.append(f"{', '.join(names)} {many}")
                 if self.spec.tasks and not any(answered(base, length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
-                sentences.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
+                workload = ", ".join(["text", *self.spec.tasks])
+                sentences.append(f"{method} at {length} tokens ({workload}): {'; '.join(parts)}.")
+            sentences += [self._decoded(row) for row in self.of(method) if row.decoding]
         return sentences
+
+    def _decoded(self, row: CheckRow) -> str:
+        """Return a sentence on what a format changes while decoding."""
+        assert row.decoding is not None and row.divergence is not None
+        steps, prompts = len(row.decoding.own[0]), len(row.decoding.own)
+        forced, own = (number_text(kl, 4) for kl in row.decoding.kl)
+        growth = row.decoding.growth(self.limits.confidence)
+        change, low, high = (number_text(value, 4, sign=True) for value in growth)
+        parted = sorted(step for step in row.decoding.parted if step is not None)
+        apart = f"{len(parted)} of {count_text(prompts, 'prompt')} continue otherwise"
+        if parted:
+            apart += f", after {count_text(parted[0], 'token')} first and {parted[len(parted) // 2]} in the median"
+        return (
+            f"{row.method}, {steps} tokens written greedily after {self.spec.longest}: {row.format} has KL {forced} on "
+            f"the tokens of full precision and {own} on its own ({number_text(row.divergence.kl, 4)} reading); "
+            f"{apart}; second half of the steps minus the first {change} ({low} to {high})."
+        )
 
     def _everywhere(self) -> list[str]:
         """Return a sentence on what is safe under every method and at every length, if there are several of either."""
@@ -179,7 +199,7 @@ class KVCheck:
             if metric.name == "perplexity" or metric.verdict(moved, self.limits.tolerance) == "unsafe":
                 parts.append(f"{metric_name(metric, self.spec, span)} {change_text(metric, moved.estimate)}")
         divergence = row.divergences[length]
-        if exceeds(divergence, self.limits):
+        if exceeds(divergence.kl, self.limits):
             parts.append(kl_text(divergence))
         return ", ".join(parts)
 
@@ -205,6 +225,9 @@ class KVCheck:
         for name in ("divergence", "attribution"):
             part = getattr(row, name)
             document[name] = None if part is None else asdict(part)
+        if row.decoding:
+            kl, growth = row.decoding.kl, row.decoding.growth(self.limits.confidence)
+            document["decoding"] = asdict(row.decoding) | {"kl": kl, "growth": growth}
         document["lengths"] = {str(length): self._entry(row, length) for length in self.lengths}
         return document
 

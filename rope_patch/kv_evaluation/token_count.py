@@ -14,6 +14,7 @@ from rope_patch.evaluation.spec import SCALABLE, smallest_spec, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.time_budget import default_tokens, suite_within
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS
+from rope_patch.kv_evaluation.decoding import tokens_to_decode
 from rope_patch.kv_evaluation.measure_format import passes_of_attribution
 from rope_patch.options.evaluation import EvalSpec
 
@@ -22,7 +23,7 @@ def _compared(spec: EvalSpec) -> int:
     return min(COMPARED_WINDOWS, spec.windows or 0) * spec.longest
 
 
-def tokens_to_check(spec: EvalSpec, formats: int, methods: int) -> int:
+def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0) -> int:
     """Return the number of tokens that a check reads if no format is unsafe.
 
     Under each method these are the windows and prompts, in full precision and through each format; and the compared
@@ -32,8 +33,10 @@ def tokens_to_check(spec: EvalSpec, formats: int, methods: int) -> int:
         spec: the spec of the check.
         formats: number of formats besides full precision.
         methods: number of methods under which the formats are checked.
+        decode: number of tokens by which each window is continued.
     """
-    return methods * ((1 + formats) * tokens_to_read(spec) + (2 + formats) * _compared(spec))
+    decoded = (spec.windows or 0) * tokens_to_decode(spec.longest, decode, formats)
+    return methods * ((1 + formats) * tokens_to_read(spec) + (2 + formats) * _compared(spec) + decoded)
 
 
 def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:

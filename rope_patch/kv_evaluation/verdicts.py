@@ -10,6 +10,7 @@ from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_evaluation.attribution import Attribution
+from rope_patch.kv_evaluation.decoding import Decoding
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.tables import RotaryTable
@@ -70,6 +71,7 @@ class CheckRow:
             are in full precision, and sliding layers hold only their window.
         token_bytes: the size that each token adds to a long cache [bytes].
         attribution: the costs of the format's parts; None unless the format is unsafe at some length.
+        decoding: what the format changes while the model continues the windows; None if that was not asked for.
     """
 
     method: str
@@ -83,6 +85,7 @@ class CheckRow:
     cache_bits: Mapping[int, float]
     token_bytes: float
     attribution: Attribution | None = None
+    decoding: Decoding | None = None
 
     @property
     def divergence(self) -> Divergence | None:
@@ -104,7 +107,8 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     a rise does, since the format should change nothing. In retrieval it is unsafe if significantly fewer prompts are
     answered, and safe if at most :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost. It is unsafe
     if KL exceeds the limit (:attr:`~rope_patch.options.kv_check.Limits.loss`), whatever the rest says: KL compares
-    whole distributions, so that neither the tokens of the text nor a fall of perplexity hide what changed.
+    whole distributions, so that neither the tokens of the text nor a fall of perplexity hide what changed. At the
+    longest length that holds for decoding, too, on either kind of tokens.
 
     Args:
         row: the row of the format.
@@ -125,10 +129,13 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
         else:
             kinds.add(metric.verdict(moved, limits.tolerance))
         parts.append(f"{metric_name(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
+    decoding = row.decoding if length == max(row.divergences) else None
+    if decoding:
+        parts.append(f"while decoding KL {number_text(max(decoding.kl), 4)}")
     # Where nothing is rounded, equal scores say nothing about the format.
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
         return Verdict("undecided", f"nothing is quantized at {length} tokens", idle=True)
-    if exceeds(divergence, limits):
+    if exceeds(divergence.kl, limits) or (decoding and exceeds(max(decoding.kl), limits)):
         kinds.add("unsafe")
     kind: VerdictKind = "undecided"
     if "unsafe" in kinds:
@@ -138,9 +145,9 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     return Verdict(kind, ", ".join(parts))
 
 
-def exceeds(divergence: Divergence, limits: Limits) -> bool:
+def exceeds(kl: float, limits: Limits) -> bool:
     """Tell whether a KL is larger than the limits allow, or NaN."""
-    return not divergence.kl <= limits.loss
+    return not kl <= limits.loss
 
 
 def kl_text(divergence: Divergence) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import OptionSet, contained, flag, number, word
+from rope_patch.options.fields import OptionSet, contained, flag, number, whole, word
 from rope_patch.options.shared import Machine, Patching
 
 
@@ -45,8 +45,10 @@ class KvCheckOptions(OptionSet, command="kv-check"):
     exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
     continue: finished work is saved in the output folder.
 
-    Formats: llama.cpp:q8_0, llama.cpp:q5_0, llama.cpp:q4_0, vllm:fp8, vllm:turboquant-4, vllm:turboquant-3,
-    transformers:quanto-4, kivi-4, kivi-2, int8-token, int4-token.
+    Formats: llama.cpp:q8_0, llama.cpp:q5_0, llama.cpp:q4_0, llama.cpp:q8_0/q4_0, vllm:fp8, vllm:turboquant-4,
+    vllm:turboquant-3, vllm:turboquant_k8v4, vllm:turboquant_k3v4_nc, vllm:nvfp4, sglang:nvfp4-qkrot16,
+    sglang:fp4_mx_block16, sglang:fp4_mx_block16-qkrot16, mxfp4, kvarn-k4v2, transformers:quanto-4, kivi-4, kivi-2,
+    int8-token, int4-token.
 
     Example: ``rope-patch kv-check ./llama --formats "llama.cpp:q4_0 vllm:fp8" --methods "default yarn:factor=4"
     --lengths "4k 16k" -o ./kv``
@@ -60,6 +62,12 @@ class KvCheckOptions(OptionSet, command="kv-check"):
         several=True,
     )
     evaluation: EvalSpec = contained(EvalSpec, without=("bucket", "batch_tokens"))
+    decode: int = whole(
+        "The number of tokens by which the model also continues each window itself through each format, greedily. "
+        "Together with the longest length they must fit into the stated context.",
+        0,
+        least=0,
+    )
     methods: tuple[str, ...] = shared.methods(("default",))
     output: Path = shared.output("rope-patch-kv-check")
     limits: Limits = contained(Limits, without=("confidence",))

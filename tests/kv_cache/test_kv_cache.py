@@ -38,8 +38,9 @@ from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.kv_cache import attention, plans
 from rope_patch.kv_cache.block_rounding import fake_quantize
 from rope_patch.kv_cache.cache import quantized
+from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
-from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import attention_errors
 from rope_patch.modeling.attention_layers import find_attention_layers, split_pairs
 from rope_patch.modeling.capture import capture
@@ -58,6 +59,7 @@ SCHEMES = [
     "k=int3.token.pre;v=none",
     "k=int4.channel3;v=fp8-scaled;residual=2",
     "k=int2.channel4.pre;v=int2.token;residual=3;flush=8;sinks=1",
+    "k=int2.channel4.pre;v=int4;rope=int4.hadamard;sinks=1",
 ]
 # Family, and the method it is patched with.
 MODELS = [
@@ -213,7 +215,52 @@ def test_streaming_and_one_pass_agree(patched_model, text):
     assert float((losses(model, rows) - whole).abs().max()) > 1e-3, "it has an effect"
 
 
+def test_tiles_of_values_are_read_alike_by_streaming_and_one_pass(monkeypatch):
+    monkeypatch.setattr(FORMATS["kvarn2"], "tokens", 8)  # 128 tokens would be too many for a tiny model
+    model, rows = model_for("llama"), ids(TOKENS + 3, 2)
+    text = "k=kvarn4.channel8.hadamard;v=kvarn2.hadamard;flush=8;sinks=8"
+    with quantized(model, text, exact=False) as factory:
+        expected = losses(model, rows, factory(), chunk=1)
+    with quantized(model, text) as factory:
+        close(losses(model, rows), expected)
+        close(losses(model, rows, factory(), chunk=7), expected)
+    assert float((losses(model, rows) - expected).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(("visible", "end"), [(256, 128), (257, 256), (384, 256), (385, 384)])
+def test_kvarn_rounds_a_tile_once_the_next_token_comes(visible, end):
+    layer = find_attention_layers(model_for("llama")).layers[0]
+    plan = plan_layers([layer], Scheme.parse("kvarn-k4v2"))[0]
+    # vLLM rounds the tiles that were complete before the step; the first 128 tokens are never rounded.
+    assert [plan.frozen(name, visible) for name in ("keys", "values")] == [end, end]
+
+
 # --- what a quantizer does
+
+
+ROTATING = {
+    ("phi3-partial", None): range(8),  # half of 16 features
+    ("glm", None): range(8),  # pairs are neighbours
+    ("llama", "p_rope:p=0.5"): [0, 1, 2, 3, 8, 9, 10, 11],  # 4 of 8 pairs, whose features are 8 apart
+}
+
+
+@pytest.mark.parametrize("patched_model", ROTATING)
+@pytest.mark.parametrize("rope", ["full", "int8.channel4"])
+def test_features_of_keys_that_rotate_have_a_format_of_their_own(patched_model, rope):
+    (layer, *_) = find_attention_layers(model_for(*patched_model)).layers
+    scheme = Scheme.parse(f"k=int4.channel4;v=int4;rope={rope}")
+    plan = plan_layers([layer], scheme)[layer.index]
+    keys = torch.randn(2, 2, 4, 16, generator=torch.Generator().manual_seed(0)).double()
+    rotating = list(ROTATING[patched_model])
+    still = [feature for feature in range(16) if feature not in rotating]
+    got = plan.quantize("keys", keys, None)
+    assert torch.equal(got[..., still], fake_quantize(keys[..., still], Side("int4", "channel", 4)))
+    expected = keys if rope == "full" else fake_quantize(keys, Side("int8", "channel", 4))
+    assert torch.equal(got[..., rotating], expected[..., rotating])
+    assert torch.equal(plan.quantize("values", keys, None), fake_quantize(keys, Side("int4")))
+    # 4 tokens share two numbers of 16 bits.
+    assert plan.bits("keys", 16) == ((16 if rope == "full" else 8 + 8) + 4 + 8) / 2
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4-shared", "glm"])

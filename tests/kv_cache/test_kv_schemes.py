@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -31,6 +32,9 @@ FORMS = [
     "k=none;v=none;sinks=1",
     "k=int2.channel32;v=int2.token32;residual=128;flush=128;sinks=2",
     "k=q4_0.hadamard;v=q8_0.hadamard64;skip=-2+0",
+    "k=kvarn4.channel128.hadamard;v=kvarn2;flush=128;sinks=128",
+    "k=int4;v=int4;rope=full",
+    "k=int2.channel32.pre;v=int2;rope=int8.channel32.hadamard16;residual=32",
 ]
 
 
@@ -62,6 +66,17 @@ def test_presets_by_hand():
     assert Scheme.parse("llama.cpp:q4_0") == Scheme(Side("q4_0", hadamard=1), Side("q4_0", hadamard=64))
     assert Scheme.parse("vllm:turboquant-3").skip == (-2, -1, 0, 1)
     assert Scheme.parse("int4-token") == Scheme(Side("int4"), Side("int4"))
+    assert Scheme.parse("llama.cpp:q8_0/q4_0") == Scheme(Side("q8_0", hadamard=1), Side("q4_0", hadamard=64))
+    assert Scheme.parse("vllm:turboquant_k8v4").key == Side("fp8")
+    assert Scheme.parse("sglang:nvfp4-qkrot16") == Scheme(Side("nvfp4", hadamard=16), Side("nvfp4"))
+    kvarn = Scheme.parse("kvarn-k4v2")
+    assert (kvarn.key.block, kvarn.value.block, kvarn.flush, kvarn.sinks) == (128, 128, 128, 128)
+
+
+def test_rotary_features_may_have_a_side_of_their_own():
+    assert Scheme.parse("kivi-2;rope=full").key == Side("int2-half", "channel", 32, rope=Side())
+    scheme = Scheme.parse("k=int4;v=int2;rope=fp8")
+    assert scheme.key == Side("int4", rope=Side("fp8")) and scheme.value == Side("int2")
 
 
 def test_one_side_for_both_leaves_the_rotation_to_keys():
@@ -89,13 +104,17 @@ def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
         ("k=int5.token", "unknown cache format 'int5.token'"),
         ("k=int4.channel", "channelN with N tokens, got channel0"),
         ("k=none.token8", "full precision"),
-        ("k=int4.channel8.hadamard", "Hadamard"),
         ("k=int4.hadamard48", "power of two, got hadamard48"),
         ("k=int4;v=int4.pre", "pre is for keys"),
         ("kivi-2;skip=0+", "such as 0.-1, got '0.'"),
         ("kivi-2;sinks=-1", "sinks must be a whole number, got '-1'"),
         ("kivi-2;sink=1", "unknown part 'sink=1'. Known: k=, v="),
         ("k=int4.token;v=int4.tok", "unknown word 'tok' in 'int4.tok'"),
+        ("k=int4;v=int4;rope=int4.channel8", "blocks of tokens as other features"),
+        ("k=int4;v=int4;rope=int4.pre", "pre is written in k="),
+        ("k=none;v=int4;rope=full", "no rope"),
+        ("k=int4;v=int4;rope=ful", "Did you mean 'full'"),
+        ("k=kvarn2.token16", "among all features of a token"),
     ],
 )
 def test_errors_name_the_scheme_and_what_is_wrong(text, word):
@@ -131,6 +150,10 @@ def test_schemes_made_in_python_are_checked(made, options, word):
         ("fp8-scaled", 64, 8 + 16 / 64),
         ("q5_0", 128, 5 + 16 / 32),
         ("turboquant4.hadamard", 128, 4 + 16 / 128),  # the norm
+        ("mxfp4", 64, 4 + 8 / 32),  # scales of 8 bits
+        ("nvfp4", 64, 4 + 8 / 16),
+        ("kvarn4.channel128.hadamard", 64, 4 + 32 / 128 + 16 / 64),  # and a scale for each token
+        ("kvarn2", 64, 2 + 32 / 64 + 16 / 128),  # and a scale for each feature of 128 tokens
     ],
 )
 def test_effective_bits_by_hand(text, head_dim, bits):
@@ -211,8 +234,10 @@ def test_empty_and_small_blocks(text, shape):
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_formats.json").read_text())
 """What the programs' own code returned for 128 states, in hexadecimal: KIVI's ``quant/new_pack.py`` (876b4d2), the
-Triton kernels of TurboQuant in vLLM 0.33, which Triton 3.6 interpreted, and optimum-quanto 0.2.7. Of the keys of
-TurboQuant it is what vLLM multiplies rotated queries by."""
+Triton kernels of TurboQuant in vLLM 0.33, which Triton 3.6 interpreted, optimum-quanto 0.2.7, ``to_mxfp`` of torch
+2.13's ``common_quantized.py``, ``ref_nvfp4_quant_dequant`` of vLLM 0.32, ``FP4MXBlock16KVQuantizeUtil`` of SGLang
+0.5.23, and the PyTorch functions of KVarN in vLLM's pull request 46812 (231f52a and eb70063, 8 iterations). Of the keys
+of TurboQuant it is what vLLM multiplies rotated queries by."""
 
 
 @pytest.mark.parametrize("text", GOLDEN["rounded"])
@@ -226,6 +251,39 @@ def test_rounding_is_that_of_the_programs_own_code(text):
     else:
         got = fake_quantize(states.to(expected.dtype), side(text))  # quanto was given float32
     assert torch.equal(got, expected.view(golden["shape"]))
+
+
+FOUR_BITS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp4-mx16"])
+@pytest.mark.parametrize("scale", [1.0, 0.25, 8.0])
+def test_four_bit_floats_are_the_nearest_and_ties_go_where_the_program_sends_them(name, scale):
+    ties = [(low + high) / 2 for low, high in itertools.pairwise(FOUR_BITS)]
+    # Of two neighbours that with an even mantissa, 0, 1, 2 or 4; in SGLang the larger.
+    expected = FOUR_BITS[1:] if name == "fp4-mx16" else [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    for values, rounded in ((FOUR_BITS, FOUR_BITS), ([*ties, 6.0], [*expected, 6.0]), ([0.3, 2.4, 5.1], [0.5, 2, 6])):
+        x = torch.tensor([[[[*values, 6.0], [-value for value in (*values, 6.0)]]]]) * scale
+        positive = torch.tensor([*rounded, 6.0]) * scale
+        assert torch.equal(fake_quantize(x, side(name))[0, 0], torch.stack([positive, -positive]))
+
+
+def test_scales_of_four_bit_floats_are_powers_of_two_or_float8():
+    x = torch.full((1, 1, 1, 16), 7.0)
+    assert float(fake_quantize(x, side("mxfp4"))[0, 0, 0, 0]) == 8.0  # 7 / 2 is a tie of 3 and 4, the scale 2
+    assert float(fake_quantize(x, side("nvfp4"))[0, 0, 0, 0]) == 6 * 1.125  # 7 / 6 lies between 1.125 and 1.25
+    assert torch.equal(fake_quantize(0 * x, side("nvfp4")), 0 * x)
+    assert float(fake_quantize(1e4 * x, side("nvfp4")).max()) == 6 * 448  # the largest that a scale of 1 can hold
+
+
+def test_kvarn_makes_an_outlier_token_and_an_outlier_channel_harmless():
+    x = torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(0))
+    long = x.clone()
+    long[:, :, 7] *= 50
+    long[:, :, :, 3] *= 50
+    for text, plain in (("kvarn4.channel128", "int4.channel128"), ("kvarn4", "int4")):
+        errors = [(fake_quantize(long, side(name)) - long)[:, :, 8:, 4:].std() for name in (text, plain)]
+        assert errors[0] < 0.2 * errors[1]
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q5_0", "q4_0"])

@@ -107,6 +107,16 @@ def test_bits_by_hand(checked):
     assert slides.cache_bits[40] == pytest.approx((24 * 6 + 16 * 16 + 16 * 16) / (40 + 16))
 
 
+def test_which_features_of_keys_rotate_follows_from_each_method():
+    check = check_cache(
+        small(), TOKENIZER, ["k=int4;v=int4;rope=full"], methods=("default", "p_rope:p=0.5"), **{**ASKED, "windows": 2}
+    )
+    all_rotate, half = (check.of(method)[1] for method in check.methods)
+    # Two numbers of 16 bits share 8 features of keys, or 16 of values.
+    assert (all_rotate.key_bits, half.key_bits, half.value_bits) == (16, (16 + 4 + 4) / 2, 4 + 2)
+    assert 0 < all_rotate.divergence.kl < half.divergence.kl
+
+
 def test_each_token_takes_its_bytes(checked):
     config = checked[0].config
     token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # 2 bytes, keys and values
@@ -197,13 +207,17 @@ def test_the_summary_says_what_to_do():
     rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, bits=8.0)]
     assert check_of(*rows).summary() == [
         "Safe at every length: b.",
-        *(f"m at {length} tokens: a is unsafe (perplexity +64.9 %; {COST}); b is safe." for length in (4, 8)),
+        *(
+            f"m at {length} tokens (text, passkey): a is unsafe (perplexity +64.9 %; {COST}); b is safe."
+            for length in (4, 8)
+        ),
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
     (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost), lengths=(8,)).summary()
-    assert sentence == f"m at 8 tokens: a is unsafe (perplexity +64.9 %, retrieval −1.00; {COST})."
+    assert sentence == f"m at 8 tokens (text, passkey): a is unsafe (perplexity +64.9 %, retrieval −1.00; {COST})."
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
-    assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
+    nothing = "full precision answers no prompt, so retrieval tells nothing here"
+    assert sentence == f"m at 8 tokens (text, passkey): b is safe; {nothing}."
 
 
 def test_attribution_by_hand():
@@ -263,7 +277,7 @@ def test_what_rounds_nothing_is_said():
     (sentence,) = check.summary()
     assert sentence.endswith("; c is undecided; b, d round nothing at 8 tokens.")
     (sentence,) = check_of(rows[0], rows[2], lengths=(8,)).summary()
-    assert sentence == "m at 8 tokens: b rounds nothing at 8 tokens."
+    assert sentence == "m at 8 tokens (text, passkey): b rounds nothing at 8 tokens."
 
 
 def test_the_patch_that_a_model_came_with_is_told(checked):
