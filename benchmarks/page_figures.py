@@ -64,7 +64,8 @@ def losses(**cell: Any) -> dict[str, list[float]]:
     """Return the losses of the windows of a cell of the study of both models, by range of positions [nats/token]."""
     wanted = {"kind": "text", "where": "", "adapted": False} | cell
     rows = [row for row in result("study_families")["cells"] if wanted.items() <= row.items()]
-    return {span: [loss for row in rows for loss in row["nll"][span]] for span in rows[0]["nll"]}
+    spans = rows[0]["nll"] if rows else ()
+    return {span: [loss for row in rows for loss in row["nll"][span]] for span in spans}
 
 
 def steps(perplexity: Mapping[str, float]) -> tuple[list[int], list[float]]:
@@ -139,7 +140,7 @@ def two_models() -> Figure:
 
 
 def changes(table: str, **cell: Any) -> list[float]:
-    """Return the change of the loss of each window of a cell from the unchanged table [nats/token]."""
+    """Return the change of the loss of each window of a cell from the unchanged table, if measured [nats/token]."""
 
     def means(name: str) -> list[float]:
         found = losses(table=name, **cell)
@@ -147,7 +148,8 @@ def changes(table: str, **cell: Any) -> list[float]:
         windows = zip(*found.values(), strict=True)
         return [sum(map(operator.mul, sizes, window)) / sum(sizes) for window in windows]
 
-    return [patched - plain for patched, plain in zip(means(table), means("default"), strict=True)]
+    patched = means(table)
+    return [ours - theirs for ours, theirs in zip(patched, means("default"), strict=bool(patched))]
 
 
 ATTENTION_FACTORS = {
@@ -175,6 +177,8 @@ def attention_factor() -> Figure:
     for row, (_, cell) in enumerate(WITHIN):
         for shift, (label, table) in zip((-0.2, 0, 0.2), ATTENTION_FACTORS.items(), strict=True):
             found = changes(table, **cell)
+            if not found:  # not measured yet
+                continue
             estimate = statistics.fmean(found)
             low, high = paired_means(found, [0.0] * len(found), 0.95)
             low, estimate, high = (100 * math.expm1(value) for value in (low, estimate, high))
@@ -183,7 +187,7 @@ def attention_factor() -> Figure:
             axes.plot([low, high], [row + shift] * 2, color=style["color"], linewidth=1)
     axes.axvline(0, color="#888888", linewidth=0.8)
     axes.set(yticks=range(len(WITHIN)), yticklabels=[name for name, _ in WITHIN], ylim=(len(WITHIN) - 0.5, -0.5))
-    axes.set_xlabel("change of perplexity, and its 95 % interval over three windows")
+    axes.set_xlabel("change of perplexity [%], and its 95 % interval over three windows")
     signed_percent(axes.xaxis)
     plain_axes(axes)
     axes.legend(frameon=False, fontsize=9, title="attention factor", title_fontsize=9)

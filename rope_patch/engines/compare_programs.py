@@ -98,8 +98,8 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison
     config = load_config(source)
     with torch.device("meta"), naming_checkpoint(source):
         model = auto_class(config.model_type).from_config(config)
-    inspection = inspect_model(model)
-    text = locate(model).config
+    inspection, location = inspect_model(model), locate(model)
+    text = location.config
     stated = StatedConfig(
         model_type=str(text.model_type),
         outer_type=str(config.model_type),
@@ -113,9 +113,10 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison
     for name in programs:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated, partial(_fix, source, name, model, stated))
-    if inspection.record is not None:  # its checks say what the warnings would
-        return ProgramComparison(tuple(rows), ())
-    return ProgramComparison(tuple(rows), inspection.warnings)
+    notes = inspection.warnings
+    if inspection.record is not None:  # checks of their own say what differs from the record
+        notes = replace(location, record_data=None).warnings
+    return ProgramComparison(tuple(rows), notes)
 
 
 _REPAIR = "none before the config is what the patch record describes: rope-patch doctor FOLDER --repair -o OUT"

@@ -55,10 +55,12 @@ def stated(
             if key not in known and (key in STATED_ANYWAY or (removed(key) and off)):
                 from rope_patch.runtime.progress import say  # which imports torch
 
-                say(f"note: {where}{key} is left out.{removed(key)}")
+                say(f"note: {where}{key} is left out.{removed(key, here=True)}")
                 continue
             if key not in known:
-                raise ValueError(f"{where}unknown option {key!r}.{removed(key) or did_you_mean(str(key), known)}")
+                raise ValueError(
+                    f"{where}unknown option {key!r}.{removed(key, here=True) or did_you_mean(str(key), known)}"
+                )
             yield known[key].path, read_value(known[key], one, f"{where}{key}")
 
 

@@ -24,12 +24,18 @@ REMOVED |= {"CoPE": REMOVED["cope"], "Resonance": REMOVED["resonance"]}
 
 STATED_ANYWAY = ("depths", "haystack", "chat_template", "batch_tokens")
 """Options that each extend.yaml of an earlier version states, whatever their value. Other commands have them still."""
-REMOVED |= dict.fromkeys(
-    STATED_ANYWAY, "extend lays its needle into the text that it reads; rope-patch compare asks in other ways"
-)
+NEEDLE_IN_TEXT = "extend lays its needle into the text that it reads; rope-patch compare asks in other ways"
 
 
-def removed(name: str) -> str:
-    """Return a sentence on something that was removed, by its name; empty for any other name."""
+def removed(name: str, *, here: bool = False) -> str:
+    """Return a sentence on something that was removed, by its name; empty for any other name.
+
+    Args:
+        name: the name of a command, option, task, method or public name.
+        here: whether the name is unknown where it was given, so that what other commands have still counts, too.
+    """
     name = name.partition("=")[0].removeprefix("--").removeprefix("no-").rpartition(".")[2].replace("-", "_")
-    return f" It was removed: {REMOVED[name]}." if name in REMOVED else ""
+    reason = REMOVED.get(name)
+    if here and name in STATED_ANYWAY:
+        reason = NEEDLE_IN_TEXT
+    return f" It was removed: {reason}." if reason else ""

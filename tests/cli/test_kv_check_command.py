@@ -167,7 +167,7 @@ def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
     hub = ", and the hub gives no tokenizer"
-    reason = {"nowhere": hub, "no/where": hub, "here/nowhere": " in the folder here"}
+    reason = {"no/where": hub, "here/nowhere": " in the folder here"}
     message = f"no folder {source}" + reason.get(source, ": give a folder with")
     assert_refused(("kv-check", source, *given, "-o", tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()

@@ -180,7 +180,7 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
     with listen(on_sentence=stop), pytest.raises(KeyboardInterrupt):
         extend(llama, TOKENIZER, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
-    settings = from_dict(ExtendSettings, {"model": "m", **{k: v for k, v in options.items() if k in QUICK}})
+    settings = from_dict(ExtendSettings, {"model": "org/m", **{k: v for k, v in options.items() if k in QUICK}})
     run = Run(llama, TOKENIZER, settings, tmp_path / "out", FEW)
     with pytest.raises(KeyboardInterrupt):
         run.finish(overwrite=False, add_report=stop_in_the_report)

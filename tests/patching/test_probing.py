@@ -374,5 +374,5 @@ def test_edits_of_the_config_are_named_when_they_are_dropped(monkeypatch):
     model.config.max_position_embeddings = 256
     warnings = heard(monkeypatch)
     patch = rope_patch.apply(model, "default", replace=True)
-    assert "max_position_embeddings 128 -> 256" in warnings[0] and "'factor': 4.0" in warnings[0]
+    assert "max_position_embeddings is 256, the record says 128" in warnings[0] and "factor is 4.0" in warnings[0]
     assert patch.after[None].rope_type == "default" and model.config.max_position_embeddings == 64
