@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from rope_patch import frequencies
 from rope_patch.evaluation.intervals import paired_means
@@ -83,37 +82,6 @@ def before_after() -> Figure:
         title="SmolLM2-135M reads twice its context after a patch",
     )
     figure.set_size_inches(8.5, 3.3)
-    return figure
-
-
-def by_factor() -> Figure:
-    """Draw perplexity and passkeys of the bundled Llama against the factor, untrained."""
-    tables = {"default": "default", "yarn": "YaRN", "abf ×50": "ABF", "p_rope .5": "p-RoPE", "ntk": "NTK"}
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-    add_title(figure, "A Llama of 2 million parameters beyond its 256 tokens, no training")
-    read, found = figure.subplots(1, 2)
-    styles = line_styles(tables)
-    for label, table in tables.items():
-        like = {"checkpoint": "llama", "table": table, "lora": False}
-        rows = sorted(
-            (row for row in result("study_methods")["rows"] if like.items() <= row.items()),
-            key=lambda row: int(row["factor"]),
-        )
-        factors = [row["factor"] for row in rows]
-        last = [str(256 * factor) for factor in factors]
-        perplexity = [row["perplexity"][key] for row, key in zip(rows, last, strict=True)]
-        passkeys = [row["passkey"][key] for row, key in zip(rows, last, strict=True)]
-        read.plot(factors, perplexity, marker="o", markersize=4, label=label, **styles[label])
-        found.plot(factors, passkeys, marker="o", markersize=4, **styles[label])
-    read.set(ylabel="perplexity of the last half (log scale)", yscale="log")
-    found.set(ylabel="share of passkeys found")
-    few_log_ticks(read.yaxis)
-    for axes in (read, found):
-        axes.set(xlabel="context, times the trained one (log scale)", xscale="log")
-        axes.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
-        axes.xaxis.set_minor_locator(NullLocator())
-        plain_axes(axes)
-    read.legend(frameon=False, fontsize=9)
     return figure
 
 
@@ -226,12 +194,12 @@ def angles() -> Figure:
     ):
         for i, (p, turned, rises) in enumerate(prices(model, where, values)):
             axes.plot(turned, rises, marker="o", markersize=4, color=color, label=label if i == 0 else None)
-            if rises[-1] > 1:  # names of the others would lie on each other
+            if abs(rises[-1]) > 1:  # names of the others would lie on each other
                 axes.annotate(f"  p = {p:g}", (turned[-1], rises[-1]), color=color, fontsize=8, va="bottom")
     mark_position(axes, 0.2, "0.2 rad: below, at most +1 %")
     axes.set(xscale="log", xlabel="angle of the fastest stopped pair [rad], log scale")
     axes.set_yscale("symlog", linthresh=1)
-    axes.set(ylabel="rise of perplexity [%], log scale above 1", ylim=(-1, 1000), xlim=(None, 40))
+    axes.set(ylabel="rise of perplexity [%], log scale above 1", ylim=(-4, 1000), xlim=(None, 40))
     few_log_ticks(axes.xaxis)
     signed_percent(axes.yaxis)
     plain_axes(axes)
@@ -292,7 +260,7 @@ def decoding() -> Figure:
 
 def main() -> None:
     """Draw the figures and write the pictures."""
-    for draw in (before_after, by_factor, two_models, attention_factor, angles, caches, decoding):
+    for draw in (before_after, two_models, attention_factor, angles, caches, decoding):
         draw().savefig(ROOT / "docs" / f"{draw.__name__}.png", dpi=110, bbox_inches="tight")
 
 

@@ -232,8 +232,8 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     (
         "docs/evidence.md",
-        "| | 0.625 | 1.5 | -0.5 | -2.1 | -1.6 (",
-        lambda: [0.625, 8192 * 10**-3.75, *price("qwen", "p_rope:p=0.625")],
+        "| | 0.5 | 8.2 | +1.6 | +13.9 | +54.7 (",
+        lambda: [0.5, 8192 * 10**-3, *price("qwen", "p_rope:p=0.5")],
     ),
     (
         "docs/evidence.md",
