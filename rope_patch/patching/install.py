@@ -278,8 +278,8 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
         recorded, rebuilt = getattr(record, name), getattr(plan.record, name)
         if not same_tables(recorded, rebuilt):
             raise PatchError(
-                f"the record of {record.to_method()} was made on another model, or altered: its {name.replace('_', ' ')} "
-                f"({hashes(recorded)}) are not this model's ({hashes(rebuilt)})"
+                f"the record of {record.to_method()} was made on another model, or altered: its "
+                f"{name.replace('_', ' ')} ({hashes(recorded)}) are not this model's ({hashes(rebuilt)})"
             )
     _check(location, plan, [], logger.warning)
     return install(location, plan)
