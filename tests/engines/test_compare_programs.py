@@ -142,6 +142,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
         {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, **WHOLE},
         {"sglang": says("differs", "at the top of config.json alone", pairs=8)},
     ),
+    "a share that vLLM obeys and transformers ignores": (
+        "qwen2",
+        {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+        {"vllm": says("differs", "it obeys partial_rotary_factor 0.5", pairs=4)},
+    ),
     "p-RoPE that SGLang reads as plain": (
         "qwen2",
         {"rope_parameters": PLAIN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
