@@ -38,10 +38,10 @@ import rope_patch
 from measuring import command, environment, write
 from pair_bits import RULES, Allocator, bits_by_loss, equal_bits, keys_by_pair, stored_bits
 from public_checkpoint import BUILD, CHECKPOINTS
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.documents import spread_windows
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.retrieval.measure import retrieval
+from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.kv_cache.cache import CacheMaker, quantized
 from rope_patch.kv_cache.schemes import Scheme, effective_bits
 from rope_patch.modeling.scoring import Reader

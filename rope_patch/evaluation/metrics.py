@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import paired_means, paired_shares
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text
-from rope_patch.evaluation.perplexity_result import PerplexityResult
-from rope_patch.evaluation.retrieval import effective_prompts
+from rope_patch.evaluation.perplexity.result import PerplexityResult
+from rope_patch.evaluation.retrieval.measure import effective_prompts
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec

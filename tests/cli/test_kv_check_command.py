@@ -16,7 +16,7 @@ from support.tiny import small
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.evaluation.shown_answers import shortest_of_each
+from rope_patch.evaluation.retrieval.shown_answers import shortest_of_each
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
 

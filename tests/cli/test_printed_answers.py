@@ -9,7 +9,7 @@ from support.report_pages import row
 from rope_patch import data_path
 from rope_patch.cli.printing import FILE_WIDTH, new_table, show, show_page
 from rope_patch.evaluation.compare import Comparison
-from rope_patch.evaluation.shown_answers import EXACT_MATCH
+from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH
 from rope_patch.reports.comparison import page
 
 

@@ -6,8 +6,8 @@ import pytest
 from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
-from rope_patch.evaluation.shown_answers import (
+from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.retrieval.shown_answers import (
     few_answers,
     one_of_each,
     shortest_of_each,
