@@ -664,8 +664,9 @@ def report_of(done: dict[Cell, dict[str, Any]], cells: Sequence[Cell]) -> dict[s
 def main() -> None:
     """Measure the cells that are asked for and not finished, and report all that are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--novels", type=Path, required=True, help="a folder of text files")
-    parser.add_argument("--wikitext", type=Path, required=True, help="the test part of WikiText-2")
+    parser.add_argument("--novels", type=Path, default=Path("novels"), help="a folder of text files (%(default)s)")
+    wikitext = Path("wikitext2_test.txt")
+    parser.add_argument("--wikitext", type=Path, default=wikitext, help="the test part of WikiText-2 (%(default)s)")
     parser.add_argument("--cells", nargs="*", default=["*"], help="names of cells, with * for any text (all)")
     parser.add_argument("--list", action="store_true", help="show the cells, with expected minutes, and stop")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the JSON report, which goes on if it exists")

@@ -79,8 +79,8 @@ class Metric(ABC):
         of_text: whether it is measured on windows of text, by position; otherwise it is measured on the prompts of
             every task, by length.
         is_perplexity: whether its values are perplexities; its differences are then those of the loss [nats/token].
-        supporting: whether it only supports another one: it is shown at the longest length, and no verdict on a cache
-            format rests on it.
+        supporting: whether it only supports another one: no verdict on a cache format rests on it, and on prompts it is
+            shown at the longest length alone.
         title: name of the metric in reports; by default ``name``.
         heading: name of the metric in headings of tables; by default ``name``.
         difference_name: name of its differences in JSON; by default ``name``.

@@ -346,7 +346,8 @@ def test_every_result_is_in_the_index_with_what_made_it() -> None:
     """The script that made a result is there, or the index says at which commit it was measured."""
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)\.json` \| (.*) \|$", text, re.MULTILINE))
-    assert not {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} - set(rows)
+    without = sorted({path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} - set(rows))
+    assert not without, f"add a row to benchmarks/README.md for {', '.join(without)}"
     for name, origin in rows.items():
         script = re.search(r"benchmarks/\w+\.py", origin)
         assert "measured at" in origin or (script and (ROOT / script[0]).is_file()), name
