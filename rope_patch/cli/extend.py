@@ -140,8 +140,8 @@ def _page(outcome: Extended, *, brief: bool = False) -> Page:
         evidence += [Note(f"{one.label}: {failure}.") for one in choice.evaluated for failure in one.failures]
     note = Note(f"{RANKING}. {NEEDLES}.")
     section = Section("The choice", choice.verdict, [*evidence, note])
-    page = report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", choice=section)
-    sections = [replace(one, title=f"Round {n}, {one.title}") for n, one in enumerate(page.sections[1:], 1)]
+    page = report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", folded=True)
+    sections = [replace(one, title=f"Round {n}, {one.title}") for n, one in enumerate(page.sections, 1)]
     if brief and len(rounds) > 1:
         sections = [sections[0], sections[-1]]
     return replace(page, sections=[section, *reversed(sections)])

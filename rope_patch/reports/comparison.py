@@ -29,24 +29,20 @@ from rope_patch.runtime.captions import count_text
 _NAMED_METHODS = 3  # methods that a sentence names before it counts the others
 
 
-def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", choice: Section | None = None) -> Page:
+def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", folded: bool = False) -> Page:
     """Return comparisons as a page.
 
     Args:
         comparisons: the comparisons, each of which becomes a section: a checkpoint, a task.
         title: the title of the page.
-        choice: what was decided by the comparisons, which stands first.
+        folded: whether the changes from the unpatched model are folded, as beside a choice that has its own.
 
     Raises:
         ValueError: no comparison.
     """
     if not comparisons:
         raise ValueError("a report needs at least one comparison")
-    # Beside a choice stands what it changes; how the others differ is for those who open it.
-    sections = [_section(comparison, folded=choice is not None) for comparison in comparisons]
-    if choice:
-        sections.insert(0, choice)
-    return Page(title, sections)
+    return Page(title, [_section(comparison, folded=folded) for comparison in comparisons])
 
 
 def _section(comparison: Comparison, *, folded: bool) -> Section:
