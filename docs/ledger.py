@@ -243,7 +243,10 @@ def page() -> str:
         for path in sorted(RESULTS.glob("*.json"))
         if path not in listed
     ]
-    return f"""# Ledger
+    return f"""---
+hide: [navigation]
+---
+# Ledger
 
 Every table that was measured on every checkpoint, from the JSON files of the benchmarks; click on a heading to sort. An
 empty row is a method that nobody has measured there. *Within* and *beyond* are positions up to the trained context and

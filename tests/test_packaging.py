@@ -98,8 +98,9 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_citation_names_this_version() -> None:
+def test_the_citation_and_the_changelog_name_this_version() -> None:
     assert f"\nversion: {rope_patch.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## [{rope_patch.__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_a_wheel_built_from_the_source_archive_is_the_same(wheel: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ def extend(words: Sequence[str]) -> int:
         def say(sentence: str) -> None:
             print(sentence, file=sys.stderr)  # silent in all processes but the first (see working_together)
 
+        if not fresh:
+            say(f"{work} holds measurements of an earlier run, which are used where they fit")
         model = _load(settings, say)
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.say_what_the_model_is()
@@ -130,16 +133,18 @@ def _page(outcome: Extended, *, brief: bool = False) -> Page:
     from rope_patch.reports import comparison as report
     from rope_patch.reports.page import Note, Part, Section
 
-    choice, rounds = outcome.choice, outcome.comparisons[::-1]
+    choice, rounds = outcome.choice, outcome.comparisons
     evidence: list[Part] = []
     if choice.label is not None:
         evidence.append(report.before_after(outcome.comparison, choice.label))
         evidence += [Note(f"{one.label}: {failure}.") for one in choice.evaluated for failure in one.failures]
     note = Note(f"{RANKING}. {NEEDLES}.")
     section = Section("The choice", choice.verdict, [*evidence, note])
+    page = report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", folded=True)
+    sections = [replace(one, title=f"Round {n}, {one.title}") for n, one in enumerate(page.sections, 1)]
     if brief and len(rounds) > 1:
-        rounds = (rounds[0], rounds[-1])
-    return report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", choice=section)
+        sections = [sections[0], sections[-1]]
+    return replace(page, sections=[section, *reversed(sections)])
 
 
 def _print(outcome: Extended) -> None:
@@ -151,3 +156,4 @@ def _print(outcome: Extended) -> None:
         print(f"the measurements are in {outcome.work}, and a changed command uses them again")
     else:
         print(f"wrote {outcome.output}: {how_to_load(outcome.output)} loads it")
+        print(f"the measurements stay in {outcome.work} for another run, and may be deleted")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import metadata_load
 
 from rope_patch import __version__
 from rope_patch.checkpoints.folder_patch import BASE_CARD
@@ -42,7 +42,7 @@ those of the patched model in memory. {programs}
 
 ## Why this method
 
-{basis}. {reason}.
+{reason}. {basis}.
 
 Measured and not chosen: {others}.
 
@@ -156,7 +156,6 @@ def base_card(source: str) -> Path | None:
 def _front_matter(source: str) -> dict[str, Any]:
     """Return what the card of a folder says of its licence, languages and the like, where it can be read."""
     try:
-        data: dict[str, Any] = ModelCard.load(Path(source) / "README.md", ignore_metadata_errors=True).data.to_dict()
+        return metadata_load(Path(source) / "README.md") or {}
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return data

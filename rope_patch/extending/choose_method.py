@@ -353,11 +353,11 @@ class MethodEvaluator:
                 reason += f"; {most.name} answers {most.answered} of them and costs {cost} there"
         unconfirmed = ""
         if chosen.doubt:
-            unconfirmed = f"{chosen.doubt}; a larger --budget asks more"
+            unconfirmed = f"{chosen.doubt}; training (--train) may mend that, and a larger --budget asks more prompts"
         elif self._sign(chosen.label, UNPATCHED, "logprob") <= 0:
             unconfirmed = (
                 f"{count_text(chosen.prompts, 'prompt')} of {self.target} tokens cannot show that {chosen.name} "
-                "retrieves more than the unpatched model; a larger --budget asks more"
+                "retrieves more than the unpatched model; a larger --budget asks more prompts"
             )
         return Choice(chosen, reason, self._cost(chosen), tuple(evaluated), unconfirmed=unconfirmed)
 
@@ -375,7 +375,7 @@ class MethodEvaluator:
 
     def _cost(self, chosen: EvaluatedMethod) -> str:
         change = change_sentence(METRICS["perplexity"], chosen.change)
-        sentence = f"within the trained {self.within} tokens {chosen.name} changes perplexity by {change}"
+        sentence = f"within the trained {self.within} tokens perplexity changes by {change}"
         if not chosen.change.estimate > 0:
             return sentence
         training = "training (--train)"

@@ -288,9 +288,13 @@ class Run:
         return lines
 
     def _time(self, tokens: float) -> str:
-        """Return the time that a number of tokens takes, in minutes, or in hours from two on."""
-        minutes = math.ceil(tokens / self.speed / 60)
-        return count_text(round(minutes / 60), "hour") if minutes >= 120 else count_text(minutes, "minute")
+        """Return the time that a number of tokens takes, in seconds, in minutes, or in hours from two on."""
+        seconds = tokens / self.speed
+        if seconds < 90:
+            return count_text(math.ceil(seconds), "second")
+        if seconds < 2 * 3600:
+            return count_text(round(seconds / 60), "minute")
+        return count_text(round(seconds / 3600), "hour")
 
     def _what_takes_less(self, tokens: int) -> str:
         """Return what would take less time than a number of tokens, with the times from the measured speed."""

@@ -50,7 +50,8 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
     try:
         for check in programs_agree(source):
             if check.state in (DIFFERS, UNKNOWN):
-                parts = [check.found, check.meaning, check.fix and f"Run: {check.fix}"]
+                meaning = check.meaning[:1].upper() + check.meaning[1:]
+                parts = [check.found, meaning, check.fix and f"Run: {check.fix}"]
                 sentence = ". ".join(part for part in parts if part)
                 # A fix that begins with "none: " says why no command writes what the program reads right.
                 sentence = sentence.replace("Run: none: ", "No command mends that: ")

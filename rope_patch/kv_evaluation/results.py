@@ -124,7 +124,7 @@ class KVCheck:
             sentences.append(
                 f"{count_text(len(result.samples(length)), 'prompt')} of {length} tokens in "
                 f"{count_text(len(result.haystacks(length)), 'haystack')}{task}: a loss below "
-                f"{self.change(self.rows[0], metric, span).high:.0%} could not be told apart from chance"
+                f"{100 * self.change(self.rows[0], metric, span).high:.0f} % could not be told apart from chance"
             )
         return sentences
 
@@ -157,7 +157,10 @@ class KVCheck:
                 if self.spec.tasks and not any(answered(base, length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
                 workload = ", ".join(["text", *self.spec.tasks])
-                sentences.append(f"{method} at {length} tokens ({workload}): {'; '.join(parts)}.")
+                at = f"{method} at"
+                if self.methods == ("default",) and not self.loaded:
+                    at = "At"
+                sentences.append(f"{at} {length} tokens ({workload}): {'; '.join(parts)}.")
             sentences += [self._decoded(row) for row in self.of(method) if row.decoding]
         return sentences
 

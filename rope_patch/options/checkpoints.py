@@ -133,5 +133,7 @@ class DoctorOptions(OptionSet, command="doctor"):
         super().__post_init__()
         if self.repair != (self.output is not None):
             raise ValueError("--repair and -o FOLDER go together: a repaired copy is written into that folder")
+        if self.repair and self.config_only:
+            raise ValueError("--repair copies the weights, too: leave out --config-only")
         if self.method is None and self.patching != Patching():
             raise ValueError("--target-length and --layer-type go with --method: name one, or leave them out")

@@ -47,6 +47,7 @@ class ExtendSettings(OptionSet):
         metavar="SHARE",
         least=0,
         most=1,
+        unit="(0.05 is 5 %)",
     )
     train: bool = flag("Train the best method with LoRA, and let the trained model compete.")
     train_text: str | None = word(

@@ -23,6 +23,7 @@ class Limits(OptionSet):
         metavar="SHARE",
         least=0,
         most=1,
+        unit="(0.05 is 5 %)",
     )
     confidence: float = number("The confidence of the intervals.", 0.95, above=0, below=1)
 

@@ -294,7 +294,7 @@ def restore(model: nn.Module) -> None:
     location = locate(model)
     record = location.record
     if record is None:
-        raise PatchError(f"{location.name} carries no patch record: nothing to restore")
+        raise PatchError(f"{location.name} carries no patch record, so what a patch changed is not known")
     location.check_base()
     if record.edited and location.patched is None:
         raise PatchError("the base table was edited by hand before the patch; its config alone cannot restore it")

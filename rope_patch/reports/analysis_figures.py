@@ -187,8 +187,8 @@ def outliers(analysis: Analysis) -> Figure:
     points = {role: analysis.pairs[role] for role in ("query", "key")}
     caption = (
         "A point is a pair of a query head. Left: offset features (orange) lie beyond both bounds of Jonasson (2025), "
-        "which are the lines in the middle, and the larger a point, the longer its mean; right: long means are those "
-        "of vectors that point one way."
+        "which are the lines in the middle, where pairs of more than 1.5 turns are not shown, and the larger a point, "
+        "the longer its mean; right: long means are those of vectors that point one way."
     )
     return figure(plots.outliers, points, title="Every pair: length and angle of its mean", caption=caption)
 

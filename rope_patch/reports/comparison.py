@@ -29,24 +29,20 @@ from rope_patch.runtime.captions import count_text
 _NAMED_METHODS = 3  # methods that a sentence names before it counts the others
 
 
-def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", choice: Section | None = None) -> Page:
+def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", folded: bool = False) -> Page:
     """Return comparisons as a page.
 
     Args:
         comparisons: the comparisons, each of which becomes a section: a checkpoint, a task.
         title: the title of the page.
-        choice: what was decided by the comparisons, which stands first.
+        folded: whether the changes from the unpatched model are folded, as beside a choice that has its own.
 
     Raises:
         ValueError: no comparison.
     """
     if not comparisons:
         raise ValueError("a report needs at least one comparison")
-    # Beside a choice stands what it changes; how the others differ is for those who open it.
-    sections = [_section(comparison, folded=choice is not None) for comparison in comparisons]
-    if choice:
-        sections.insert(0, choice)
-    return Page(title, sections)
+    return Page(title, [_section(comparison, folded=folded) for comparison in comparisons])
 
 
 def _section(comparison: Comparison, *, folded: bool) -> Section:
@@ -60,7 +56,7 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
         *_changes(comparison, names, columns, folded=folded),
         *examples(scores),
         *_curves(comparison, names),
-        *(_map(comparison, names, task) for task in comparison.spec.tasks),
+        *(figure for task in comparison.spec.tasks for figure in _map(comparison, names, task)),
         *answers(scores),
         *_long_names(names),
         pages.facts(_facts(comparison), comparison.environment),
@@ -170,6 +166,8 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
         "ppl: perplexity at these positions [tokens], lower is better; a task: the share of its prompts of this length "
         "[tokens] that are answered exactly; logprob: the log-probability of the right answer [nats]."
     )
+    if UNPATCHED in names:
+        caption = f"{UNPATCHED}: {_unpatched(comparison)}; {caption}"
     if len(comparison.rows) > 1:
         caption += (
             f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
@@ -348,10 +346,13 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
     return [figure(draw, curves, title=title, caption=caption, trained_length=comparison.trained_length)]
 
 
-def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
-    """Return the figure of exact match over lengths × depths of one task."""
+def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> list[Figure]:
+    """Return the figure of exact match over lengths × depths of one task; none where a length has a single depth."""
     lengths = comparison.spec.lengths
-    depths = list(dict.fromkeys(cell.depth for cell in comparison.rows[0].scores.retrieval[task].cells))
+    cells = comparison.rows[0].scores.retrieval[task].cells
+    if len(cells) == len(lengths):
+        return []  # the table says as much
+    depths = list(dict.fromkeys(cell.depth for cell in cells))
     grids = {}
     for row in comparison.rows:
         shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
@@ -361,4 +362,4 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
         "Share of answers that are exactly right, by prompt length and depth of the needle: 0 % is the start of the "
         "prompt, 100 % just before the question."
     )
-    return figure(plots.retrieval_heatmap, grids, title=title, caption=caption, lengths=lengths, depths=depths)
+    return [figure(plots.retrieval_heatmap, grids, title=title, caption=caption, lengths=lengths, depths=depths)]

@@ -18,6 +18,7 @@ from support.fresh import stock_logits
 from support.gguf_files import write_toy
 from support.patches import edit_json
 from support.prompting import TOKENIZER, bold
+from support.report_pages import Page
 from support.tiny import SIZE, logits, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig, PhiConfig, PhiForCausalLM, Trainer
 
@@ -116,7 +117,7 @@ def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, e
         rope_patch.save(llama, tmp_path / "model", tokenizer=TOKENIZER)
     (sentence,) = (one for one in other_programs(tmp_path / "model") if "llama.cpp" in one)
     assert re.fullmatch(
-        r"llama\.cpp \w+: it computes another table: .+\. it does not read the type longrope, and "
+        r"llama\.cpp \w+: it computes another table: .+\. It does not read the type longrope, and "
         r"computes plain RoPE\. Run: rope-patch export \S+/model --to gguf --converter PATH -o FILE\.gguf; "
         r"PATH is \S+ convert_hf_to_gguf\.py",
         sentence,
@@ -303,11 +304,11 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
     result = invoke(*arguments, "--budget", "6s", "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 4, result.output
-    report = (tmp_path / "out.work" / "report.html").read_text()
+    report = "".join(Page((tmp_path / "out.work" / "report.html").read_text()).text)
     assert (
         report.index("Nothing was written: no method can be chosen")
         < report.index("training: --train.")
-        < report.index("<table")
+        < report.index("Scores")
     )
     assert (
         "Nothing was written: no method can be chosen" in result.output
@@ -328,7 +329,7 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
         ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
         ({"tasks": []}, "extend decides by retrieval, too: give a task"),
         ({"tasks": ["passkey", "vt"]}, "vt does not hide a single needle in a given text"),
-        ({"tolerance": -0.1}, r"tolerance must be in \[0, 1\], got -0.1"),
+        ({"tolerance": -0.1}, r"tolerance must be in \[0, 1\] \(0.05 is 5 %\), got -0.1"),
         ({"tolerance": float("nan")}, "tolerance must be a number"),
         ({"train_rows": 9}, r"train_rows needs train=True \(--train\)"),
         ({"length": 10**7, "methods": ["p_rope"]}, "need 9999999 tokens.*give a longer text \\(text, --text\\)"),

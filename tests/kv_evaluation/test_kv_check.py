@@ -218,6 +218,9 @@ def test_the_summary_says_what_to_do():
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
     nothing = "full precision answers no prompt, so retrieval tells nothing here"
     assert sentence == f"m at 8 tokens (text, passkey): b is safe; {nothing}."
+    alone = [replace(row, method="default") for row in (by_hand("none", BASE), by_hand("b", BASE))]
+    (sentence,) = check_of(*alone, lengths=(8,)).summary()
+    assert sentence == "At 8 tokens (text, passkey): b is safe.", "a name that the user did not give says nothing"
 
 
 def test_attribution_by_hand():

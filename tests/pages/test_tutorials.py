@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not PAGES, reason="not in the source distribution"),
 ]
 SMALLER = {
+    "%pip install": "raise ModuleNotFoundError  # ",  # a command of notebooks, for where the package is missing
     "build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "checkpoint.gguf",
     "build/smollm2/SmolLM2-135M-Instruct": str(rope_patch.data_path("assets") / "llama"),
     "HuggingFaceTB/SmolLM2-135M-Instruct": str(rope_patch.data_path("assets") / "llama"),

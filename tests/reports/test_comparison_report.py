@@ -141,6 +141,11 @@ def test_cells_of_the_map_land_where_they_belong(figures):
     assert [label.get_text() for label in second.get_xticklabels()] == ["4", "8"]
 
 
+def test_no_map_is_drawn_where_each_length_has_one_depth(monkeypatch):
+    monkeypatch.setattr("support.report_pages.DEPTHS", (0.5,))
+    assert len(shown(row("m", [1.0])).all("img")) == 1  # the curves
+
+
 def test_a_map_without_a_number_and_panels_in_even_rows():
     grids = {f"m{i}": [[math.nan, 0.5, 1.0]] for i in range(7)}
     figure = plots.retrieval_heatmap(grids, lengths=(4096, 5, 6), depths=(0.25,), title="t")
