@@ -45,7 +45,7 @@ from measuring import (
     time_in_turn,
     write,
 )
-from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}

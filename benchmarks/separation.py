@@ -33,8 +33,8 @@ import transformers
 import rope_patch
 from measuring import command, environment, write
 from rope_patch.evaluation.compare import compare
-from rope_patch.evaluation.retrieval import Sample
-from rope_patch.evaluation.spec import tokens_computed
+from rope_patch.evaluation.retrieval.measure import Sample
+from rope_patch.evaluation.smaller_specs import tokens_computed
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.tasks import TASKS, Draw, Question, Task
 from rope_patch.evaluation.tasks.base import ADJECTIVES, NOUNS, CrowdedTask, endless_pairs

@@ -38,10 +38,10 @@ import rope_patch
 from measuring import command, environment, write
 from pair_bits import RULES, Allocator, bits_by_loss, equal_bits, keys_by_pair, stored_bits
 from public_checkpoint import BUILD, CHECKPOINTS
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.documents import spread_windows
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.retrieval.measure import retrieval
+from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.kv_cache.cache import CacheMaker, quantized
 from rope_patch.kv_cache.schemes import Scheme, effective_bits
 from rope_patch.modeling.scoring import Reader
@@ -664,8 +664,9 @@ def report_of(done: dict[Cell, dict[str, Any]], cells: Sequence[Cell]) -> dict[s
 def main() -> None:
     """Measure the cells that are asked for and not finished, and report all that are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--novels", type=Path, required=True, help="a folder of text files")
-    parser.add_argument("--wikitext", type=Path, required=True, help="the test part of WikiText-2")
+    parser.add_argument("--novels", type=Path, default=Path("novels"), help="a folder of text files (%(default)s)")
+    wikitext = Path("wikitext2_test.txt")
+    parser.add_argument("--wikitext", type=Path, default=wikitext, help="the test part of WikiText-2 (%(default)s)")
     parser.add_argument("--cells", nargs="*", default=["*"], help="names of cells, with * for any text (all)")
     parser.add_argument("--list", action="store_true", help="show the cells, with expected minutes, and stop")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the JSON report, which goes on if it exists")

@@ -43,10 +43,10 @@ from transformers import (
 )
 
 import rope_patch
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.tasks import TASKS
+from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.packaged import data_path
 
 VOCABULARY = 1024

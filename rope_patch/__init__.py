@@ -24,8 +24,8 @@ _HOME = {
     "diagnosis.callback": "RopeDoctorCallback",
     "diagnosis.check": "Diagnosis",
     "diagnosis.doctor": "doctor",
-    "evaluation.perplexity": "perplexity",
-    "evaluation.retrieval": "retrieval",
+    "evaluation.perplexity.measure": "perplexity",
+    "evaluation.retrieval.measure": "retrieval",
     "evaluation.compare": "compare",
     "options.evaluation": "EvalSpec",
     "evaluation.suite": "EvalSuite",
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from rope_patch.diagnosis.doctor import doctor as doctor
     from rope_patch.engines.write_export import export as export
     from rope_patch.evaluation.compare import compare as compare
-    from rope_patch.evaluation.perplexity import perplexity as perplexity
-    from rope_patch.evaluation.retrieval import retrieval as retrieval
+    from rope_patch.evaluation.perplexity.measure import perplexity as perplexity
+    from rope_patch.evaluation.retrieval.measure import retrieval as retrieval
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
     from rope_patch.extending.extend import extend as extend
     from rope_patch.kv_evaluation.kv_check import kv_check as kv_check

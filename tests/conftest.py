@@ -73,7 +73,7 @@ def long_texts_are_encoded_once():
 
     Each tokenizer encodes it once in each process.
     """
-    from rope_patch.evaluation import documents
+    from rope_patch.evaluation.texts import documents
 
     encode, results = documents._encode, {}
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.perplexity.measure import perplexity
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 FOLDER = DATA / "checkpoints" / "llama2xs281K"

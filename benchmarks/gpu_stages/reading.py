@@ -10,9 +10,9 @@ import torch
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, gib
 from measuring import peak_of
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.retrieval.measure import retrieval
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 
 MODEL = "Llama-3.1-8B"
 LENGTHS = (32768, 131072)

@@ -58,7 +58,7 @@ def read_texts(paths: Sequence[Path]) -> dict[str, Any] | None:
         ValueError: two texts have the same name.
         FileNotFoundError: a text does not exist.
     """
-    from rope_patch.evaluation.documents import documents
+    from rope_patch.evaluation.texts.documents import documents
 
     named = {path.name or str(path): list(documents(path)) for path in paths}
     if len(named) < len(paths):

@@ -25,7 +25,7 @@ def compare(words: Sequence[str]) -> None:
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
-    from rope_patch.evaluation.spec import check_tasks
+    from rope_patch.evaluation.smaller_specs import check_tasks
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.evaluation.time_budget import comparison_within
     from rope_patch.methods import as_method

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import paired_means, paired_shares
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text
-from rope_patch.evaluation.perplexity_result import PerplexityResult
-from rope_patch.evaluation.retrieval import effective_prompts
+from rope_patch.evaluation.perplexity.result import PerplexityResult
+from rope_patch.evaluation.retrieval.measure import effective_prompts
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
@@ -79,8 +79,8 @@ class Metric(ABC):
         of_text: whether it is measured on windows of text, by position; otherwise it is measured on the prompts of
             every task, by length.
         is_perplexity: whether its values are perplexities; its differences are then those of the loss [nats/token].
-        supporting: whether it only supports another one: it is shown at the longest length, and no verdict on a cache
-            format rests on it.
+        supporting: whether it only supports another one: no verdict on a cache format rests on it, and on prompts it is
+            shown at the longest length alone.
         title: name of the metric in reports; by default ``name``.
         heading: name of the metric in headings of tables; by default ``name``.
         difference_name: name of its differences in JSON; by default ``name``.

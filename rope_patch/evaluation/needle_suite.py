@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.documents import Source, TokenDocument
-from rope_patch.evaluation.generate_answers import answer_from, copy_cache
-from rope_patch.evaluation.perplexity import sums_by_position
-from rope_patch.evaluation.perplexity_result import DocumentSums, PerplexityResult, Window
-from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.perplexity.measure import sums_by_position
+from rope_patch.evaluation.perplexity.result import DocumentSums, PerplexityResult, Window
 from rope_patch.evaluation.read_across_processes import BatchReader
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, grade, stop_ids
+from rope_patch.evaluation.retrieval.generate_answers import answer_from, copy_cache
+from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult, Sample, grade, stop_ids
+from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.suite import EvalResult, Suite
 from rope_patch.evaluation.tasks import TASKS, Draw, Question
+from rope_patch.evaluation.texts.documents import Source, TokenDocument
 from rope_patch.modeling.inputs import check_ids, ids_hash
 from rope_patch.modeling.scoring import Reader, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode

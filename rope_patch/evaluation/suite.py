@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rope_patch.evaluation.builtin_text import Corpus, builtin_text
-from rope_patch.evaluation.chat import chat_turns
-from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
-from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.perplexity_result import PerplexityResult
-from rope_patch.evaluation.prompts import CachedPromptMaker
-from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
-from rope_patch.evaluation.spec import check_tasks, tokens_to_read
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.perplexity.result import PerplexityResult
+from rope_patch.evaluation.retrieval.chat_template import chat_turns
+from rope_patch.evaluation.retrieval.haystack import Haystack
+from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
+from rope_patch.evaluation.retrieval.prompts import CachedPromptMaker
+from rope_patch.evaluation.smaller_specs import check_tasks, tokens_to_read
+from rope_patch.evaluation.texts.builtin_text import Corpus, builtin_text
+from rope_patch.evaluation.texts.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import open_cache
@@ -125,7 +125,8 @@ class Suite(ABC):
     Args:
         spec: the spec of what is measured.
         tokenizer: the tokenizer of the models that will be measured.
-        text: a text in memory that replaces the spec's, as :func:`~rope_patch.evaluation.documents.documents` takes it.
+        text: a text in memory that replaces the spec's, as
+            :func:`~rope_patch.evaluation.texts.documents.documents` takes it.
 
     Attributes:
         spec: the spec as given.
@@ -165,7 +166,8 @@ class EvalSuite(Suite):
     Args:
         spec: the spec of what is measured.
         tokenizer: the tokenizer of the models that will be measured.
-        text: a text in memory that replaces the spec's, as :func:`~rope_patch.evaluation.documents.documents` takes it.
+        text: a text in memory that replaces the spec's, as
+            :func:`~rope_patch.evaluation.texts.documents.documents` takes it.
         haystack: a haystack in memory that replaces the spec's.
 
     Attributes:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rope_patch.evaluation.read_across_processes import reading_processes
-from rope_patch.evaluation.spec import (
+from rope_patch.evaluation.smaller_specs import (
     SCALABLE,
     smallest_spec,
     spec_within,

@@ -12,7 +12,7 @@ from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence, change_text
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
-from rope_patch.evaluation.perplexity_result import PerplexityResult
+from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.patching.verify import shortened
 from rope_patch.runtime.captions import count_text
 

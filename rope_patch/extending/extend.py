@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, compare, row_name
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.evaluation.spec import SMALLEST_WINDOWS
+from rope_patch.evaluation.smaller_specs import SMALLEST_WINDOWS
 from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, operations, speed
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
 from rope_patch.extending.other_programs import describe_model

@@ -17,7 +17,7 @@ from rope_patch import checkpoints
 from rope_patch.checkpoints.folder_patch import BASE_CARD, EXTEND_RECORD, check_folder_is_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.errors import read_json
-from rope_patch.evaluation.spec import check_tasks
+from rope_patch.evaluation.smaller_specs import check_tasks
 from rope_patch.extending.card import base_card, card
 from rope_patch.extending.other_programs import other_programs
 from rope_patch.extending.result import Extended

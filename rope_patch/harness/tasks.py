@@ -16,11 +16,11 @@ from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.chat import turns_of
-from rope_patch.evaluation.documents import documents, text_digest
-from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.retrieval.chat_template import turns_of
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
+from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.evaluation.texts.documents import documents, text_digest
 from rope_patch.harness.lm_eval_versions import task_request
 from rope_patch.runtime.removed import removed
 
@@ -129,7 +129,7 @@ def retrieval_documents(
     turns: tuple[str, str] | None = None,
     **rest: Any,
 ) -> Documents:
-    """Return the prompts of :func:`rope_patch.evaluation.retrieval.retrieval`, sample by sample.
+    """Return the prompts of :func:`rope_patch.evaluation.retrieval.measure.retrieval`, sample by sample.
 
     Args:
         task: the name of the retrieval task.
@@ -139,7 +139,7 @@ def retrieval_documents(
         seed: the seed from which haystacks and needles are drawn.
         haystack: the text around the needles: ``noise``, ``builtin``, or the path of a file or folder.
         turns: the texts before and after the user's turn in a chat, as
-            :class:`~rope_patch.evaluation.prompts.PromptMaker` takes them; None without a chat.
+            :class:`~rope_patch.evaluation.retrieval.prompts.PromptMaker` takes them; None without a chat.
         **rest: further metadata, among them the arguments of the model, which name the tokenizer.
 
     Raises:

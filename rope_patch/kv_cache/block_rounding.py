@@ -1,4 +1,4 @@
-"""Round a block of keys or values to a format and back, so that it is what a quantized cache would return."""
+"""Round a block of keys or values to a format and back, by axis and group; the arithmetic of each is in `formats`."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.generate_answers import copy_cache
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import PairedDifference
+from rope_patch.evaluation.retrieval.generate_answers import copy_cache
 from rope_patch.kv_cache.cache import QuantizedCache, quantized
 from rope_patch.kv_cache.layer import QuantizedLayer
 from rope_patch.kv_cache.schemes import Scheme

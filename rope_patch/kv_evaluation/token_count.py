@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from rope_patch.evaluation.spec import SCALABLE, smallest_spec, tokens_to_read
+from rope_patch.evaluation.smaller_specs import SCALABLE, smallest_spec, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.time_budget import default_tokens, suite_within
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS

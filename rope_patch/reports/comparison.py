@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
 from rope_patch.evaluation.metrics import METRICS, Metric, Span, change_sentence, change_text, spans_at, value_text
 from rope_patch.evaluation.number_format import number_text
-from rope_patch.evaluation.shown_answers import EXACT_MATCH, few_answers
+from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH, few_answers
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import (

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, change_sentence, column_heading, spans_of
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.evaluation.texts.documents import encode
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import processes

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from rope_patch.errors import read_json
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.documents import encode
+from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.evaluation.texts.documents import encode
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.options.finetune import DataOptions, RecipeOptions

@@ -19,7 +19,7 @@ import rope_patch
 from rope_patch.analysis import analyze as engine
 from rope_patch.analysis.p_sweep import half_chord, sweep_p
 from rope_patch.analysis.result import findings
-from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
+from rope_patch.evaluation.texts.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
 from rope_patch.runtime.progress import listen

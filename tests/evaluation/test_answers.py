@@ -11,9 +11,9 @@ from support.evaluated import result_of, retrieval_of
 from support.number_tokenizers import KINDS, tokenizer_of
 from support.prompting import HAY, ROOM, TOKENIZER, bold
 
-from rope_patch.evaluation.chat import chat_turns
-from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.retrieval.chat_template import chat_turns
+from rope_patch.evaluation.retrieval.measure import retrieval
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec

@@ -19,10 +19,10 @@ from support.scored import spy_ids
 
 import rope_patch
 from rope_patch.cli.app import main
-from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.metrics import Span
-from rope_patch.evaluation.spec import tokens_to_read
+from rope_patch.evaluation.smaller_specs import tokens_to_read
+from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime.progress import listen
 from rope_patch.runtime.result_cache import ResultCache
@@ -96,7 +96,8 @@ def test_a_winner_needs_every_interval_to_exclude_zero():
     hits = {"best": [True] * 30, "close": [True] * 29 + [False], "worse": [False] * 30}
     for column in made_up(losses, hits).columns():
         assert column.best == 0 and column.winner is None
-        assert [difference.significant for difference in column.differences.values()] == [False, True]
+        told_apart = [difference.significant for difference in column.differences.values()]
+        assert told_apart == [False, True], f"{column.metric} does not tell the third row from the first alone"
     for name, winner in (("close", "best"), ("worse", None)):  # alone there is nobody to win against
         del losses[name], hits[name]
         assert [column.winner for column in made_up(losses, hits).columns()] == [winner] * 5

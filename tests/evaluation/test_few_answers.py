@@ -6,8 +6,8 @@ import pytest
 from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
-from rope_patch.evaluation.shown_answers import few_answers
+from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.retrieval.shown_answers import few_answers
 
 DEPTHS = (0.0, 0.5, 1.0)
 

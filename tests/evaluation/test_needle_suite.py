@@ -9,11 +9,11 @@ import torch
 from support.prompting import TOKENIZER
 
 import rope_patch
-from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.progress import listen
 

@@ -14,8 +14,8 @@ from support.tiny import ARCHITECTURES, SIZE, ids, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig
 
 import rope_patch
-from rope_patch.evaluation.documents import TokenDocument, encode
-from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.texts.documents import TokenDocument, encode
 from rope_patch.modeling import scoring
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE
 from rope_patch.patching.cache_argument import cache_argument, cache_in

@@ -12,11 +12,11 @@ from support.reference_recipe import recipe
 from support.subsets import examples
 from transformers import PreTrainedTokenizerFast
 
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.retrieval.haystack import Haystack
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.tasks.base import NOUNS
+from rope_patch.evaluation.texts.builtin_text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 

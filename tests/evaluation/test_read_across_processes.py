@@ -20,8 +20,8 @@ from support.scored import spy_ids
 
 import rope_patch
 from rope_patch.cli.app import main
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.runtime.parallel import alone, from_first_process
 from rope_patch.runtime.progress import listen
 from rope_patch.runtime.result_cache import ResultCache, open_cache

@@ -17,10 +17,10 @@ from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import rope_patch
-from rope_patch.evaluation.generate_answers import SHORT_PASS_TOKENS, TAIL_TOKENS, Answer, answer_prompts
 from rope_patch.evaluation.intervals import wilson
-from rope_patch.evaluation.prompts import Prompt, PromptMaker
-from rope_patch.evaluation.retrieval import grade, retrieval
+from rope_patch.evaluation.retrieval.generate_answers import SHORT_PASS_TOKENS, TAIL_TOKENS, Answer, answer_prompts
+from rope_patch.evaluation.retrieval.measure import grade, retrieval
+from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.modeling.scoring import Reader
 from rope_patch.runtime.progress import listen

@@ -13,12 +13,12 @@ from support.prompting import HAY
 from support.scored import bold_model
 
 import rope_patch
-from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.metrics import METRICS, Metric
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.spec import tokens_to_read
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.retrieval.measure import retrieval
+from rope_patch.evaluation.smaller_specs import tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.evaluation.texts.documents import encode
 from rope_patch.kv_evaluation.verdicts import verdict_of
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits

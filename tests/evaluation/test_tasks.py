@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.prompting import MAKER, TOKENIZER
 
-from rope_patch.evaluation import prompts
-from rope_patch.evaluation.haystack import NOISE
-from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.retrieval import prompts
+from rope_patch.evaluation.retrieval.haystack import NOISE
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 
 DEPTHS = (0.0, 0.3, 1.0)
 NOISY = PromptMaker(TOKENIZER, "noise")

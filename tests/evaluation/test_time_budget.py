@@ -6,7 +6,7 @@ import pytest
 from support.tiny import tiny_model
 
 from rope_patch.evaluation import time_budget as budget
-from rope_patch.evaluation.spec import spec_within, tokens_computed, tokens_to_read, what_is_lost
+from rope_patch.evaluation.smaller_specs import spec_within, tokens_computed, tokens_to_read, what_is_lost
 from rope_patch.evaluation.time_budget import (
     FILLED_SHARE,
     MEASURING_SECONDS,

@@ -10,8 +10,8 @@ import torch
 from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.perplexity_result import Bucket, DocumentScore, PerplexityResult
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.perplexity.result import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult
 from rope_patch.extending.choose_method import MethodEvaluator
 from rope_patch.tables import RotaryTable
 

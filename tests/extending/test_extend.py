@@ -25,7 +25,7 @@ import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.cli.parsing import parse
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.evaluation.shown_answers import EXACT_MATCH
+from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH
 from rope_patch.extending.card import card
 from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.extend import Run, extend

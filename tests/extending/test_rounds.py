@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.prompting import TOKENIZER
 
-from rope_patch.evaluation.builtin_text import builtin_text
 from rope_patch.evaluation.needle_suite import NeedleSuite
+from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.extending.round_sizes import Round, rounds_of, rounds_within, windows_read
 from rope_patch.options.evaluation import EvalSpec
 

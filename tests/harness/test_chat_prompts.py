@@ -9,8 +9,8 @@ from support.task_index import our_tasks
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.evaluation.chat import chat_turns
-from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.retrieval.chat_template import chat_turns
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 
 TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] + '\\n' }}{% endfor %}"

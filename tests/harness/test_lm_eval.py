@@ -40,9 +40,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 import rope_patch
 from rope_patch import PatchError, doctor
 from rope_patch.diagnosis.eval_results import check_results
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.retrieval.measure import retrieval
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
+from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.harness import tasks as lm_eval_tasks
 from rope_patch.harness.lm_eval_versions import SINCE_0_5
 from rope_patch.harness.model import METHOD_PARAMETERS, RopePatchLM

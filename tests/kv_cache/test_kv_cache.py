@@ -32,9 +32,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
-from rope_patch.evaluation.generate_answers import copy_cache
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.retrieval.generate_answers import copy_cache
+from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.kv_cache import attention, plans
 from rope_patch.kv_cache.block_rounding import fake_quantize
 from rope_patch.kv_cache.cache import quantized

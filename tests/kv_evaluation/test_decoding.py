@@ -13,7 +13,7 @@ from support.tiny import small
 from transformers import DynamicCache
 
 import rope_patch
-from rope_patch.evaluation.documents import spread_windows
+from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_evaluation.decoding import Decoding
 from rope_patch.kv_evaluation.token_count import tokens_to_check

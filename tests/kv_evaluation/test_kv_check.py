@@ -17,10 +17,10 @@ from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rope_patch
-from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.metrics import METRICS, spans_at
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.retrieval.measure import retrieval
+from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme

@@ -159,7 +159,11 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("docs/methods/p_rope.md", "| 21.0 | 24.4 | 27.4 | .76, .21, .06 |", lambda: pretrained("p_rope:p=0.5")),
     ("docs/methods/p_rope.md", "| 22.1 | 25.8 | 34.6 | .81, .02, .00 |", lambda: pretrained("p_rope:p=0.25")),
     ("docs/methods/p_rope.md", "| 43.4 | 51.3 | 53.5 | .00, .00, .00 |", lambda: pretrained("nope")),
+    ("docs/methods/p_rope.md", "| 20.6 | 24.1 | 58.4 | .08, .00, .00 |", lambda: pretrained("abf:rope_theta=500000")),
+    ("docs/methods/p_rope.md", "| 21.1 | 27.1 | 62.5 | .32, .01, .00 |", lambda: pretrained("partial:p=0.75")),
+    ("docs/methods/p_rope.md", "| 25.6 | 57.5 | 77.5 | .00, .00, .00 |", lambda: pretrained("p_rope_reversed:p=0.75")),
     ("docs/methods/p_rope.md", "reads 3.5 % better", lambda: [less_than_plain("p_rope:p=0.75", 0)]),
+    ("docs/methods/p_rope.md", "reads 19 % worse", lambda: [-less_than_plain("p_rope_reversed:p=0.75", 0)]),
     ("docs/methods/p_rope.md", "reads 36 % better", lambda: [less_than_plain("p_rope:p=0.5", 2)]),
     ("docs/methods/p_rope.md", "and 7.5 % worse up to", lambda: [-less_than_plain("p_rope:p=0.5", 1)]),
     ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
@@ -338,7 +342,8 @@ def test_the_script_of_a_result_is_there_or_its_commit_is_named() -> None:
     rows = re.findall(r"^\| (.*) \| (.*) \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     named = {name for _, results in rows for name in re.findall(r"`(\w+)`", results)}
     results = {path.stem for path in (folder / "results").glob("*.json")}
-    assert not {name for name in results - named if not (folder / f"{name}.py").is_file()}
+    without = {name for name in results - named if not (folder / f"{name}.py").is_file()}
+    assert not without, f"name the commit of {', '.join(sorted(without))} in benchmarks/README.md"
 
 
 def test_pages_hold_no_comments() -> None:

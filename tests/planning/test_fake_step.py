@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from rope_patch.analysis.attention_mass import measure_heads
-from rope_patch.evaluation import generate_answers
-from rope_patch.evaluation.generate_answers import answer_prompts
+from rope_patch.evaluation.retrieval import generate_answers
+from rope_patch.evaluation.retrieval.generate_answers import answer_prompts
 from rope_patch.kv_cache import attention
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_evaluation.check_setting import Setting

@@ -20,7 +20,7 @@ from rope_patch.analysis.outliers import contributions, mean_pairs
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.single_heads import SingleHead
-from rope_patch.evaluation.domains import TextRows
+from rope_patch.evaluation.texts.domains import TextRows
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures, analysis_tables

@@ -7,8 +7,8 @@ import torch
 from support.prompting import TOKENIZER, bold
 from support.tiny import ARCHITECTURES, ids, tiny_model
 
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.perplexity.measure import perplexity
+from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.modeling.capture import capture
 from rope_patch.runtime.progress import Progress, advance, all_of, bar, known, listen, say, stage, unreported
 
@@ -44,7 +44,7 @@ def test_windows_that_are_kept_are_reported_at_once_and_equal_ones_together():
 def test_padding_is_no_progress():
     model = tiny_model()
     rows = [torch.arange(3, 33), torch.arange(3, 9)]
-    from rope_patch.evaluation.documents import TokenDocument
+    from rope_patch.evaluation.texts.documents import TokenDocument
 
     documents = [TokenDocument(str(i), row) for i, row in enumerate(rows)]
     reports = reported(lambda: perplexity(model, documents, window=30, batch=2))

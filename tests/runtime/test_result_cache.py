@@ -12,7 +12,7 @@ from support.fresh import run_code
 from support.prompting import HAY, TOKENIZER, bold
 from support.tiny import CONFIGS
 
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.methods import METHODS

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments, default_data_c
 
 import rope_patch
 from rope_patch.checkpoints import adapters
-from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.scoring import Reader, model_hash

@@ -6,9 +6,9 @@ import itertools
 import statistics
 
 from rope_patch.evaluation.compare import compare
-from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.perplexity_result import Bucket, DocumentScore, PerplexityResult
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
+from rope_patch.evaluation.perplexity.result import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.retrieval.haystack import Haystack
+from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult, Sample
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.kv_evaluation.kv_check import kv_check
 from rope_patch.options.evaluation import EvalSpec

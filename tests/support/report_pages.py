@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import torch
 
 from rope_patch.evaluation.compare import Row
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult
 from rope_patch.tables import RotaryTable
 from support.evaluated import answered, perplexity_of, result_of
 

@@ -38,7 +38,10 @@ def rounded(values, form):
 
     Args:
         values: the numbers that share a scale.
-        form: name of the format: ``int4`` and the like, ``nf4``, ``fp8``, or another name for scaled fp8.
+        form: name of the format: ``int4`` and the like, ``nf4``, ``fp8`` or ``fp8-scaled``.
+
+    Raises:
+        ValueError: nothing is known of the format here.
     """
     largest = max(abs(value) for value in values)
     if form.startswith("int"):
@@ -51,6 +54,8 @@ def rounded(values, form):
         ]
     if form == "fp8":
         return [eight_bits(value) for value in values]
+    if form != "fp8-scaled":
+        raise ValueError(f"add to this function how {form} rounds, number by number")
     return [eight_bits(value / (largest / 448)) * (largest / 448) if largest else 0.0 for value in values]
 
 

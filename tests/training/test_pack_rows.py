@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, TrainingArguments
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
-from rope_patch.evaluation.documents import encode
+from rope_patch.evaluation.texts.documents import encode
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.options.finetune import DataOptions, ModelOptions

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rope_patch.evaluation.prompts import Prompt
+from rope_patch.evaluation.retrieval.prompts import Prompt
 from rope_patch.modeling.scoring import CacheFactory, Reader
 from rope_patch.runtime.progress import Progress
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_patch.evaluation.builtin_text import builtin_text
-from rope_patch.evaluation.documents import documents, text_digest
+from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.evaluation.texts.documents import documents, text_digest
 from rope_patch.options.evaluation import DEFAULT_HAYSTACK as DEFAULT_HAYSTACK
 
 NOISE = "The road goes on and on. The hill is far away. We walk all day. Then we rest a while, and walk on again. "

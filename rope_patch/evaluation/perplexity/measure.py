@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.perplexity_result import SCHEMA, DocumentSums, PerplexityResult, Window
+from rope_patch.evaluation.perplexity.result import SCHEMA, DocumentSums, PerplexityResult, Window
 from rope_patch.evaluation.read_across_processes import BatchReader
+from rope_patch.evaluation.texts.documents import TokenDocument
 from rope_patch.modeling.inputs import check_ids, ids_hash
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
@@ -44,8 +44,8 @@ def perplexity(
     Args:
         model: a causal language model of transformers.
         token_ids: one text as a tensor or list of ids (tokens,); or rows (windows, tokens), each of which is a document
-            of one window; or an iterable of documents, as :func:`~rope_patch.evaluation.documents.encode` yields them,
-            which are read one at a time.
+            of one window; or an iterable of documents, which are read one at a time, as
+            :func:`~rope_patch.evaluation.texts.documents.encode` yields them.
         stride: distance between the starts of windows [tokens]; by default, and at most, as many as a window has
             besides the special tokens, so that windows do not overlap.
         chunk: length of a forward pass [tokens]; by default the window, or less if the model has sliding windows.

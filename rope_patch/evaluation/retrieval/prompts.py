@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.evaluation.documents import prefix_ids
-from rope_patch.evaluation.haystack import DEFAULT_HAYSTACK, Haystack
+from rope_patch.evaluation.retrieval.haystack import DEFAULT_HAYSTACK, Haystack
 from rope_patch.evaluation.tasks import TASKS, Draw, Question
+from rope_patch.evaluation.texts.documents import prefix_ids
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class PromptMaker:
         prefix: ids of the special tokens in front of each prompt; by default the beginning-of-sequence token if there
             is one, and none in a chat.
         turns: the text that a chat template writes before and after the user's message, as
-            :func:`~rope_patch.evaluation.chat.chat_turns` returns it: the text and the question are then that message,
-            the answer begins in the assistant's turn, and the special tokens are those of the template. None for plain
-            text.
+            :func:`~rope_patch.evaluation.retrieval.chat_template.chat_turns` returns it: the text and the question are
+            then that message, the answer begins in the assistant's turn, and the special tokens are those of the
+            template. None for plain text.
 
     Raises:
         ValueError: the haystack has no text.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.texts.documents import TokenDocument
 
 # A part of the keys of the result cache: raise it when what is stored for a window changes.
 SCHEMA = 2

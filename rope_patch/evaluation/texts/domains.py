@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.documents import Source, documents, encode, prefix_ids, spread_starts
+from rope_patch.evaluation.texts.documents import Source, documents, encode, prefix_ids, spread_starts
 from rope_patch.packaged import data_path
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
@@ -53,7 +53,7 @@ def read_rows(
 
     Args:
         tokenizer: the tokenizer of the model that will read the rows.
-        sources: texts by name, as :func:`~rope_patch.evaluation.documents.documents` reads them; by default
+        sources: texts by name, as :func:`~rope_patch.evaluation.texts.documents.documents` reads them; by default
             :func:`builtin_domains`.
         window: length of a row [tokens]; by default the model's context, but at most ``LONGEST_ROW`` and the length of
             the shortest text.

@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.chat import chat_turns
-from rope_patch.evaluation.documents import check_tokenizer, text_digest
-from rope_patch.evaluation.generate_answers import Answer, answer_prompts
-from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
-from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.read_across_processes import BatchReader
-from rope_patch.evaluation.spec import check_tasks
+from rope_patch.evaluation.retrieval.chat_template import chat_turns
+from rope_patch.evaluation.retrieval.generate_answers import Answer, answer_prompts
+from rope_patch.evaluation.retrieval.haystack import Haystack
+from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.smaller_specs import check_tasks
 from rope_patch.evaluation.tasks import TASKS, Task
+from rope_patch.evaluation.texts.documents import check_tokenizer, text_digest
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec

@@ -1,0 +1,1 @@
+"""Retrieval: prompts with an answer hidden in them, and whether a model finds it."""
