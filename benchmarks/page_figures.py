@@ -207,34 +207,6 @@ def angles() -> Figure:
     return figure
 
 
-SHOWN = ("vllm:fp8", "llama.cpp:q8_0", "llama.cpp:q4_0", "kivi-4", "kivi-2")
-"""Formats of the cache that the figure by position shows; the results hold two more."""
-
-
-def caches() -> Figure:
-    """Draw what formats of the cache cost by position: SmolLM2 under YaRN, and Gemma as it is."""
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-    add_title(figure, "What a quantized cache costs by position, against full precision")
-    styles = line_styles(SHOWN)
-    cells = [cell for cell in result("study_families")["cells"] if cell["kind"] == "positions"]
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, model, table in zip(panels, ("smollm2", "gemma3"), ("yarn:factor=2", "default"), strict=True):
-        (cell,) = [cell for cell in cells if cell["model"] == model and cell["table"] == table]
-        measured = {row["format"]: row["kl"] for row in cell["rows"]}
-        for name in SHOWN:
-            means = {span: statistics.fmean(windows) for span, windows in measured[name].items()}
-            axes.plot(*steps(means), label=name, **styles[name])
-        title = NAMES[model] if table == "default" else f"{NAMES[model]}, {table}"
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set(xlabel="position [tokens]", yscale="log", xticks=range(0, 16385, 4096))
-        if cell["length"] > CONTEXTS[model]:
-            mark_position(axes, CONTEXTS[model], "trained length")
-        plain_axes(axes)
-    panels[0].set(ylabel="KL [nats/token], log scale", ylim=(None, 1))
-    shared_legend(figure, {line.get_label(): line for line in panels[1].get_lines()})
-    return figure
-
-
 def decoding() -> Figure:
     """Draw what formats of the cache cost by step while SmolLM2 writes, in the run of most formats."""
     runs = [run for run in result("kv_decode")["runs"] if run["model"] == NAMES["smollm2"]]
@@ -260,7 +232,7 @@ def decoding() -> Figure:
 
 def main() -> None:
     """Draw the figures and write the pictures."""
-    for draw in (before_after, two_models, attention_factor, angles, caches, decoding):
+    for draw in (before_after, two_models, attention_factor, angles, decoding):
         draw().savefig(ROOT / "docs" / f"{draw.__name__}.png", dpi=110, bbox_inches="tight")
 
 

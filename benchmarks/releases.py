@@ -34,8 +34,7 @@ HEAD = """\
 What doubles the context that a release states. Find yours by its name; one that was fine-tuned from it mostly has the
 same table, and `rope-patch doctor` shows it.
 
-`llama3` and `yarn` on a table of their own type raise its factor and keep every other key (an attention factor that the
-factor implies follows it). That the encoding is right is tested: each command was run on a tiny random model with the
+That the encoding is right is tested: each command was run on a tiny random model with the
 rotary settings of the release. Whether yours then reads so far was not measured:
 [`rope-patch extend`](extend.md) with a long text of yours does that, and tries other methods, too. On a table that is
 scaled already, the method is the one that was ahead on
@@ -45,12 +44,14 @@ scaled already, the method is the one that was ahead on
 |---|---|---|---|---|
 """
 TAIL = """
-*Programs that read the same* compute the table and the context of transformers 5 from the new folder, by
-[the rules that `doctor` computes with](engines.md). `rope-patch doctor FOLDER --for PROGRAM` gives the reasons, and
-`rope-patch export FOLDER --to hf -o OTHER` writes a form for more of them.
+*Programs that read the same* (all: transformers 4, vLLM, SGLang, llama.cpp and MLX) compute the table and the context
+of transformers 5 from the new folder, by [the rules that `doctor` computes with](engines.md). `rope-patch export FOLDER
+--to hf -o OTHER` writes a form for more of them.
 
 `python benchmarks/releases.py` writes this page.
 """
+DEFAULTS = (("beta_fast", 32.0), ("beta_slow", 1.0))
+"""Settings that a table has without stating them."""
 METHODS = {"llama3": "llama3", "linear": "abf factor=4", "proportional": "default"}
 """By the type of the table: the method that doubles the context of a release; `yarn` for all others."""
 
@@ -249,7 +250,7 @@ def row(release: Release, work: Path) -> str:
     before, after = (text_settings(folder) for folder in (source, output))
     old, new = (one["rope_parameters"].get("full_attention", one["rope_parameters"]) for one in (before, after))
     changed = {"max_position_embeddings": after["max_position_embeddings"]}
-    changed |= {name: value for name, value in new.items() if value != old.get(name)}
+    changed |= {name: value for name, value in new.items() if value != old.get(name) and (name, value) not in DEFAULTS}
     first = ["max_position_embeddings", "rope_type", "factor"]
     order = sorted(changed, key=lambda name: first.index(name) if name in first else len(first))
     written = ", ".join(f"`{name}` {shown(changed[name])}" for name in order)
@@ -295,6 +296,8 @@ def readers(comparison: ProgramComparison) -> str:
     unknown = [PROGRAMS[name].name for name, found in verdicts.items() if UNVERIFIED in found]
     if len(unknown) == len(verdicts):
         return "not compared"
+    if len(same) == len(verdicts):
+        return "all"
     return ", ".join(same or ["none"]) + (f"; not compared: {', '.join(unknown)}" if unknown else "")
 
 

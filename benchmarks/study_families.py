@@ -367,7 +367,7 @@ def heads(study: Study, cell: Cell) -> dict[str, Any]:
     model = study.model(cell)
     result = rope_patch.analyze(
         model, study.tokenizer(cell), {"novels": study.text()}, tokens=2 * cell.length, window=cell.length,
-        p_values=[float(p) for p in P_VALUES[:-1]], resume=study.root / "parts" / cell.name,
+        p_values=[float(p) for p in P_VALUES[:-1]],
     )  # fmt: skip
     outliers = result.outliers("key")
     by_type = {}

@@ -81,22 +81,22 @@ MEANINGS = {
 }
 """What a parameter does, by its name; where methods differ, by the names of both."""
 
-MEASURED_HEAD = "| method | llama 4× | llama 8× | gemma3 4× | llama 4×, after LoRA | gemma3 4×, after LoRA |"
-MEASURED = {
-    "yarn:factor={factor}": "YaRN",
-    "mrrope:factor={factor}": "",
-    "llama3:factor={factor}": "",
-    "abf:factor=50": "ABF",
-    "ntk:factor={factor}": "NTK",
-    "default": "default",
-    "p_rope:p=0.5": "p-RoPE",
-    "truncated": "truncated",
-    "partial:p=0.5": "",
-    "pi:factor={factor}": "PI",
-    "p_rope_reversed:p=0.5": "",
-    "nope": "",
-}
-"""The methods of the measured table, and their names in study_methods.json; empty where it has none."""
+MEASURED_HEAD = "| method | llama 4× | gemma3 4× |"
+MEASURED = (
+    "yarn:factor=4",
+    "mrrope:factor=4",
+    "llama3:factor=4",
+    "abf:factor=50",
+    "ntk:factor=4",
+    "default",
+    "p_rope:p=0.5",
+    "truncated",
+    "partial:p=0.5",
+    "pi:factor=4",
+    "p_rope_reversed:p=0.5",
+    "nope",
+)
+"""The methods of the measured table."""
 
 HEAD_OF_RECIPE = """\
 # Every option with its default, and what it does. Copy what you change; the rest may be left out. Three options have no
@@ -182,35 +182,21 @@ def methods_page() -> str:
     before, head, after = METHODS_PAGE.read_text(encoding="utf-8").partition(MEASURED_HEAD)
     if not head:
         sys.exit(f"{METHODS_PAGE} holds no table that begins with {MEASURED_HEAD}")
-    rows = [head, "|---|---:|---:|---:|---:|---:|"]
-    for method, study in MEASURED.items():
-        cells = [untrained(method, *where) for where in (("llama", 4), ("llama", 8), ("gemma3", 4))]
-        cells += [trained(study, checkpoint) for checkpoint in ("llama", "gemma3")]
-        rows.append(f"| `{method.removesuffix(':factor={factor}')}` | {' | '.join(cells)} |")
+    rows = [head, "|---|---:|---:|"]
+    for method in MEASURED:
+        cells = [untrained(method, checkpoint) for checkpoint in ("llama", "gemma3")]
+        rows.append(f"| `{method.removesuffix(':factor=4')}` | {' | '.join(cells)} |")
     return before + "\n".join(rows) + "\n\n" + after.partition("\n\n")[2]
 
 
-def untrained(method: str, checkpoint: str, factor: int) -> str:
-    """Return perplexity within and beyond the trained context, and the passkeys found, of a method without training."""
-    like = {"checkpoint": checkpoint, "factor": factor, "method": method.format(factor=factor)}
-    row = measured("every_method", like)
+def untrained(method: str, checkpoint: str) -> str:
+    """Return perplexity within and beyond the trained context, and the passkeys found, at 4 times without training."""
+    like = {"checkpoint": checkpoint, "factor": 4, "method": method}
+    results = ROOT / "benchmarks" / "results" / "every_method.json"
+    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    (row,) = [row for row in rows if like.items() <= row.items()]
     found, asked = row["passkeys"]
     return f"{row['within']['perplexity']:.1f}, {row['beyond']['perplexity']:.1f}, {found}/{asked}"
-
-
-def trained(study: str, checkpoint: str) -> str:
-    """Return perplexity of the first and the last range, and the share of passkeys, at 4 times after LoRA."""
-    if not study:
-        return ""
-    row = measured("study_methods", {"checkpoint": checkpoint, "factor": 4, "lora": True, "table": study})
-    return f"{row['perplexity']['256']:.1f}, {row['perplexity']['1024']:.1f}, {row['passkey']['1024']:.2f}"
-
-
-def measured(name: str, like: dict[str, Any]) -> dict[str, Any]:
-    """Return the only row of a file of benchmarks/results whose keys have these values."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    (row,) = [row for row in rows if like.items() <= row.items()]
-    return dict(row)
 
 
 if __name__ == "__main__":

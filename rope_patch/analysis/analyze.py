@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,28 +16,21 @@ from rope_patch.analysis.outliers import key_biases
 from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead, read_single_heads
-from rope_patch.checkpoints.adapters import file_hash
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.texts.documents import Source
 from rope_patch.evaluation.texts.domains import read_rows
 from rope_patch.evaluation.time_budget import default_tokens
 from rope_patch.methods.scaled import context_reached
-from rope_patch.modeling.capture import Capture, capture
-from rope_patch.modeling.scoring import model_hash
+from rope_patch.modeling.capture import capture
 from rope_patch.options.analyze import P_VALUES
 from rope_patch.packaged import name_of
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
-from rope_patch.runtime.folders import locked_output
-from rope_patch.runtime.result_cache import ResultCache, key
 
 DEFAULT_TOKENS = 16384
 """Number of tokens that the statistics read at most, where no number is given."""
-RESULT_CACHE = "finished.jsonl"
 SHOWN_TOKENS = 256
 """Number of tokens that single heads are shown on."""
-
-Arrays = TypeVar("Arrays", Capture, Heads)
 
 
 # One part after another, most of which need the results of those before: half of the lines are the public docstring.
@@ -49,11 +41,9 @@ def analyze(
     *,
     tokens: int | None = None,
     window: int | None = None,
-    layers: Sequence[int] | None = None,
     heads: Sequence[tuple[int, int]] = (),
     p_values: Sequence[float] = P_VALUES,
     chunk: int | None = None,
-    resume: str | Path | None = None,
 ) -> Analysis:
     """Analyze how the heads of a checkpoint use its rotary table, and what the pairs carry that p-RoPE would stop.
 
@@ -69,11 +59,9 @@ def analyze(
         tokens: the number of tokens that the statistics read at most, over all rows; by default 16384, or fewer for a
             large model [tokens].
         window: the length of a row of the text; by default the context length, at most 2048 [tokens].
-        layers: the indices of the layers to analyze; all by default.
         heads: the heads to show in detail, each as its layer and query head; by default the clearest head of each type.
         p_values: the values of p of p-RoPE to look at, in (0, 1).
         chunk: the number of tokens per forward pass of the statistics; a row at once by default [tokens].
-        resume: the folder of finished parts: a second call with it continues where the first one stopped.
 
     Returns:
         The result. ``to_json()`` gives it as JSON, :func:`~rope_patch.analysis.result.findings` as sentences, and
@@ -81,7 +69,7 @@ def analyze(
 
     Raises:
         TypeError: the model is not one of transformers.
-        ValueError: a text that is too short; a layer or head that the model does not have; a p outside (0, 1); a model
+        ValueError: a text that is too short; a head that the model does not have; a p outside (0, 1); a model
             whose attention or rotary embedding cannot be measured, with the reason.
 
     Example:
@@ -95,7 +83,7 @@ def analyze(
     """
     inspection = inspect_model(model)
     config: Any = model.config
-    check_choices(config, layers=layers, heads=heads, p_values=p_values)
+    check_choices(config, heads=heads, p_values=p_values)
     domains = text if isinstance(text, Mapping) or text is None else {"text": text}
     context = max(context_reached(table) for table in inspection.tables)
     if tokens is None:
@@ -104,15 +92,12 @@ def analyze(
     rows = read_rows(tokenizer, domains, window=window, tokens=tokens, context=context)
     # The rows are read twice: for the statistics of queries and keys, and for the attention masses.
     progress.more(2 * rows.ids.numel())
-    folder = None if resume is None else Path(resume)
-    identity = {"model": model_hash(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
     # The rows of a text are numbered by the place of its name among all names.
     texts = list(map(list(dict.fromkeys(rows.groups)).index, rows.groups))
-    captured = {**identity, "chunk": chunk, "texts": texts}
-    statistics = _load_or_measure(
-        Capture, "capture", captured, folder, lambda: capture(model, rows.ids, chunk=chunk, layers=layers, texts=texts)
-    )
-    measured = _load_or_measure(Heads, "heads", identity, folder, lambda: measure_heads(model, rows.ids, layers=layers))
+    with progress.stage("capture"):
+        statistics = capture(model, rows.ids, chunk=chunk, texts=texts)
+    with progress.stage("heads"):
+        measured = measure_heads(model, rows.ids)
     # Few tokens, which were not announced.
     with progress.unreported():
         chosen = list(heads) or _clearest(measured)
@@ -139,53 +124,17 @@ def analyze(
     )
 
 
-def check_choices(
-    config: PreTrainedConfig,
-    *,
-    layers: Sequence[int] | None,
-    heads: Sequence[tuple[int, int]],
-    p_values: Sequence[float],
-) -> None:
+def check_choices(config: PreTrainedConfig, *, heads: Sequence[tuple[int, int]], p_values: Sequence[float]) -> None:
     """Raise ValueError for an argument of :func:`analyze` that does not fit a model of this config."""
     text = config.get_text_config()
     for p in p_values:
         if not 0 < p < 1:
             raise ValueError(f"p must be in (0, 1), got {p}")
-    for layer in (*(layers or ()), *(layer for layer, _ in heads)):
+    for layer, head in heads:
         if not 0 <= layer < text.num_hidden_layers:
             raise ValueError(f"the model has attention layers 0 to {text.num_hidden_layers - 1}, got {layer}")
-    for layer, head in heads:
         if not 0 <= head < text.num_attention_heads:
             raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
-        if layers is not None and layer not in layers:
-            raise ValueError(f"head {layer}.{head} is not in the layers to be analyzed, {list(layers)}")
-
-
-def _load_or_measure(
-    kind: type[Arrays], step: str, identity: Mapping[str, Any], folder: Path | None, measure: Callable[[], Arrays]
-) -> Arrays:
-    """Return a part from its file if that is whole and of the same model, text and options; else measure it.
-
-    Args:
-        kind: the type of the part.
-        step: the name of the part, and of its file.
-        identity: everything that the part depends on, the token ids among them.
-        folder: the folder of finished parts; None to store nothing.
-        measure: the function that measures it.
-    """
-    if folder is None:
-        with progress.stage(step):
-            return measure()
-    path, name, cache = folder / f"{step}.npz", key(part=step, **identity), ResultCache(folder / RESULT_CACHE)
-    with progress.stage(step), locked_output(path):
-        # A crash may come between the file and its line in the cache: the digest tells whether they belong together.
-        if path.exists() and cache.get(step) == [name, file_hash(path)]:
-            progress.known(sum(map(len, identity["ids"])))
-            return kind.from_npz(path)
-        part = measure()
-        part.to_npz(path)
-        cache[step] = [name, file_hash(path)]
-        return part
 
 
 def _clearest(heads: Heads) -> list[tuple[int, int]]:

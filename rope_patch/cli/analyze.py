@@ -8,7 +8,7 @@ from typing import Any
 
 from rope_patch.cli.loading import check_patch, load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
-from rope_patch.cli.printing import RESULT_CACHE, resumable, write_and_show
+from rope_patch.cli.printing import write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
@@ -24,20 +24,17 @@ def analyze(words: Sequence[str]) -> None:
 
     if options.report:
         require_matplotlib()
-    what: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "p_values": options.p_values}
+    what: dict[str, Any] = {"heads": options.heads, "p_values": options.p_values}
     patch, machine = options.patching.arguments(), options.machine
     check_patch(options.method, patch)
-    texts = read_texts(options.texts, options.pattern)
+    texts = read_texts(options.texts)
     prepare(machine)
-    engine.check_choices(read_config(options.model), **what)  # a wrong layer or head raises before any weight is read
+    engine.check_choices(read_config(options.model), **what)  # a wrong head raises before any weight is read
     tokenizer = load_tokenizer(options.model)
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
     with folder_to_write(options.output, names):
         loaded = load_model(options.model, machine, options.method, **patch)
-        with (
-            resumable(options.output / RESULT_CACHE),
-            progress.bar(None, name_of(options.model), hidden=options.as_json),
-        ):
+        with progress.bar(None, name_of(options.model), hidden=options.as_json):
             analysis = engine.analyze(
                 loaded,
                 tokenizer,
@@ -45,15 +42,16 @@ def analyze(words: Sequence[str]) -> None:
                 tokens=options.tokens_read,
                 window=options.window,
                 chunk=options.chunk,
-                resume=options.output,
                 **what,
             )
+        analysis.capture.to_npz(options.output / "capture.npz")
+        analysis.heads.to_npz(options.output / "heads.npz")
         write_and_show(
             options, names, analysis.to_json(), lambda: report.page(analysis), brief=lambda: report.brief(analysis)
         )
 
 
-def read_texts(paths: Sequence[Path], pattern: str) -> dict[str, Any] | None:
+def read_texts(paths: Sequence[Path]) -> dict[str, Any] | None:
     """Return the documents of each text by its name; None if no text is given.
 
     Raises:
@@ -62,7 +60,7 @@ def read_texts(paths: Sequence[Path], pattern: str) -> dict[str, Any] | None:
     """
     from rope_patch.evaluation.texts.documents import documents
 
-    named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in paths}
+    named = {path.name or str(path): list(documents(path)) for path in paths}
     if len(named) < len(paths):
         raise ValueError("two texts have one name: rename one, since results name them")
     return named or None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args, get_type_hints
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -148,23 +148,6 @@ class OfLayers:
         numpy.savez_compressed(buffer, **arrays)
         write_atomically(path, buffer.getvalue())
 
-    @classmethod
-    def from_npz(cls, path: str | Path) -> Self:
-        """Read a file that :meth:`to_npz` has written.
-
-        Raises:
-            ValueError: the file is of another kind or version.
-        """
-        (kind, _) = get_args(get_type_hints(cls)["layers"])
-        with numpy.load(path, allow_pickle=False) as arrays:
-            outline = json.loads(str(arrays["outline"])) if "outline" in arrays else {}
-            stated = outline.pop("schema", None)
-            if stated != cls.schema:
-                raise ValueError(f"{path} holds no results of schema {cls.schema}, got schema {stated}")
-            layers = [_rebuilt(kind, layer, arrays, f"layer{layer['index']}.") for layer in outline.pop("layers")]
-        values: dict[str, Any] = {**outline, "layers": tuple(layers)}
-        return cls(**values)
-
 
 def _values(result: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of a dataclass and of those in it by their paths, but no layers."""
@@ -179,19 +162,6 @@ def _values(result: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _plain(result: Any) -> dict[str, Any]:
     """Return the values that are no tensors, by their names."""
     return {path.rpartition(".")[2]: value for path, value in _values(result) if not isinstance(value, Tensor)}
-
-
-def _rebuilt(kind: Any, plain: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> Any:
-    """Return a dataclass of its plain values and its tensors."""
-    values: dict[str, Any] = {}
-    for name, hint in get_type_hints(kind).items():
-        if is_dataclass(hint):
-            values[name] = _rebuilt(hint, plain, arrays, f"{prefix}{name}.")
-        elif hint is Tensor:
-            values[name] = torch.from_numpy(arrays[prefix + name])
-        else:
-            values[name] = plain[name]
-    return kind(**values)
 
 
 @dataclass(frozen=True, eq=False)

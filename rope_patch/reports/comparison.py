@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
 from rope_patch.evaluation.metrics import METRICS, Metric, Span, change_sentence, change_text, spans_at, value_text
 from rope_patch.evaluation.number_format import number_text
-from rope_patch.evaluation.retrieval.shown_answers import answers_text, few_answers, shortest_of_each
+from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH, few_answers
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import (
@@ -54,7 +54,6 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
         *(Note(f"Note: {warning}.") for warning in comparison.warnings),
         _scores(comparison, names, columns),
         *_changes(comparison, names, columns, folded=folded),
-        *examples(scores),
         *_curves(comparison, names),
         *(figure for task in comparison.spec.tasks for figure in _map(comparison, names, task)),
         *answers(scores),
@@ -245,11 +244,6 @@ def _what(metric: Metric, span: Span) -> str:
     return f"{metric.name} of {span.task} prompts of {span}"
 
 
-def examples(scores: Sequence[tuple[str, EvalResult]]) -> list[Note]:
-    """Return when a prompt counts as answered, with a wrong answer and a right one; nothing if there was no task."""
-    return [Note(line) for line in answers_text(shortest_of_each(scores))]
-
-
 def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
     """Return the table of a few answers as they were given, or no table if there was no task.
 
@@ -263,7 +257,10 @@ def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
         rows.append([name, Cell(one.task, style="left"), str(one.length), f"{100 * one.depth:.3g} %", *texts])
     if not rows:
         return []
-    caption = "The first wrong answer, where there is one, and the first right one to the shortest and longest prompts."
+    caption = (
+        "The first wrong answer, where there is one, and the first right one to the shortest and longest prompts. "
+        f"{EXACT_MATCH}."
+    )
     return [DataTable("A few answers", columns, rows, caption, folded=True)]
 
 

@@ -19,7 +19,7 @@ from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
-from rope_patch.reports.comparison import answers, examples, retrieval_facts
+from rope_patch.reports.comparison import answers, retrieval_facts
 from rope_patch.reports.page import (
     INTERVALS,
     Cell,
@@ -54,7 +54,6 @@ def _results(check: KVCheck) -> Section:
         *(Note(f"Note: {sentence}.") for sentence in check.warnings),
         *(Note(check.meant(method)) for method in check.methods if check.meant(method) != method),
         *(_table(check, length) for length in check.lengths),
-        *examples(check.named_scores()),
         *(_costs(check, metric, span) for metric, span in spans_at(check.spec, max(check.lengths))),
         *answers(check.named_scores()),
         _formats(check),

@@ -22,9 +22,14 @@ REMOVED |= {"TwoTables": REMOVED["two_tables"], "FittedPatch": REMOVED["fit"]}
 REMOVED |= {"CoPE": REMOVED["cope"], "Resonance": REMOVED["resonance"]}
 """Commands, options, tasks, methods and public names that were removed, by name."""
 
-STATED_ANYWAY = ("depths", "haystack", "chat_template", "batch_tokens")
-"""Options that each extend.yaml of an earlier version states, whatever their value. Other commands have them still."""
 NEEDLE_IN_TEXT = "extend lays its needle into the text that it reads; rope-patch compare asks in other ways"
+STATED_ANYWAY = dict.fromkeys(("depths", "haystack", "chat_template", "batch_tokens"), NEEDLE_IN_TEXT)
+"""Options that each extend.yaml of an earlier version states, whatever their value. Other commands have them still."""
+HERE = STATED_ANYWAY | {
+    "layers": "analyze reads all layers; rope_patch.modeling.capture.capture takes some",
+    "pattern": "analyze reads the .txt files of a folder; give --text more than once for others",
+}
+"""Options that were removed from one command, and whose names may mean something elsewhere."""
 
 
 def removed(name: str, *, here: bool = False) -> str:
@@ -36,6 +41,6 @@ def removed(name: str, *, here: bool = False) -> str:
     """
     name = name.partition("=")[0].removeprefix("--").removeprefix("no-").rpartition(".")[2].replace("-", "_")
     reason = REMOVED.get(name)
-    if here and name in STATED_ANYWAY:
-        reason = NEEDLE_IN_TEXT
+    if here:
+        reason = HERE.get(name, reason)
     return f" It was removed: {reason}." if reason else ""

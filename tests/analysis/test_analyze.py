@@ -1,10 +1,9 @@
-"""``rope-patch analyze``: the text it reads, the p sweep, what it resumes, and the command."""
+"""``rope-patch analyze``: the text it reads, the p sweep, and the command."""
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,7 +22,6 @@ from rope_patch.analysis.result import findings
 from rope_patch.evaluation.texts.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
-from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.progress import listen
 
 ASSETS = Path(rope_patch.data_path("assets"))
@@ -130,8 +128,8 @@ def test_the_public_function_reads_a_text_or_several_by_name():
     assert rope_patch.inspect(model).record is None
 
 
-def analyzed(model, *, resume=None, **chosen):
-    return rope_patch.analyze(model, TOKENIZER, TEXTS, window=64, tokens=256, resume=resume, **chosen)
+def analyzed(model, **chosen):
+    return rope_patch.analyze(model, TOKENIZER, TEXTS, window=64, tokens=256, **chosen)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4"])
@@ -164,59 +162,17 @@ def test_tokens_that_are_parts_of_characters_are_written_by_their_bytes():
     assert shown == [" here", "<0xE5><0xAD>", "▁字", "<0xE5>"]
 
 
-def test_finished_parts_are_kept(tmp_path, monkeypatch):
-    model = small()
-
-    def stop(stage, tokens):
-        if stage == "heads":
-            raise KeyboardInterrupt
-
-    with listen(stop), pytest.raises(KeyboardInterrupt):
-        analyzed(model, resume=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"capture.npz", "finished.jsonl"}
-    calls = []
-    monkeypatch.setattr(engine, "capture", lambda *a, **k: calls.append(a) or capture(*a, **k))
-    result = analyzed(model, resume=tmp_path)
-    first = Capture.from_npz(tmp_path / "capture.npz")
-    assert not calls and torch.equal(result.capture.layers[0].key.mean, first.layers[0].key.mean)
-    with rope_patch.patched(model, "nope"):  # another table is measured anew
-        analyzed(model, resume=tmp_path)
-    assert len(calls) == 1
-
-
-def test_of_two_at_once_into_one_folder_the_second_says_that_the_first_writes(tmp_path):
-    refused = []
-
-    def second():
-        with pytest.raises(BlockingIOError, match=r"another command writes .*capture\.npz"):
-            analyzed(small(seed=1), resume=tmp_path)
-        refused.append(True)
-
-    def start(stage, tokens):
-        if stage == "capture" and not refused:
-            thread = threading.Thread(target=second)
-            thread.start()
-            thread.join()
-
-    with listen(start):
-        analyzed(small(), resume=tmp_path)
-    assert refused
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"p_values": [1.5]}, "p"),
         ({"heads": [(9, 0)]}, "layers"),
         ({"heads": [(0, 9)]}, "heads"),
-        ({"heads": [(1, 0)], "layers": [0]}, "layers"),
-        ({"layers": [7]}, "layers"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        analyzed(small(), resume=tmp_path / "out", **options)
-    assert not list(tmp_path.rglob("*.npz"))
+def test_bad_input_is_refused_before_anything_is_read(options, message):
+    with listen(pytest.fail), pytest.raises(ValueError, match=message):
+        analyzed(small(), **options)
 
 
 @pytest.mark.parametrize("shape", ["llama", full("gemma3")])
@@ -256,27 +212,14 @@ def test_the_command_writes_what_it_says(folder, tmp_path):
     (texts / "a.txt").write_text(TEXT)
     (tmp_path / "b.md").write_text(TEXT[1000:])
     given = ["analyze", folder, "--text", texts, "--text", tmp_path / "b.md", "--window", "64", "--tokens", "256"]
-    given += ["--p", "0.5", "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out"]
+    given += ["--p", "0.5", "--heads", "1.3", "-o", tmp_path / "out"]
     run(*given)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written >= {"analysis.json", "capture.npz", "heads.npz", "analysis.html"}
     out = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
-    assert {head["layer"] for head in out["heads"]} == {1}
     again = run(*given, "--no-report", "--json")
     assert json.loads(again) == out
-
-
-@pytest.mark.parametrize("damage", [b"", None])
-def test_damaged_parts_are_measured_again(folder, tmp_path, damage):
-    """An empty file, another one, or that of another model, as a crash or a user may leave it."""
-    texts = tmp_path / "a.txt"
-    texts.write_text(TEXT)
-    given = (folder, "--text", texts, "--window", "64", "--tokens", "128", "--p", "", "--no-report", "--json")
-    whole = run("analyze", *given, "-o", tmp_path / "out")
-    other = tmp_path / "out" / "heads.npz"
-    (tmp_path / "out" / "capture.npz").write_bytes(other.read_bytes() if damage is None else damage)
-    assert run("analyze", *given, "-o", tmp_path / "out") == whole
 
 
 def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
@@ -289,8 +232,7 @@ def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--layers", "5-3"), "ranges"),
-        (("--layers", "2-x"), "ranges"),
+        (("--layers", "5"), "removed: analyze reads all layers"),
         (("--heads", "x"), "layer.head"),
         (("--p", "half"), "p"),
         (("--tokens", "1"), "tokens"),

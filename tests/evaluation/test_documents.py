@@ -16,8 +16,8 @@ from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.evaluation.texts.documents import Document, TokenDocument, documents, encode
 
 
-def read(source, **options):
-    return [(d.name, d.text) for d in documents(source, **options)]
+def read(source):
+    return [(d.name, d.text) for d in documents(source)]
 
 
 def test_a_string_is_a_text_and_a_path_is_a_file(tmp_path, monkeypatch):
@@ -40,7 +40,6 @@ def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert read(tmp_path) == [("a/y.txt",) * 2, ("a/z.txt",) * 2, ("b.txt",) * 2]
-    assert read(tmp_path, pattern="*.md") == [("c.md", "c.md")]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -76,7 +75,7 @@ def test_other_iterables_and_the_built_in_corpus():
     [
         (lambda p: p / "none.txt", "none.txt"),
         (lambda p: p / "binary.txt", "UTF-8"),
-        (lambda p: p / "empty", "pattern"),
+        (lambda p: p / "empty", "no .txt file"),
         (lambda p: [], "no text"),
         (lambda p: " \n", "no text"),
         (lambda p: [{"body": "x"}], "body"),

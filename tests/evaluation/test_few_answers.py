@@ -7,11 +7,7 @@ from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult
-from rope_patch.evaluation.retrieval.shown_answers import (
-    few_answers,
-    one_of_each,
-    shortest_of_each,
-)
+from rope_patch.evaluation.retrieval.shown_answers import few_answers
 
 DEPTHS = (0.0, 0.5, 1.0)
 
@@ -39,14 +35,6 @@ def test_a_wrong_answer_comes_first_and_then_a_right_one_each_with_length_and_de
     few = few_answers([("yarn", scores((2, 6, 0)))])
     assert shown(few) == [("yarn", 64, 0.0, "wrong"), ("yarn", 64, 0.5, "right"), ("yarn", 256, 0.0, "wrong")]
     assert [one.output for _, one in few] == ["64 0 0.0", "64 4 0.5", "256 0 0.0"]
-    assert shown(few_answers([("yarn", scores((2, 6, 0)))], [128])) == [("yarn", 128, 0.0, "right")]
-
-
-def test_in_two_lines_stand_the_shortest_prompts_of_any_method():
-    """The wrong answer is that of pi, which fails at 64 tokens; yarn fails at 256 alone."""
-    both = [("yarn", scores((6, 6, 5))), ("pi", scores((0, 0, 0)))]
-    assert shown(shortest_of_each(both)) == [("pi", 64, 0.0, "wrong"), ("yarn", 64, 0.0, "right")]
-    assert [one[1].correct for one in one_of_each(few_answers(both[1:]))] == [False], "none is right"
 
 
 # --- the unpatched model was not measured

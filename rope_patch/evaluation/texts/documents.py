@@ -54,21 +54,21 @@ bytes for each character."""
 Source = str | Path | Corpus | Iterable[Any]
 
 
-def documents(source: Source, *, pattern: str = "**/*.txt") -> Iterator[Document]:
+def documents(source: Source) -> Iterator[Document]:
     """Yield the documents of a source one at a time, each read only when it is asked for.
 
     Args:
-        source: a text (``str``), a file or folder (``Path``), a built-in :class:`Corpus`, a ``datasets`` dataset
-            (streaming or not), or any iterable of texts, :class:`Document` or mappings with a ``text``.
-        pattern: glob pattern of the files that are read from a folder, in the order of their paths.
+        source: a text (``str``), a file or a folder of .txt files (``Path``), a built-in :class:`Corpus`, a
+            ``datasets`` dataset (streaming or not), or any iterable of texts, :class:`Document` or mappings with a
+            ``text``.
 
     Raises:
         FileNotFoundError: the file or folder does not exist.
-        ValueError: a file is not UTF-8, no file of a folder matches the pattern, a row has no text, or there is no text
+        ValueError: a file is not UTF-8, a folder holds no .txt file, a row has no text, or there is no text
             at all.
     """
     any_text = False
-    for document in _documents(source, pattern):
+    for document in _documents(source):
         any_text = any_text or (bool(document.text) and not document.text.isspace())
         yield document
     # A stream has to be read to its end before it is known to hold no text.
@@ -76,7 +76,7 @@ def documents(source: Source, *, pattern: str = "**/*.txt") -> Iterator[Document
         raise ValueError("the source holds no text: it is empty")
 
 
-def _documents(source: Source, pattern: str) -> Iterator[Document]:
+def _documents(source: Source) -> Iterator[Document]:
     match source:
         case str():
             if "\0" not in source and os.path.exists(source):
@@ -89,9 +89,9 @@ def _documents(source: Source, pattern: str) -> Iterator[Document]:
             paths = [source]
             if source.is_dir():
                 folder = source
-                paths = _files(source, pattern)
+                paths = sorted(path for path in source.glob("**/*.txt") if path.is_file())
             if not paths:
-                raise ValueError(f"folder {str(source)!r} holds no file like {pattern!r}: give pattern=")
+                raise ValueError(f"folder {str(source)!r} holds no .txt file")
             for path in paths:
                 name = path.relative_to(folder).as_posix()
                 try:
@@ -106,14 +106,6 @@ def _documents(source: Source, pattern: str) -> Iterator[Document]:
         case _:
             for i, row in enumerate(source):
                 yield _row(row, i)
-
-
-def _files(folder: Path, pattern: str) -> list[Path]:
-    try:
-        return sorted(path for path in folder.glob(pattern) if path.is_file())
-    # Path.glob raises ValueError for an empty pattern, and NotImplementedError for an absolute path.
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"pattern must name files below the folder, as '**/*.txt' does, got {pattern!r}") from error
 
 
 def _row(row: Any, number: int) -> Document:
