@@ -141,6 +141,20 @@ def smollm2_at_32k(method: str) -> list[float]:
     return [column["values"][step["methods"].index(method)] for column in columns]
 
 
+def keys_kl(model: str, *changes: str) -> list[float]:
+    """Return KL with keys in 2, 3 and 4 bits, for each change of the format, under the plain table [nats/token]."""
+    cells = [
+        row(result("cache_damage")["cells"], kind="keys", model=model, table="default", what=bits) for bits in "234"
+    ]
+    return [statistics.fmean(cell["kl"][change]) for change in changes for cell in cells]
+
+
+def workload(model: str, form: str, *names: str) -> list[float]:
+    """Return how many answers of workloads are right through a format, and how much less probable they are [nats]."""
+    found = row(result("cache_damage")["summary"], model=model, format=form)
+    return [value for name in names for value in (found[name]["right"][0], abs(found[name]["change of logprob"][0]))]
+
+
 def pretrained(method: str) -> list[float]:
     """Return the perplexities and the shares of passkeys of a model that was trained under a method with seed 0."""
     run = row(result("pretrain_methods")["runs"], method=method, seed=0)
@@ -218,6 +232,16 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [smollm2_at_32k(one)[0] for one in ("default", "yarn:factor=2")],
     ),
     ("docs/evidence.md", "| 10.4, 9.7, .93 |", lambda: on_scaled("gemma3-linear", "abf:factor=4")),
+    (
+        "docs/kv-caches.md",
+        "7 **−1.1** | 6 **−3.0** | 10 **−.94** | 78 **−.19** |",
+        lambda: workload("smollm2", "llama.cpp:q4_0", "lookup", "rows", "sums", "code"),
+    ),
+    (
+        "docs/kv-caches.md",
+        "| 7.9, 7.6, 7.8 | 3.7, 5.3, 4.0 | .061, .0074, .0025 |",
+        lambda: keys_kl("qwen-1.5b", "none", "scale per 32 features", "scale per channel"),
+    ),
     (
         "docs/kv-caches.md",
         "KL from .227 to .074 on SmolLM2 and from .549 to .090 on",
