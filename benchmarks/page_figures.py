@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LLAMA, GEMMA = "SmolLM2-135M: all layers", "Gemma 3 270M: its full layers"
 QWEN = "Qwen2.5-Coder 0.5B: all layers"
 NAMES = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
+LONGEST_DECODING = 512
+"""Number of tokens that models write in the runs of the figure of decoding."""
 CONTEXTS = {"smollm2": 8192, "gemma3": 32768}
 PAIRS = {"smollm2": (1e5, 32), "gemma3": (1e6, 128), "qwen": (1e6, 32)}
 """Base and number of pairs of the table that p-RoPE changes."""
@@ -208,25 +210,27 @@ def angles() -> Figure:
 
 
 def decoding() -> Figure:
-    """Draw what formats of the cache cost by step while SmolLM2 writes, in the run of most formats."""
-    runs = [run for run in result("kv_decode")["runs"] if run["model"] == NAMES["smollm2"]]
-    run = max(runs, key=lambda run: len(run["rows"]))
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-    add_title(figure, f"What a quantized cache costs while {run['model']} writes after {run['length']} tokens")
-    styles = line_styles([row["format"] for row in run["rows"]])
-    panels = figure.subplots(1, 2, sharey=True)
-    kinds = {"forced": "on the tokens of full precision", "own": "on the format's own tokens"}
-    for axes, (kind, title) in zip(panels, kinds.items(), strict=True):
-        for row in run["rows"]:
-            means = row[f"{kind}_by_step"]
-            width = run["decode"] / len(means)
-            middles = [(i + 0.5) * width for i in range(len(means))]
-            axes.plot(middles, means, label=row["format"], **styles[row["format"]])
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set(xlabel=f"step, means over {width:g} of them and {run['windows']} prompts", yscale="log")
-        plain_axes(axes)
-    panels[0].set(ylabel="KL [nats/token], log scale")
-    shared_legend(figure, {line.get_label(): line for line in panels[1].get_lines()})
+    """Draw what formats of the cache cost by step while models write, in the longest run of each."""
+    runs = [run for run in result("kv_decode")["runs"] if run["decode"] == LONGEST_DECODING]
+    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
+    add_title(figure, f"What a quantized cache costs while a model writes after {runs[0]['length']} tokens")
+    styles = line_styles([row["format"] for row in runs[0]["rows"]])
+    panels = figure.subplots(2, len(runs), sharey=True, sharex=True)
+    kinds = {"forced": "tokens of full precision", "own": "the format's own tokens"}
+    for row_of_axes, (kind, title) in zip(panels, kinds.items(), strict=True):
+        row_of_axes[0].set(ylabel="KL [nats/token], log scale")
+        for axes, run in zip(row_of_axes, runs, strict=True):
+            for row in run["rows"]:
+                means = row[f"{kind}_by_step"]
+                width = run["decode"] / len(means)
+                middles = [(i + 0.5) * width for i in range(len(means))]
+                axes.plot(middles, means, label=row["format"], **styles[row["format"]])
+            axes.set_title(f"{run['model']}\n{title}", fontsize=9, loc="left")
+            axes.set(yscale="log")
+            plain_axes(axes)
+    for axes, run in zip(panels[1], runs, strict=True):
+        axes.set(xlabel=f"step, means over 64, {run['windows']} prompts")
+    shared_legend(figure, {line.get_label(): line for line in panels[0][0].get_lines()})
     return figure
 
 

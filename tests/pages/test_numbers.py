@@ -166,8 +166,17 @@ def less_than_plain(method: str, span: int) -> float:
     return 100 * (1 - pretrained(method)[span] / pretrained("default")[span])
 
 
+def decoded(cache_format: str) -> list[float]:
+    """Return KL of a format on three models, of reading and of 64 tokens written: of full precision, and its own."""
+    runs = [run for run in result("kv_decode")["runs"] if run["decode"] == 64]
+    rows = [row(run["rows"], format=cache_format) for run in runs]
+    return [found[kind] for found in rows for kind in ("kl_reading", "kl_forced", "kl_own")]
+
+
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
+    ("docs/kv-caches.md", "| .008: .013, .011 | .008: .041, .048 | .092: .046, .091 |", lambda: decoded("kvarn-k4v2")),
+    ("docs/kv-caches.md", "| .26: .12, .17 | .24: .19, .18 | 1.4: .64, .41 |", lambda: decoded("mxfp4")),
     ("docs/methods/p_rope.md", "| 21.5 | 22.7 | 42.9 | .32, .03, .00 |", lambda: pretrained("default")),
     ("docs/methods/p_rope.md", "| 20.8 | 21.9 | 42.9 | .74, .34, .00 |", lambda: pretrained("p_rope:p=0.75")),
     ("docs/methods/p_rope.md", "| 21.0 | 24.4 | 27.4 | .76, .21, .06 |", lambda: pretrained("p_rope:p=0.5")),
