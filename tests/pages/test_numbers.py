@@ -243,7 +243,7 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("docs/evidence.md", "| 10.4, 9.7, .93 |", lambda: on_scaled("gemma3-linear", "abf:factor=4")),
     (
         "docs/kv-caches.md",
-        "7 **−1.1** | 6 **−3.0** | 10 **−.94** | 78 **−.19** |",
+        "7, **−1.1** | 6, **−3.0** | 10, **−.94** | 78, **−.19** |",
         lambda: workload("smollm2", "llama.cpp:q4_0", "lookup", "rows", "sums", "code"),
     ),
     (
