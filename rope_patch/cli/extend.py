@@ -51,7 +51,7 @@ def extend(words: Sequence[str]) -> int:
         def say(sentence: str) -> None:
             print(sentence, file=sys.stderr)  # silent in all processes but the first (see working_together)
 
-        if not fresh:
+        if (work / RESULT_CACHE).exists():
             say(f"{work} holds measurements of an earlier run, which are used where they fit")
         model = _load(settings, say)
         run = Run(model, load_tokenizer(settings.model), settings, output)

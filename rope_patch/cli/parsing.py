@@ -53,7 +53,7 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
         if word.startswith("-"):
             # --force is for those who ask for it.
             flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short) if leaf.name != "force"]
-            hint = removed(word, here=True) or did_you_mean(word, flags)
+            hint = removed(word, command=kind.command) or did_you_mean(word, flags)
             raise UsageError(f"unknown option {word}.{hint} rope-patch {kind.command} --help lists them")
         raise UsageError(f"unexpected argument {word!r}: several values go into quotes, as in --methods 'yarn ntk'")
     if modules := written.get(("imports",)):

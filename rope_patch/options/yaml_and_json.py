@@ -52,15 +52,14 @@ def stated(
             inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
         for key, one in inside.items():
             off = one in (None, False, "false", "null")
+            went = removed(key, command="extend")  # the command whose files a version writes and another one reads
             if key not in known and (key in STATED_ANYWAY or (removed(key) and off)):
                 from rope_patch.runtime.progress import say  # which imports torch
 
-                say(f"note: {where}{key} is left out.{removed(key, here=True)}")
+                say(f"note: {where}{key} is left out.{went}")
                 continue
             if key not in known:
-                raise ValueError(
-                    f"{where}unknown option {key!r}.{removed(key, here=True) or did_you_mean(str(key), known)}"
-                )
+                raise ValueError(f"{where}unknown option {key!r}.{went or did_you_mean(str(key), known)}")
             yield known[key].path, read_value(known[key], one, f"{where}{key}")
 
 

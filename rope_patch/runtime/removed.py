@@ -25,22 +25,23 @@ REMOVED |= {"CoPE": REMOVED["cope"], "Resonance": REMOVED["resonance"]}
 NEEDLE_IN_TEXT = "extend lays its needle into the text that it reads; rope-patch compare asks in other ways"
 STATED_ANYWAY = dict.fromkeys(("depths", "haystack", "chat_template", "batch_tokens"), NEEDLE_IN_TEXT)
 """Options that each extend.yaml of an earlier version states, whatever their value. Other commands have them still."""
-HERE = STATED_ANYWAY | {
-    "layers": "analyze reads all layers; rope_patch.modeling.capture.capture takes some",
-    "pattern": "analyze reads the .txt files of a folder; give --text more than once for others",
+OF_COMMANDS = {
+    "extend": STATED_ANYWAY,
+    "analyze": {
+        "layers": "analyze reads all layers; rope_patch.modeling.capture.capture takes some",
+        "pattern": "analyze reads the .txt files of a folder; give --text more than once for others",
+    },
 }
 """Options that were removed from one command, and whose names may mean something elsewhere."""
 
 
-def removed(name: str, *, here: bool = False) -> str:
+def removed(name: str, *, command: str = "") -> str:
     """Return a sentence on something that was removed, by its name; empty for any other name.
 
     Args:
         name: the name of a command, option, task, method or public name.
-        here: whether the name is unknown where it was given, so that what other commands have still counts, too.
+        command: the command that was given the name and does not know it.
     """
     name = name.partition("=")[0].removeprefix("--").removeprefix("no-").rpartition(".")[2].replace("-", "_")
-    reason = REMOVED.get(name)
-    if here:
-        reason = HERE.get(name, reason)
+    reason = OF_COMMANDS.get(command, {}).get(name) or REMOVED.get(name)
     return f" It was removed: {reason}." if reason else ""

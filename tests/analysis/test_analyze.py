@@ -216,6 +216,7 @@ def test_the_command_writes_what_it_says(folder, tmp_path):
     run(*given)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written >= {"analysis.json", "capture.npz", "heads.npz", "analysis.html"}
+    assert "Layer 1, head 3: " in (tmp_path / "out" / "analysis.html").read_text()
     out = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
     again = run(*given, "--no-report", "--json")

@@ -317,12 +317,16 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
         assert "model" in refused(tmp_path, *words)
 
 
-@pytest.mark.parametrize("pattern", ["/", "/etc/*", "**", ".."])
-def test_a_pattern_of_no_files(tmp_path, pattern):
+def test_a_folder_without_texts(tmp_path):
     (tmp_path / "texts" / "inner").mkdir(parents=True)
-    words = ("analyze", BUNDLED, "--text", "texts", "--pattern", pattern, "--no-report", "-o", "out")
-    line = refused(tmp_path, *words)
-    assert "pattern must name files" in line or "holds no file like" in line
+    line = refused(tmp_path, "analyze", BUNDLED, "--text", "texts", "--no-report", "-o", "out")
+    assert "holds no .txt file" in line
+
+
+@pytest.mark.parametrize(("command", "says"), [("analyze", "analyze reads all layers"), ("compare", "unknown option")])
+def test_what_one_command_had_is_removed_from_it_alone(tmp_path, command, says):
+    line = refused(tmp_path, command, BUNDLED, "--layers", "0", "-o", "out")
+    assert says in line and ("was removed" in line) == (command == "analyze")
 
 
 @pytest.mark.parametrize("command", ["apply", "analyze", "compare", "export"])

@@ -96,7 +96,9 @@ class TestNumbers:
 
     def test_a_wrong_answer_is_shown_first_with_its_length_and_depth(self):
         """At 8 tokens one depth of three is wrong; at 4 all are right."""
-        assert shown(row("m", [1.0], {(8, 0.5): 0})).table("A few answers")[1:] == [
+        page = shown(row("m", [1.0], {(8, 0.5): 0}))
+        assert "if greedy decoding gives the right answer (exact match)." in "".join(page.text)
+        assert page.table("A few answers")[1:] == [
             ["m", "passkey", "4", "0 %", "12", '"12"', "right"],
             ["m", "passkey", "8", "50 %", "12", '"12"', "wrong"],
             ["m", "passkey", "8", "0 %", "12", '"12"', "right"],
