@@ -59,12 +59,6 @@ FORMATS = ("none", "llama.cpp:q4_0", "vllm:fp8", "kivi-2", "vllm:turboquant-3", 
 EXTENDED = "yarn:factor=2"
 UNROTATED = "p_rope:p=0.75"
 """The table under which features of keys do not rotate; on Gemma 3 270M it costs nothing at these lengths."""
-IN_FLOAT32 = {
-    "none": {"lookup": [13, 16, -1.30], "sums": [16, 32, -1.67]},
-    "llama.cpp:q8_0": {"lookup": [16, 16, -0.46], "sums": [23, 32, -0.92]},
-}
-"""Right answers of all, and the mean log-probability, of Qwen2.5-Coder 0.5B in float32, measured once by hand: bfloat16
-itself rounds keys with long biases coarsely."""
 BITS = (3, 2, 4)
 """Bits of keys, the most telling first."""
 STRIDE = 4
@@ -301,7 +295,6 @@ def report_of(done: dict[Cell, dict[str, Any]], text: Path) -> dict[str, Any]:
         f"change at a time. Texts of {LENGTH} tokens, bfloat16, logits in float32; lists are by answer or by window",
         "environment": environment(threads=torch.get_num_threads()),
         "unfinished": [cell.name for cell in all_cells() if cell not in done],
-        "qwen in float32": IN_FLOAT32,
         "summary": summary({cell: done[cell] for cell in all_cells() if cell in done}),
         "cells": [done[cell] for cell in all_cells() if cell in done],
     }
