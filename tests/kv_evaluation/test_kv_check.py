@@ -426,7 +426,7 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         ({"lengths": [20]}, "20"),
         ({"windows": 0}, "windows >= 1"),
         ({"confidence": 1.0}, "confidence"),
-        ({"tolerance": -0.1}, r"tolerance must be in \[0, 1\], got -0.1"),
+        ({"tolerance": -0.1}, r"tolerance must be in \[0, 1\] \(0.05 is 5 %\), got -0.1"),
     ],
 )  # fmt: skip
 def test_errors_before_anything_is_measured(tmp_path, changes, message):
