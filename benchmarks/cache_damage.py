@@ -44,6 +44,7 @@ from rope_patch.kv_cache.plans import LayerPlan
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attention_errors import LayerErrors, attention_errors
 from rope_patch.kv_evaluation.attribution import Change, error_shares, key_offsets, without_causes
+from rope_patch.kv_evaluation.decoding import kl_by_position
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import Reader
@@ -131,8 +132,7 @@ class Loaded:
         means = []
         for row, exact in zip(self.windows, self.exact, strict=True):
             rough = last_states(reader, row, cache())
-            p, q = (reader.logits(states[::STRIDE]).log_softmax(-1) for states in (exact, rough))
-            means.append(float((p.exp() * (p - q)).sum(-1).double().mean()))
+            means.append(float(kl_by_position(reader, exact[::STRIDE], rough[::STRIDE])[0].mean()))
         return means
 
 
@@ -189,10 +189,12 @@ def workload(loaded: Loaded, cell: Cell) -> dict[str, Any]:
     return {"sha256": loaded.digest, "answers": answers, "kl": kl}
 
 
-# --- keys: the causes of the error, and its remedies
+# --- keys: the causes of the error, and what makes it smaller
 
 
-def remedies(bits: str, layers: Sequence[AttentionLayer], means: dict[int, Tensor], table: str) -> dict[str, tuple]:
+def changed_formats(
+    bits: str, layers: Sequence[AttentionLayer], means: dict[int, Tensor], table: str
+) -> dict[str, tuple]:
     """Return by name the text of a format and the change of its plans, if any, for the format itself first."""
     plain = f"k=int{bits};v=none"
 
@@ -237,7 +239,7 @@ def keys(loaded: Loaded, cell: Cell) -> dict[str, Any]:
     shares = error_shares([LayerErrors(error.layer, error.logit[:-1]) for error in errors], list(causes))
     squares = torch.stack([error.logit.square().sum(1) for error in errors]).sum(0)
     kl = {}
-    for name, (text, change) in remedies(cell.what, loaded.layers, means, cell.table).items():
+    for name, (text, change) in changed_formats(cell.what, loaded.layers, means, cell.table).items():
         with quantized(loaded.model, text, layers=loaded.layers) as maker:
             if change is not None:
                 maker.run.plans = {index: change(plan) for index, plan in maker.run.plans.items()}

@@ -107,10 +107,11 @@ def _decode(
     both, rough, _ = _written(setting, scheme, ids, tokens.shape[1], full())
     own = both[1::2]
     plain_own = read_states(setting, own, copy_cache(prompt))
+    reader = Reader(setting.model)
     rows = []
     for i, differs in enumerate((own != tokens).int()):
         forced, compared = (
-            kl_by_position(setting, *states)[0].tolist()
+            kl_by_position(reader, *states)[0].tolist()
             for states in ((plain[i], rough[2 * i]), (plain_own[i], rough[2 * i + 1]))
         )
         rows.append((forced, compared, int(differs.argmax()) if bool(differs.any()) else None))
@@ -161,15 +162,15 @@ def read_states(setting: Setting, ids: Tensor, cache: Any, read: Progress | None
     return torch.cat([part for _, part in Reader(setting.model).read(ids, cache, setting.chunk, read)], 1)
 
 
-def kl_by_position(setting: Setting, plain: Tensor, rough: Tensor) -> Tensor:
+def kl_by_position(reader: Reader, plain: Tensor, rough: Tensor) -> Tensor:
     """Return KL and whether the first choice is the same, (2, tokens), a slice of positions at a time.
 
     Args:
-        setting: the setting of the check.
+        reader: the model, taken apart.
         plain: (tokens, hidden) last hidden states in full precision.
         rough: those through a quantized cache.
     """
-    parts, reader = [], Reader(setting.model)
+    parts = []
     for states in zip(torch.split(plain, LOGITS_AT_ONCE), torch.split(rough, LOGITS_AT_ONCE), strict=True):
         p, q = (reader.logits(part).log_softmax(-1) for part in states)
         kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)

@@ -188,5 +188,6 @@ def _divergences(
 @torch.no_grad()
 def _compared(setting: Setting, patched: MethodInPlace, cache: CacheFactory) -> Tensor:
     """Return KL and whether the first choice is the same: (2, windows, tokens)."""
+    reader = Reader(setting.model)
     pairs = zip(patched.states, _states(setting, cache), strict=True)
-    return torch.stack([kl_by_position(setting, plain, rough) for plain, rough in pairs], 1)
+    return torch.stack([kl_by_position(reader, plain, rough) for plain, rough in pairs], 1)
