@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import functools
-import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from transformers import AutoTokenizer
 
 import rope_patch
 from graded_texts import LENGTH, WORKLOADS, GradedText, graded_text
-from measuring import environment, write
+from measuring import chosen_cells, environment, finished_cells, write
 from public_checkpoint import BUILD, CHECKPOINTS
 from rope_patch.evaluation.intervals import paired_means, wilson
 from rope_patch.evaluation.texts.documents import spread_windows
@@ -310,11 +309,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the cells and stop")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the JSON report, which goes on if it exists")
     args = parser.parse_args()
-    done: dict[Cell, dict[str, Any]] = {}
-    if args.output.exists():
-        finished = json.loads(args.output.read_text())["cells"]
-        done = {Cell(*(result[field] for field in Cell._fields)): result for result in finished}
-    chosen = [cell for cell in all_cells() if any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in args.cells)]
+    done = finished_cells(Cell, args.output)
+    chosen = chosen_cells(all_cells(), args.cells)
     if not chosen or not args.text.is_file():
         parser.error(f"no cell is called {' '.join(args.cells)}" if not chosen else f"no file {args.text}")
     for cell in chosen:
@@ -331,4 +327,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on")

@@ -6,6 +6,7 @@ The scripts are run as files, so Python looks for modules in this folder first: 
 from __future__ import annotations
 
 import ctypes
+import fnmatch
 import gc
 import json
 import multiprocessing
@@ -15,7 +16,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -245,6 +246,19 @@ def environment(*packages: str, device: str = "cpu", threads: int = 1) -> dict[s
         **{name: metadata.version(name) for name in packages},
         "rope_patch": rope_patch.__version__,
     }
+
+
+def finished_cells(kind: type[Any], report: Path) -> dict[Any, dict[str, Any]]:
+    """Return the results of the cells that a report holds, each a named tuple of this kind."""
+    if not report.exists():
+        return {}
+    cells = json.loads(report.read_text())["cells"]
+    return {kind(*(result[field] for field in kind._fields)): result for result in cells}
+
+
+def chosen_cells(cells: Iterable[Any], patterns: Sequence[str]) -> list[Any]:
+    """Return the cells whose names match a pattern, in which * stands for any text."""
+    return [cell for cell in cells if any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in patterns)]
 
 
 def write(report: Mapping[str, Any], output: Path | None) -> None:

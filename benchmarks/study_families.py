@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import fnmatch
 import functools
 import itertools
 import json
@@ -35,7 +34,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import rope_patch
-from measuring import command, environment, write
+from measuring import chosen_cells, command, environment, finished_cells, write
 from pair_bits import RULES, Allocator, bits_by_loss, equal_bits, keys_by_pair, stored_bits
 from public_checkpoint import BUILD, CHECKPOINTS
 from rope_patch.evaluation.perplexity.measure import perplexity
@@ -639,14 +638,6 @@ def run(study: Study, cell: Cell) -> dict[str, Any]:
     return {**cell._asdict(), "seconds": round(time.perf_counter() - began, 1), **result}
 
 
-def finished_cells(report: Path) -> dict[Cell, dict[str, Any]]:
-    """Return the results of the cells that a report holds."""
-    if not report.exists():
-        return {}
-    cells = json.loads(report.read_text())["cells"]
-    return {Cell(*(result[field] for field in Cell._fields)): result for result in cells}
-
-
 def report_of(done: dict[Cell, dict[str, Any]], cells: Sequence[Cell]) -> dict[str, Any]:
     """Return the report of the cells that are done, in the order of all cells."""
     return {
@@ -673,8 +664,8 @@ def main() -> None:
     args = parser.parse_args()
     study = Study(args.novels, args.wikitext, BUILD / "study_families")
     cells = list(dict.fromkeys(all_cells()))
-    done = finished_cells(args.output)
-    chosen = [cell for cell in cells if any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in args.cells)]
+    done = finished_cells(Cell, args.output)
+    chosen = chosen_cells(cells, args.cells)
     if args.list:
         for cell in chosen:
             print("finished" if cell in done else f"{expected_minutes(cell, done):5.1f} min", cell.name)
