@@ -25,8 +25,8 @@ from rope_patch.modeling.attention_probe import window_alone, window_of
 from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
 from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
 from rope_patch.patching.locate import device_of, locate
+from rope_patch.runtime import progress
 from rope_patch.runtime.captions import ranges_text
-from rope_patch.runtime.progress import Progress
 
 ATTENTION_NAME = "rope_patch_attention_mass"
 REPEATED_TOKENS = 64
@@ -81,8 +81,7 @@ def measure_heads(
     on_text = _Pass(rows, block, layers, total)
     on_repeated = _Pass(repeated_tokens(rows)[None], block, layers, total)
     reads = rows.numel() + on_repeated.rows.numel()
-    progress = Progress(rows.numel(), reads=reads)
-    with in_eval_mode(model):
+    with in_eval_mode(model), progress.work(rows.numel(), reads=reads):
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
         _check_reproduced(root, decoder, rows[0, :64].to(device))
         with attending_with(root, ATTENTION_NAME):
@@ -91,12 +90,11 @@ def measure_heads(
                 try:
                     for number, row in enumerate(current.rows):
                         current.begin_row(number)
-                        with progress.within_pass(decoder, len(row)):
+                        with progress.forward_pass(decoder, len(row)):
                             decoder(input_ids=row[None].to(device), use_cache=False)
                         current.end_row()
                 finally:
                     _PASS.reset(reset)
-    progress.finish()
     measured = tuple(on_text.sums[index].result() for index in sorted(on_text.sums))
     # In a shorter text the token to be found is among the nearest keys, where a head may attend by distance alone.
     if on_repeated.rows.shape[1] > 2 * OFFSETS:

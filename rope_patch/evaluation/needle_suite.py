@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.perplexity.measure import sums_by_position
 from rope_patch.evaluation.perplexity.result import DocumentSums, PerplexityResult, Window
-from rope_patch.evaluation.read_across_processes import BatchReader
+from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.retrieval.generate_answers import answer_from, copy_cache
 from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult, Sample, grade, stop_ids
 from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
@@ -26,7 +26,6 @@ from rope_patch.modeling.inputs import check_ids, ids_hash
 from rope_patch.modeling.scoring import Reader, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.progress import Progress
 from rope_patch.runtime.result_cache import code_identity, key, open_cache
 
 # A part of the keys of the result cache: raise it when what is stored for a window changes.
@@ -182,28 +181,27 @@ class NeedleSuite(Suite):
             text = ids_hash(item.source.ids), ids_hash(item.is_text.long())
             return key(what="needle window", schema=SCHEMA, text=text, question=question, **settings)
 
-        def score(items: list[NeedleWindow], size: int) -> list[dict[str, Any]]:
-            return [self._read(reader, item, chunk, stops, Progress(size)) for item in items]
+        def score(items: list[NeedleWindow]) -> list[dict[str, Any]]:
+            return [self._read(reader, item, chunk, stops) for item in items]
 
-        batch_reader = BatchReader(
-            score=score, name=name, tokens=lambda item: spec.longest, result_cache=open_cache(resume)
-        )
         for one in self.laden:
             check_ids(one.source.ids, reader.vocabulary)
+        batches = ([one] for one in self.laden)
         with in_eval_mode(model):
-            values = [value for _, value in batch_reader.read(model, ([one] for one in self.laden))]
+            pairs = read_batches(
+                model, batches, score=score, name=name, tokens=lambda item: spec.longest, cache=open_cache(resume)
+            )
+            values = [value for _, value in pairs]
         return EvalResult(spec, self._perplexity(values, chunk), self._retrieval(values))
 
-    def _read(
-        self, reader: Reader, item: NeedleWindow, chunk: int, stops: list[int], progress: Progress
-    ) -> dict[str, Any]:
+    def _read(self, reader: Reader, item: NeedleWindow, chunk: int, stops: list[int]) -> dict[str, Any]:
         """Read a window, and ask at every length."""
         ids, past = item.source.ids, reader.new_cache(self.spec.longest)
         parts, answers, read = [], [], 0
         scored = item.is_text[: self.spec.longest - self.room].clone()
         for length in self.spec.lengths:
             stop = length - self.room
-            part, _ = losses(reader, ids[None, read:stop], [1], chunk=chunk, cache=lambda: past, progress=progress)
+            part, _ = losses(reader, ids[None, read:stop], [1], chunk=chunk, cache=lambda: past)
             parts.append(part[0])
             scored[read] = False  # no state of this part predicts its first token
             read = stop

@@ -7,18 +7,16 @@ are gathered once, at the end. If the model is sharded over the processes, all o
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.runtime import progress
-from rope_patch.runtime.parallel import from_first_process, gather, processes
-from rope_patch.runtime.result_cache import PartOfCache, add_new, key
+from rope_patch.runtime.parallel import gather, processes
+from rope_patch.runtime.result_cache import ResultCache, key
 
 T = TypeVar("T")
 
@@ -38,114 +36,70 @@ def reading_processes(model: nn.Module) -> int:
     return processes()[1] if is_whole(model) else 1
 
 
-@dataclass(frozen=True)
-class BatchReader(Generic[T]):
-    """Reads the batches of one measurement.
+def read_batches(
+    model: nn.Module,
+    batches: Iterable[Sequence[T]],
+    *,
+    score: Callable[[list[T]], Sequence[Any]],
+    name: Callable[[T], str],
+    tokens: Callable[[T], int],
+    cache: MutableMapping[str, Any] | None,
+) -> Iterator[tuple[T, Any]]:
+    """Yield the items of batches with their values, in order. What the result cache holds is not measured again.
 
-    Attributes:
-        score: function of a list of items and the number of tokens to report for the whole batch; it returns a JSON
-            value for each item.
-        name: function that names an item's value; items with the same name share one value.
-        tokens: function that returns how many tokens an item has.
-        result_cache: stored values by name; None if none are stored.
+    Args:
+        model: the model that reads the items.
+        batches: lists of items; those of a list that are not in the result cache are read side by side.
+        score: a function of a list of items, which returns a JSON value for each.
+        name: a function that names an item's value; items with the same name share one value.
+        tokens: a function that returns how many tokens an item counts as.
+        cache: the result cache, see :func:`~rope_patch.runtime.result_cache.open_cache`; None if
+            nothing is stored.
+
+    Raises:
+        ValueError: the processes read different models, texts or prompts.
     """
-
-    score: Callable[[list[T], int], list[Any]]
-    name: Callable[[T], str]
-    tokens: Callable[[T], int]
-    result_cache: MutableMapping[str, Any] | None
-
-    def read(self, model: nn.Module, batches: Iterable[Sequence[T]]) -> Iterator[tuple[T, Any]]:
-        """Yield every item with its value, in order.
-
-        Args:
-            model: the model that reads the items.
-            batches: lists of items; the items of a list that are not in the result cache are read side by side.
-
-        Raises:
-            ValueError: the processes read different models, texts or prompts.
-        """
-        if reading_processes(model) == 1:
-            for batch in self._named(batches):
-                yield from self._values_of(batch, self._score(batch))
-            return
-        rank, size = processes()
-        every, count = list[_Batch[T]](), 0
-        values: dict[str, Any] = {}
-        for batch in self._named(batches):
-            every.append(batch)
-            # Only batches with something to read are counted, so that a resumed run is divided evenly too.
-            if batch.todo and count % size == rank:
-                values |= self._score(batch, alone=True)
-            else:
-                # The progress bar of this process counts a batch of another process when its turn comes.
-                progress.advance(self._report_known_count_rest(batch))
-            count += bool(batch.todo)
-        gathered = _gathered(values, [model_hash(model), *(name for batch in every for name in batch.todo)])
-        # The first process writes the file of all results before any other deletes its own part of them.
-        from_first_process(lambda: self._add(gathered))
-        self._add(gathered)
-        if isinstance(self.result_cache, PartOfCache):
-            self.result_cache.merged()
-        for batch in every:
-            yield from self._values_of(batch, gathered)
-
-    def _named(self, batches: Iterable[Sequence[T]]) -> Iterator[_Batch[T]]:
-        """Name the value of each item; numbers tell equal items apart where there is no result cache."""
-        cache = self.result_cache
-        earlier: set[str] = set()
-        number = itertools.count()
-        for items in batches:
-            if cache is None:
-                names = [f"{next(number)} {self.name(item)}" for item in items]
-            else:
-                names = [self.name(item) for item in items]
-            pairs = zip(names, items, strict=True)
-            # Equal items have the same name and are read once.
-            todo = {name: item for name, item in pairs if name not in earlier and name not in (cache or {})}
-            if cache is not None:
-                earlier.update(names)
-            yield _Batch(items, names, todo)
-
-    def _score(self, batch: _Batch[T], *, alone: bool = False) -> dict[str, Any]:
-        """Read the items that are not in the result cache, store their values, and report the batch."""
-        size, values = self._report_known_count_rest(batch), dict[str, Any]()
-        with progress.all_of(size):
-            if batch.todo:
-                values = dict(zip(batch.todo, self.score(list(batch.todo.values()), size), strict=True))
-            self._add(values, alone=alone)
-        return values
-
-    def _report_known_count_rest(self, batch: _Batch[T]) -> int:
-        """Report the items of a batch that need no reading, and return the number of tokens of the others."""
-        size = sum(map(self.tokens, batch.todo.values()))
-        progress.known(sum(map(self.tokens, batch.items)) - size)
-        return size
-
-    def _add(self, values: dict[str, Any], *, alone: bool = False) -> None:
-        """Store values in the result cache; ``alone`` says that only this process has them."""
-        if alone and isinstance(self.result_cache, PartOfCache):
-            self.result_cache.finish(values)
-        elif self.result_cache is not None:
-            add_new(self.result_cache, values)
-
-    def _values_of(self, batch: _Batch[T], values: dict[str, Any]) -> Iterator[tuple[T, Any]]:
-        """Yield the items of a batch with their values, from ``values`` or from the result cache."""
-        cache = self.result_cache or {}
-        for name, item in zip(batch.names, batch.items, strict=True):
-            if name in values:
-                yield item, values[name]
-            else:
-                yield item, cache[name]
+    if cache is None:
+        cache = {}
+    rank, size = processes()
+    divided = reading_processes(model) > 1
+    mine: dict[str, Any] = {}
+    asked = set[str]()
+    every = []
+    count = 0
+    for items in batches:
+        names = list(map(name, items))
+        todo = {name: item for name, item in zip(names, items, strict=True) if name not in cache and name not in asked}
+        left = sum(map(tokens, todo.values()))
+        progress.known(sum(map(tokens, items)) - left)
+        # Only batches with something to read take turns, so that a resumed run is divided evenly too. A batch of
+        # another process counts for the progress when its turn comes.
+        with progress.work(left):
+            if todo and (not divided or count % size == rank):
+                values = dict(zip(todo, score(list(todo.values())), strict=True))
+                if divided or rank == 0:
+                    cache.update(values)
+                else:
+                    _remember(cache, values)
+                mine |= values
+        count += bool(todo)
+        if divided:
+            asked.update(todo)
+            every.append((items, names))
+        else:
+            yield from zip(items, [cache[name] for name in names], strict=True)
+    if divided:
+        _remember(cache, _gathered(mine, [model_hash(model), *sorted(asked)]))
+        for items, names in every:
+            yield from zip(items, [cache[name] for name in names], strict=True)
 
 
-@dataclass(frozen=True, eq=False)
-class _Batch(Generic[T]):
-    """Items of one batch, the names of their values, and by name the items that still have to be read."""
-
-    items: Sequence[T]
-    names: Sequence[str]
-    todo: dict[str, T]
+def _remember(cache: MutableMapping[str, Any], values: dict[str, Any]) -> None:
+    """Keep values in a result cache to whose file another process writes them."""
+    if isinstance(cache, ResultCache):
+        cache.remember(values)
+    else:
+        cache.update(values)
 
 
 def _gathered(mine: dict[str, Any], identity: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import processes
-from rope_patch.runtime.progress import Progress
 
 
 class AnsweringLM(HFLM):  # type: ignore[misc]
@@ -92,12 +91,11 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             bar = self._bar("loglikelihood", sum(len(row.ids) for row in rows), disable_tqdm)
         with bar:
             for batch in self._batches(rows, override_bs or self.batch_size):
-                done = Progress(sum(len(row.ids) for row in batch), reads=len(batch) * len(batch[0].ids))
-                for i, answer in self._score(batch, done):
-                    answers[i] = answer
-                    if (texts := requests[i][0]) is not None:  # of a rolling window, HFLM itself stores the whole
-                        self.cache_hook.add_partial("loglikelihood", texts, answer)
-                done.finish()
+                with progress.work(sum(len(row.ids) for row in batch), reads=len(batch) * len(batch[0].ids)):
+                    for i, answer in self._score(batch):
+                        answers[i] = answer
+                        if (texts := requests[i][0]) is not None:  # of a rolling window, HFLM itself stores the whole
+                            self.cache_hook.add_partial("loglikelihood", texts, answer)
         return [answer for answer in answers if answer is not None]
 
     def _table_of(self, length: int) -> int:
@@ -116,7 +114,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return self.maker()
 
     @torch.no_grad()
-    def _score(self, batch: Sequence[RequestRow], done: Progress) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score(self, batch: Sequence[RequestRow]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Score rows side by side; padding on the right is never seen by what stands before it."""
         reader = self.reader
         ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True)
@@ -127,7 +125,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in scored]
         past = self._new_cache(ids.shape[1])
         with self._autocast():
-            for start, hidden in reader.read(ids, past, self.chunk, done):
+            for start, hidden in reader.read(ids, past, self.chunk):
                 for i, (states, targets, _) in enumerate(scored):
                     # The states are sorted, so those of a chunk are neighbours.
                     low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
@@ -160,8 +158,9 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         def attempt(batch_size: int) -> int:
             # How much memory a pass needs does not depend on which tokens are read.
             rows = torch.ones((batch_size, length), dtype=torch.long)
-            for _ in self.reader.read(rows, self._new_cache(length), self.chunk):
-                pass
+            with progress.unreported():
+                for _ in self.reader.read(rows, self._new_cache(length), self.chunk):
+                    pass
             return batch_size
 
         try:
@@ -218,11 +217,10 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         if self.scheme != Scheme():
             # Prompts are padded on the left, and the blocks of the cache begin with the text.
             kwargs[self.reader.cache_argument] = self.maker(padding)
-        done = Progress(tokens, reads=context.numel())
         passes = -(-context.shape[1] // (kwargs.get("prefill_chunk_size") or context.shape[1]))
-        with done.within_pass(self.reader.decoder, context.numel(), passes=passes):
+        reading = progress.forward_pass(self.reader.decoder, context.numel(), passes=passes)
+        with progress.work(tokens, reads=context.numel()), reading:
             answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
-        done.finish()
         return answer
 
     def _refuse_to_cut(self, what: str) -> None:

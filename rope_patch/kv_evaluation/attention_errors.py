@@ -21,7 +21,7 @@ from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
-from rope_patch.runtime.progress import Progress
+from rope_patch.runtime import progress
 
 ERROR_QUERIES = 64
 """Number of queries of a text at which errors are measured, spread over its second half."""
@@ -80,15 +80,13 @@ def attention_errors(
         errors.append(_errors(stores, query[0].cpu(), scaling))
 
     plain = SchemeRun(plan_layers(layers, Scheme()), observe=observe)
-    progress = Progress(len(token_ids))
     with (
         in_eval_mode(model),
         recording_turns(location, plain),
         attending_by(plain, root),
-        progress.within_pass(decoder, len(token_ids)),
+        progress.forward_pass(decoder, len(token_ids)),
     ):
         decoder(input_ids=token_ids[None].to(device_of(root.get_input_embeddings())), use_cache=False)
-    progress.finish()
     return tuple(errors)
 
 

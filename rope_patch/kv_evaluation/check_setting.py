@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.analysis.outliers import KeyBias
+from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.kv_check import Limits
-from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import finite, key
 from rope_patch.tables import RotaryTable
 
@@ -71,16 +71,16 @@ class Setting:
             measure: function that returns the result as JSON values.
             **about: entries of the key that tell the result from others of the same model.
         """
-        if self.result_cache is None:
-            with progress.all_of(tokens):
-                return measure()
-        name = key(model=model_hash(self.model), **about)
-        if name in self.result_cache:
-            progress.known(tokens)
-        else:
-            with progress.all_of(tokens):
-                self.result_cache[name] = finite(measure())
-        return self.result_cache[name]
+        identity = "" if self.result_cache is None else model_hash(self.model)
+        ((_, value),) = read_batches(
+            self.model,
+            [[measure]],
+            score=lambda items: [finite(item()) for item in items],
+            name=lambda _: key(model=identity, **about),
+            tokens=lambda _: tokens,
+            cache=self.result_cache,
+        )
+        return value
 
 
 @dataclass(eq=False)

@@ -27,7 +27,6 @@ from rope_patch.modeling.inputs import ids_hash
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
-from rope_patch.runtime.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,8 @@ def _decode(
     setting: Setting, scheme: Scheme, ids: Tensor, full: Callable[[], Written]
 ) -> list[tuple[list[float], list[float], int | None]]:
     """Return for each row KL by step on the tokens of full precision, on those of a format, and where they part."""
-    tokens, plain, prompt = full()
+    with progress.unreported():  # it is reported once, for all formats
+        tokens, plain, prompt = full()
     both, rough, _ = _written(setting, scheme, ids, tokens.shape[1], full())
     own = both[1::2]
     plain_own = read_states(setting, own, copy_cache(prompt))
@@ -157,9 +157,9 @@ def _best(setting: Setting, states: Tensor) -> Tensor:
     return Reader(setting.model).score(states[:, 0], torch.zeros(len(states), dtype=torch.long))[1][:, None]
 
 
-def read_states(setting: Setting, ids: Tensor, cache: Any, read: Progress | None = None) -> Tensor:
+def read_states(setting: Setting, ids: Tensor, cache: Any) -> Tensor:
     """Return the last hidden states (rows, tokens, hidden) of tokens (rows, tokens), which are added to a cache."""
-    return torch.cat([part for _, part in Reader(setting.model).read(ids, cache, setting.chunk, read)], 1)
+    return torch.cat([part for _, part in Reader(setting.model).read(ids, cache, setting.chunk)], 1)
 
 
 def kl_by_position(reader: Reader, plain: Tensor, rough: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.evaluation.compare import naming_method
-from rope_patch.evaluation.read_across_processes import BatchReader
+from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import attention_errors
@@ -31,7 +31,6 @@ from rope_patch.modeling.inputs import ids_hash
 from rope_patch.modeling.scoring import CacheFactory, Reader, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
-from rope_patch.runtime.progress import Progress
 from rope_patch.runtime.result_cache import key
 
 
@@ -115,13 +114,15 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
 
     def measured(changes: Mapping[str, Change]) -> list[float]:
         about = {"kind": "attribution by KL", "model": model_hash(setting.model), "scheme": scheme.identity, "ids": ids}
-        reader = BatchReader[str](
-            score=lambda parts, _: [kl(changes[part]) for part in parts],
+        costs = read_batches(
+            setting.model,
+            [[part] for part in changes],
+            score=lambda parts: [kl(changes[part]) for part in parts],
             name=lambda part: key(part=part, chunk=setting.chunk, **about),
             tokens=lambda part: tokens,
-            result_cache=setting.result_cache,
+            cache=setting.result_cache,
         )
-        return [value for _, value in reader.read(setting.model, [[part] for part in changes])]
+        return [value for _, value in costs]
 
     def in_full(*names: str) -> Change:
         return lambda plan: replace(plan, sides=plan.sides | dict.fromkeys(names, Side()))
@@ -151,7 +152,6 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
     """Return the last hidden states of the compared windows, read through a quantized cache or in full precision."""
     ids = setting.compared
     windows = []
-    read = Progress(ids.numel())
     with torch.no_grad(), in_eval_mode(setting.model):
         for row in ids:
             past: Any = None
@@ -159,8 +159,7 @@ def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
                 past = cache()
             elif setting.chunk:
                 past = Reader(setting.model).new_cache(len(row))
-            windows.append(read_states(setting, row[None], past, read)[0])
-    read.finish()
+            windows.append(read_states(setting, row[None], past)[0])
     return windows
 
 

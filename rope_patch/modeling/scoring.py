@@ -22,7 +22,7 @@ from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.rotary import PatchedRotary
-from rope_patch.runtime.progress import Progress
+from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import code_identity, hash_with_values
 from rope_patch.tables import changes_with_length
 
@@ -127,7 +127,6 @@ class Reader:
         ids: Tensor,
         past: Any = None,
         chunk: int | None = None,
-        progress: Progress | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Run the decoder over token ids, in chunks if there is a cache.
 
@@ -135,8 +134,6 @@ class Reader:
             ids: (rows, tokens) token ids.
             past: cache whose tokens are before these, and to which these are added; None for no cache.
             chunk: number of tokens in a forward pass; all by default.
-            progress: progress of the work to which this belongs; it moves after each layer, and when the next chunk is
-                asked for.
 
         Yields:
             The offset of the chunk, and its last hidden states (rows, chunk, hidden).
@@ -150,18 +147,13 @@ class Reader:
         size = chunk or max(ids.shape[1], 1)
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
-            before = 0.0 if progress is None else progress.read
-            with contextlib.ExitStack() as stack:
-                # Without a cache sdpa itself needs no mask.
-                if past is not None:
-                    stack.enter_context(attending_with(self.model, ATTENTION_NAME, instead_of="sdpa"))
-                if progress is not None:
-                    stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
+            attending: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if past is not None:  # without a cache sdpa itself needs no mask
+                attending = attending_with(self.model, ATTENTION_NAME, instead_of="sdpa")
+            with attending, progress.forward_pass(self.decoder, part.numel()):
                 cache = {self.cache_argument: past, "use_cache": past is not None}
                 out = self.call(self.decoder, input_ids=part, **cache)
             yield start, out.last_hidden_state
-            if progress is not None:
-                progress.reach(before + part.numel())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does it."""
@@ -231,7 +223,6 @@ def losses(
     lengths: Sequence[int] | None = None,
     chunk: int | None = None,
     cache: CacheFactory | None = None,
-    progress: Progress | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score tokens of rows of equal length, or padded on the right, in one pass or in chunks through a cache.
 
@@ -244,7 +235,6 @@ def losses(
         lengths: number of tokens of each row that are not padding; all by default.
         chunk: number of tokens in a forward pass; all by default.
         cache: factory of the cache through which rows are read; by default a ``DynamicCache`` if there are chunks.
-        progress: progress of the work to which this belongs.
 
     Returns:
         The negative log-likelihood (rows, tokens) float64 [nats] and the most probable tokens (rows, tokens), both at
@@ -259,7 +249,7 @@ def losses(
         past = reader.new_cache(width)
     nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
     best = torch.full(rows.shape, -1)
-    for start, hidden in reader.read(rows, past, chunk, progress):
+    for start, hidden in reader.read(rows, past, chunk):
         for i in range(len(rows)):
             # The state at position p scores the token at p + 1.
             low, high = max(start, first[i] - 1), min(start + hidden.shape[1], lengths[i] - 1)

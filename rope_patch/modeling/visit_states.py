@@ -16,7 +16,7 @@ from rope_patch.modeling.inputs import check_ids, token_rows
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, locate
-from rope_patch.runtime.progress import Progress
+from rope_patch.runtime import progress
 
 SLICE_TOKENS = {"cpu": 512}
 """Number of tokens whose states are passed on at one time, by type of device: on a CPU small slices stay in its cache.
@@ -79,17 +79,16 @@ def visit_states(
             for role, part in layer.parts.items():
                 stack.callback(part.module.register_forward_hook(passing_on(layer, role)).remove)
         size = min(chunk or rows.shape[1], rows.shape[1])
-        progress = Progress(rows.numel())
+        stack.enter_context(progress.work(rows.numel()))
         for number, row in enumerate(rows):
             past: Any = DynamicCache(config=root.config) if size < len(row) else None
             for start in range(0, len(row), size):
                 place, received = (number, start), 0
                 ids = row[None, start : start + size].to(device_of(embedding))
-                with progress.within_pass(attention.decoder, ids.numel()):
+                with progress.forward_pass(attention.decoder, ids.numel()):
                     cache = {cache_argument(attention.decoder): past, "use_cache": past is not None}
                     attention.decoder(input_ids=ids, **cache)
                 # A hook that does not run would leave its layer out of the statistics in silence.
                 if received != len(shown) * len(ROLES):
                     raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")
-        progress.finish()
     return shown

@@ -118,19 +118,68 @@ def unreported() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def all_of(tokens: int) -> Iterator[None]:
-    """Report at the end of a ``with`` block the part of a number of tokens that was not reported within it."""
-    remaining, outer = tokens, _listeners.get().tokens
+def work(tokens: int, *, reads: int | None = None) -> Iterator[None]:
+    """Report a piece of work, such as a window of text, as a number of tokens in all, whatever is read for it.
 
-    def count(name: str, done: int) -> None:
-        nonlocal remaining
-        remaining -= done
-        outer(name, done)
+    The last token is reported at the end of the ``with`` block, when the result is there and stored.
+
+    Args:
+        tokens: number of tokens that the work counts as [tokens].
+        reads: number of tokens that the model reads meanwhile, by default as many: prompts that share what they begin
+            with are read with fewer, and padding is read too [tokens].
+
+    Example:
+        >>> reports = []
+        >>> with listen(lambda stage, tokens: reports.append(tokens)), work(10, reads=4):
+        ...     advance(1)
+        ...     advance(3)
+        >>> reports
+        [2, 7, 1]
+    """
+    read = reported = 0
+    outer = _listeners.get().tokens
+
+    def count(name: str, more: int) -> None:
+        nonlocal read, reported
+        read += more
+        new = min(read * tokens // (reads or tokens or 1), tokens - 1) - reported
+        if new > 0:
+            reported += new
+            outer(name, new)
 
     with listen(count):
         yield
-    if remaining > 0:
-        advance(remaining)
+    if tokens > reported:
+        advance(tokens - reported)
+
+
+@contextlib.contextmanager
+def forward_pass(decoder: nn.Module, tokens: int, *, passes: int = 1) -> Iterator[None]:
+    """Report the tokens of a forward pass of a decoder as it goes, after each of its layers.
+
+    Args:
+        decoder: the decoder of a causal language model of transformers, whose ``layers`` are reported one by one;
+            without them the pass is reported when it ends.
+        tokens: number of tokens that the pass reads, over all rows [tokens].
+        passes: number of equal parts in which the tokens are read; those of later passes, such as generated ones, are
+            not reported.
+    """
+    layers: Any = getattr(decoder, "layers", ())
+    steps, done = len(layers) * passes, 0
+
+    def after_layer(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal done
+        done += 1
+        if done <= steps:
+            advance(tokens * done // steps - tokens * (done - 1) // steps)
+
+    # The stack removes the hooks again, even if the pass raises.
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(after_layer).remove)
+        yield
+    if not layers:
+        advance(tokens)
 
 
 @contextlib.contextmanager
@@ -158,70 +207,3 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
         with listen(on_tokens, on_known=lambda tokens: on_more(-tokens), on_more=on_more, on_sentence=write):
             yield
         shown.total = shown.n  # what was announced may have been an estimate
-
-
-class Progress:
-    """Reports a piece of work, such as a window of text, layer by layer while a model reads it.
-
-    Args:
-        size: number of tokens that the work counts as; they have all been reported at the end [tokens].
-        reads: number of tokens that the model reads meanwhile, by default ``size``: prompts that share what they begin
-            with are read with fewer, and padding is read too [tokens].
-
-    Example:
-        >>> reports = []
-        >>> with listen(lambda stage, tokens: reports.append(tokens)):
-        ...     progress = Progress(10, reads=4)
-        ...     progress.reach(1)
-        ...     progress.reach(4)
-        ...     progress.finish()
-        >>> reports
-        [2, 7, 1]
-    """
-
-    def __init__(self, size: int, *, reads: int | None = None) -> None:
-        self.size, self.reads = size, reads or max(size, 1)
-        self.read = 0.0
-        self._reported = 0
-
-    def reach(self, read: float) -> None:
-        """Report the work up to a number of tokens that the model has read; the last token waits for the end."""
-        self.read = max(self.read, read)
-        self._report(min(int(self.size * self.read / self.reads), self.size - 1))
-
-    def finish(self) -> None:
-        """Report the rest; called when the result is there, and stored where it is to be stored."""
-        self._report(self.size)
-
-    def _report(self, tokens: int) -> None:
-        if tokens > self._reported:
-            new, self._reported = tokens - self._reported, tokens
-            advance(new)
-
-    @contextlib.contextmanager
-    def within_pass(self, decoder: nn.Module, tokens: int, *, rest: int = 0, passes: int = 1) -> Iterator[None]:
-        """Report a forward pass of a decoder after each of its layers, as long as a ``with`` block lasts.
-
-        Args:
-            decoder: the decoder of a causal language model of transformers, whose ``layers`` are reported one by one;
-                without them the pass is reported when it ends.
-            tokens: number of tokens that the pass reads, over all rows [tokens].
-            rest: number of layers that the work behind the decoder counts as, which the caller reports with
-                :meth:`reach`.
-            passes: number of equal parts in which the tokens are read; those of later passes, such as generated ones,
-                are not reported.
-        """
-        layers: Any = getattr(decoder, "layers", ())
-        # Each call of a layer, and each unit of `rest`, counts as an equal share of the tokens.
-        first, share = self.read, tokens / max(1, passes * len(layers) + rest)
-        last = first + tokens - rest * share
-
-        def after_layer(module: nn.Module, args: Any, output: Any) -> None:
-            self.reach(min(self.read + share, last))
-
-        # The stack removes the hooks again, even if the pass raises.
-        with contextlib.ExitStack() as stack:
-            for layer in layers:
-                stack.callback(layer.register_forward_hook(after_layer).remove)
-            yield
-        self.reach(last)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
 import inspect
 import json
@@ -14,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from rope_patch.runtime.parallel import from_first_process, processes
+from rope_patch.runtime.parallel import from_first_process
 
 # What each line of a result cache begins with: `json.dumps` writes keys in the order of the dictionary. By it a line
 # that was cut short is told from the line of some other file.
@@ -28,10 +27,12 @@ class ResultCache(MutableMapping[str, Any]):
     r"""A dictionary of JSON values in a file of lines, each written and synced before the next piece of work begins.
 
     Keys come from :func:`key`: they name everything a value depends on, so one file may serve any number of models
-    and settings, and a changed setting is measured anew. A line cut short by a crash is dropped.
+    and settings, and a changed setting is measured anew. Several processes may add lines to one file. A line cut short
+    by a crash is dropped.
 
     Args:
         path: the file that holds the values; it is created when the first value is set.
+        values: the values that the file holds, where they are known already.
 
     Raises:
         ValueError: the file exists and holds something else.
@@ -46,22 +47,9 @@ class ResultCache(MutableMapping[str, Any]):
         {'a': 1.5}
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, values: dict[str, Any] | None = None) -> None:
         self.path = Path(path)
-        self._values: dict[str, Any] = {}
-        if not self.path.exists():
-            return
-        for number, line in enumerate(self.path.read_bytes().split(b"\n"), 1):
-            try:
-                if line:
-                    entry = json.loads(line)
-                    self._values[entry["key"]] = entry["value"]
-            except (ValueError, TypeError, KeyError):
-                # A line that was cut short is dropped: its beginning, or the zeros that a loss of power leaves.
-                if not line.startswith(LINE_START) and not LINE_START.startswith(line) and line.strip(b"\0"):
-                    raise ValueError(
-                        f"{self.path}, line {number}, is not a line of a result cache: remove the file, or give another"
-                    ) from None
+        self._values = _values_in(self.path) if values is None else values
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -88,37 +76,31 @@ class ResultCache(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-
-class PartOfCache(ResultCache):
-    """The result cache of all processes; this process writes what it alone has finished, to a file of its own.
-
-    Args:
-        path: the file of this process.
-        values: the values that all processes have finished already, by key.
-    """
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        super().__init__(path)
+    def remember(self, values: dict[str, Any]) -> None:
+        """Keep values that another process writes to the file."""
         self._values.update(values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._values[name] = value  # the first process has it too, and writes it
 
-    def finish(self, values: dict[str, Any]) -> None:
-        """Write what this process alone has finished."""
-        for name, value in values.items():
-            super().__setitem__(name, value)
-
-    def merged(self) -> None:
-        """Delete the file of this process: the first one has written its contents to the common file."""
-        self.path.unlink(missing_ok=True)
+def _values_in(path: Path) -> dict[str, Any]:
+    """Return the values of a file, without lines that were cut short; none if there is no file yet."""
+    values: dict[str, Any] = {}
+    if not path.exists():
+        return values
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            if line:
+                entry = json.loads(line)
+                values[entry["key"]] = entry["value"]
+        except (ValueError, TypeError, KeyError):
+            # A line that was cut short is dropped: its beginning, or the zeros that a loss of power leaves.
+            cut_short = line.startswith(LINE_START) or LINE_START.startswith(line) or not line.strip(b"\0")
+            if not values and not cut_short:
+                raise ValueError(f"{path} is not a result cache: remove the file, or give another") from None
+    return values
 
 
 def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableMapping[str, Any] | None:
     """Return the result cache that ``resume`` names, with the same contents in all processes.
-
-    Each process appends what it finishes to a file of its own: the first one to the file that is named, the others to
-    one beside it, which is merged into the first after each measurement, or after a crash by the next run.
 
     Raises:
         ValueError: a file that is no result cache.
@@ -126,28 +108,8 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
     if not isinstance(resume, str | Path):
         return resume
     path = Path(resume)
-    rank, _ = processes()
-    values = from_first_process(lambda: _merge_parts(path))  # one process alone may go on where several were stopped
-    if rank:
-        return PartOfCache(path.with_name(f"{path.name}.rank{rank}"), values)
-    return ResultCache(path)
-
-
-def _merge_parts(path: Path) -> dict[str, Any]:
-    """Bring what other processes finished before a crash into one file, and return all that is finished."""
-    cache = ResultCache(path)
-    # Without escaping, a name with brackets would be a pattern.
-    for part in path.parent.glob(f"{glob.escape(path.name)}.rank*"):
-        add_new(cache, dict(ResultCache(part)))
-        part.unlink()
-    return dict(cache)
-
-
-def add_new(cache: MutableMapping[str, Any], values: dict[str, Any]) -> None:
-    """Put values into a result cache whose names it does not hold yet."""
-    for name, value in values.items():
-        if name not in cache:
-            cache[name] = value
+    # Read by one process: another one may have added lines when the next opens the file.
+    return ResultCache(path, from_first_process(lambda: _values_in(path)))
 
 
 def key(**parts: Any) -> str:

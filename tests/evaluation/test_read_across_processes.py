@@ -24,7 +24,6 @@ from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.runtime.parallel import alone, from_first_process
 from rope_patch.runtime.progress import listen
-from rope_patch.runtime.result_cache import ResultCache, open_cache
 
 pytestmark = pytest.mark.slow
 
@@ -50,11 +49,10 @@ def compare_with(model, tokenizer, cache, on_tokens=slowly):
 
 def measured(model, tokenizer, folder):
     """What a process finds, the comparison a second time from the result cache."""
-    reports, kept, cache = [], set(), folder / "cache.jsonl"
+    reports, cache = [], folder / "cache.jsonl"
 
     def on_tokens(stage, tokens):
         reports.append(tokens)
-        kept.update(path.name for path in folder.glob("cache*"))
         slowly()
 
     with spy_ids(model) as read:
@@ -71,7 +69,7 @@ def measured(model, tokenizer, folder):
         "kv-check": json.loads(checked.to_json()),
         "text": text,
     }
-    return found, {"read": sum(ids.numel() for ids in read), "kept": sorted(kept)}
+    return found, {"read": sum(ids.numel() for ids in read)}
 
 
 def share(rank, model, tokenizer, folder):
@@ -115,7 +113,7 @@ def outcomes(bundled, tmp_path_factory):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compare_with(model, tokenizer, two / "cache.jsonl.rank1", stop)
+        compare_with(model, tokenizer, two / "cache.jsonl", stop)
     together(lambda rank: share(rank, model, tokenizer, two), two)
     return single, [json.loads((two / f"{rank}.json").read_text()) for rank in range(2)], (one, two)
 
@@ -127,20 +125,12 @@ def test_two_processes_find_what_one_finds_to_the_last_digit(outcomes):
         assert [found[what] for found, _ in several] == [value] * 2, what
 
 
-def test_each_reads_a_part_of_what_is_not_finished_and_the_first_writes_it_all(outcomes):
+def test_each_reads_a_part_of_what_is_not_finished_and_writes_it_to_the_one_file(outcomes):
     (_, single), several, folders = outcomes
     assert all(0.1 * single["read"] < process["read"] < 0.4 * single["read"] for _, process in several)
     own, shared = ((folder / "cache.jsonl").read_text().splitlines() for folder in folders)
     assert sorted(shared) == sorted(own)
-    assert "cache.jsonl.rank1" in several[1][1]["kept"], "each keeps what it finishes, until all have finished"
     assert [process["files"] for _, process in several] == [["cache.jsonl", "kv.jsonl", "spread.jsonl"]] * 2
-
-
-def test_one_process_goes_on_where_several_were_stopped(tmp_path):
-    ResultCache(tmp_path / "cache.jsonl")["a"] = 1.0
-    ResultCache(tmp_path / "cache.jsonl.rank3")["b"] = 2.0
-    assert dict(open_cache(tmp_path / "cache.jsonl")) == {"a": 1.0, "b": 2.0}
-    assert [path.name for path in tmp_path.iterdir()] == ["cache.jsonl"]
 
 
 def test_what_the_first_process_does_by_itself_disturbs_nobody(outcomes):

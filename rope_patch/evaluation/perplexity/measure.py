@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.perplexity.result import SCHEMA, DocumentSums, PerplexityResult, Window
-from rope_patch.evaluation.read_across_processes import BatchReader
+from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.texts.documents import TokenDocument
 from rope_patch.modeling.inputs import check_ids, ids_hash
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses, model_hash
 from rope_patch.modeling.temporary_modes import in_eval_mode
-from rope_patch.runtime.progress import Progress
+from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import key, open_cache
 
 
@@ -77,29 +77,29 @@ def perplexity(
     if batch < 1:
         raise ValueError(f"batch must be >= 1, got {batch}")
     known = cache_identity(cache, resume is not None)
-    result_cache = open_cache(resume)
     # Another cache, other chunks or other ranges give other numbers, so they are part of every key.
     settings = {"edges": edges, "chunk": chunk} | known
     # The hash reads every weight of the model, so it is computed only where keys are stored.
     identity = settings | {"model": "" if resume is None else model_hash(model)}
     tally = DocumentSums(edges)
 
-    def score(items: list[Window], size: int) -> list[dict[str, Any]]:
+    def score(items: list[Window]) -> list[dict[str, Any]]:
+        sizes = [len(item.ids) for item in items]
         # Shorter windows are padded to the longest, and the padding is computed too.
-        progress = Progress(size, reads=len(items) * max(len(item.ids) for item in items))
-        # A window that is one chunk needs no cache.
-        return _score(reader, items, edges, chunk if chunk < window else None, cache, progress)
+        with progress.work(sum(sizes), reads=len(sizes) * max(sizes)):
+            # A window that is one chunk needs no cache.
+            return _score(reader, items, edges, chunk if chunk < window else None, cache)
 
-    batch_reader = BatchReader(
+    scored = read_batches(
+        model,
+        _batched(_sliding_windows(documents, window, stride, tally, reader), batch),
         score=score,
         name=lambda item: _key(item, identity),
         tokens=lambda item: item.stop - item.start,
-        result_cache=result_cache,
+        cache=open_cache(resume),
     )
     with in_eval_mode(model):
-        for item, part in batch_reader.read(
-            model, _batched(_sliding_windows(documents, window, stride, tally, reader), batch)
-        ):
+        for item, part in scored:
             tally.add(item, part)
     return tally.result(window=window, stride=stride, chunk=chunk)
 
@@ -188,13 +188,12 @@ def _score(
     edges: Sequence[int],
     chunk: int | None,
     cache: CacheFactory | None,
-    progress: Progress,
 ) -> list[dict[str, Any]]:
     """Return the sums of each window by bucket, as JSON values for the result cache."""
     rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]
-    table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache, progress=progress)
+    table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache)
     sums_of_windows = []
     for item, low, size, loss in zip(group, first, sizes, table, strict=True):
         scored = torch.zeros(len(loss), dtype=torch.bool)

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from rope_patch.evaluation.retrieval.prompts import Prompt
 from rope_patch.modeling.scoring import CacheFactory, Reader
-from rope_patch.runtime.progress import Progress
+from rope_patch.runtime import progress
 
 TAIL_TOKENS = 16
 """Number of prompt tokens that are read together with the answer, and once more if the answer is wrong; the tokens
@@ -103,21 +103,20 @@ def answer_prompts(
     # needed.
     order = sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i]))
     shared = sum(meeting[i] for i in order[:-1])  # each is read from where the one before it left the trunk
-    progress = Progress(ids.numel(), reads=ids.shape[1] * (len(rows) * (size - 1) - shared))
-    for i in order:
-        meet = meeting[i]
-        if meet > read:
-            for _ in reader.read(ids[trunk, :, read:meet], past, chunk, progress):
-                pass
-            read = meet
-        branch = past if i == trunk else copy_cache(past)
-        begin = read
-        if body - read > SHORT_PASS_TOKENS:
-            for _ in reader.read(ids[i, :, read:body], branch, chunk, progress):
-                pass
-            begin = body
-        answers[i] = answer_from(reader, rows[i], ids[i], begin, branch, cache is not None, stops, progress)
-    progress.finish()
+    with progress.work(ids.numel(), reads=ids.shape[1] * (len(rows) * (size - 1) - shared)):
+        for i in order:
+            meet = meeting[i]
+            if meet > read:
+                for _ in reader.read(ids[trunk, :, read:meet], past, chunk):
+                    pass
+                read = meet
+            branch = past if i == trunk else copy_cache(past)
+            begin = read
+            if body - read > SHORT_PASS_TOKENS:
+                for _ in reader.read(ids[i, :, read:body], branch, chunk):
+                    pass
+                begin = body
+            answers[i] = answer_from(reader, rows[i], ids[i], begin, branch, cache is not None, stops)
     return [answers[i] for i in range(len(rows))]
 
 
@@ -140,7 +139,6 @@ def answer_from(
     past: Any,
     stepwise: bool = False,
     stops: Sequence[int] = (),
-    progress: Progress | None = None,
 ) -> list[Answer]:
     """Return the answers to prompts whose first tokens are in a cache, which is used up.
 
@@ -152,7 +150,6 @@ def answer_from(
         past: the cache.
         stepwise: whether the answer is read a token at a time, as in generation.
         stops: ids of the tokens that end a text.
-        progress: progress of the work to which this belongs.
 
     Raises:
         ValueError: logits are not finite.
@@ -166,12 +163,12 @@ def answer_from(
     if stepwise:
         # A cache that rounds gives other states if several tokens are added at once, so they are added as generation
         # adds them.
-        states = [_last_hidden_state(reader, ids[:, read:prompt_tokens], past, progress)]
-        states += [_last_hidden_state(reader, expected[:, i, None], past, progress) for i in range(answer - 1)]
+        states = [_last_hidden_state(reader, ids[:, read:prompt_tokens], past)]
+        states += [_last_hidden_state(reader, expected[:, i, None], past) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
         # The last token of the answer predicts nothing that is scored, so it is left out.
-        hidden = _hidden_states(reader, ids[:, read:-1], past, progress)[:, -answer:]
+        hidden = _hidden_states(reader, ids[:, read:-1], past)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
@@ -200,12 +197,12 @@ def answer_from(
     ]
 
 
-def _hidden_states(reader: Reader, ids: Tensor, past: Any, progress: Progress | None = None) -> Tensor:
-    return torch.cat([hidden for _, hidden in reader.read(ids, past, progress=progress)], dim=1)
+def _hidden_states(reader: Reader, ids: Tensor, past: Any) -> Tensor:
+    return torch.cat([hidden for _, hidden in reader.read(ids, past)], dim=1)
 
 
-def _last_hidden_state(reader: Reader, ids: Tensor, past: Any, progress: Progress | None = None) -> Tensor:
-    return _hidden_states(reader, ids, past, progress)[:, -1:]
+def _last_hidden_state(reader: Reader, ids: Tensor, past: Any) -> Tensor:
+    return _hidden_states(reader, ids, past)[:, -1:]
 
 
 def before_stop(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.intervals import effective_count, wilson
-from rope_patch.evaluation.read_across_processes import BatchReader
+from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.generate_answers import Answer, answer_prompts
 from rope_patch.evaluation.retrieval.haystack import Haystack
@@ -224,12 +224,6 @@ def retrieval(
         _check(reader, prompt)
     ask = functools.partial(answer_prompts, reader, stops=stops, chunk=chunk, cache=cache)
     questioner = _Questioner(ask, tokenizer, TASKS[task], identity)
-    batch_reader = BatchReader(
-        score=questioner.ask,
-        name=questioner.key,
-        tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
-        result_cache=open_cache(resume),
-    )
 
     def batches() -> Iterator[list[_Haystack]]:
         for length in lengths:
@@ -239,8 +233,16 @@ def retrieval(
                 yield [_Haystack(length, prompts_of(length, i) if i else first[length]) for i in group]
 
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
+    graded = read_batches(
+        model,
+        batches(),
+        score=questioner.ask,
+        name=questioner.key,
+        tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
+        cache=open_cache(resume),
+    )
     with in_eval_mode(model):
-        for item, column in batch_reader.read(model, batches()):
+        for item, column in graded:
             columns[item.length].append([_stored(sample) for sample in column])
     depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
     return _result(spec, maker, depths_of, columns)
@@ -330,7 +332,7 @@ class _Questioner:
         prompts = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in haystack.prompts]
         return key(what="retrieval", schema=SCHEMA, prompts=prompts, **self.identity)
 
-    def ask(self, several: Sequence[_Haystack], size: int) -> list[list[dict[str, Any]]]:
+    def ask(self, several: Sequence[_Haystack]) -> list[list[dict[str, Any]]]:
         """Return the samples of each haystack, ordered by depth."""
         haystacks = [haystack.prompts for haystack in several]
         # A batch is generated for the same number of steps: if answers differ in length, each haystack is asked alone.
