@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +160,9 @@ def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidenc
     return effective_count(haystacks, confidence)
 
 
+_Haystack = Sequence[Prompt]
+"""Prompts of one length that share a haystack."""
+
 RETRIEVAL_FIELDS = ("lengths", "depths", "samples", "seed", "chat_template", "chunk", "batch_tokens")
 """Fields of an :class:`~rope_patch.EvalSpec` that :func:`retrieval` takes as keyword arguments."""
 
@@ -222,28 +224,43 @@ def retrieval(
     first = {length: prompts_of(length, 0) for length in lengths}  # raises before any is read, if one does not fit
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
-    ask = functools.partial(answer_prompts, reader, stops=stops, chunk=chunk, cache=cache)
-    questioner = _Questioner(ask, tokenizer, TASKS[task], identity)
 
     def batches() -> Iterator[list[_Haystack]]:
         for length in lengths:
             size = max(1, spec.batch_tokens // length)
             for low in range(0, spec.samples, size):
                 group = range(low, min(low + size, spec.samples))
-                yield [_Haystack(length, prompts_of(length, i) if i else first[length]) for i in group]
+                yield [prompts_of(length, i) if i else first[length] for i in group]
 
-    columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
+    def ask(haystacks: list[_Haystack]) -> list[list[dict[str, Any]]]:
+        # A batch is generated for the same number of steps: if answers differ in length, each haystack is asked alone.
+        shapes = {tuple(prompt.answer for prompt in prompts) for prompts in haystacks}
+        groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
+        graded = []
+        for group in groups:
+            rows = answer_prompts(reader, list(zip(*group, strict=True)), stops=stops, chunk=chunk, cache=cache)
+            for prompts, answers in zip(group, zip(*rows, strict=True), strict=True):
+                pairs = zip(prompts, answers, strict=True)
+                samples = [s for prompt, answer in pairs for s in grade(tokenizer, TASKS[task], prompt, answer)]
+                graded.append([asdict(sample) for sample in samples])
+        return graded
+
+    def name(prompts: _Haystack) -> str:
+        asked_of = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
+        return key(what="retrieval", schema=SCHEMA, prompts=asked_of, **identity)
+
     graded = read_batches(
         model,
         batches(),
-        score=questioner.ask,
-        name=questioner.key,
-        tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
+        score=ask,
+        name=name,
+        tokens=lambda prompts: sum(len(prompt.ids) for prompt in prompts),
         cache=open_cache(resume),
     )
+    columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
     with in_eval_mode(model):
-        for item, column in graded:
-            columns[item.length].append([_stored(sample) for sample in column])
+        for prompts, column in graded:
+            columns[len(prompts[0].ids)].append([_stored(sample) for sample in column])
     depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
     return _result(spec, maker, depths_of, columns)
 
@@ -308,44 +325,6 @@ def _result(
         chat=maker.turns is not None,
         chat_sha256="" if maker.turns is None else text_digest(json.dumps(maker.turns)),
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Haystack:
-    """Prompts that share a haystack, and their length [tokens]."""
-
-    length: int
-    prompts: Sequence[Prompt]
-
-
-@dataclass(frozen=True, eq=False)
-class _Questioner:
-    """Asks a model the prompts of haystacks, and grades its answers."""
-
-    answer: Callable[..., list[list[Answer]]]
-    tokenizer: Any
-    task: Task
-    identity: Mapping[str, Any]
-
-    def key(self, haystack: _Haystack) -> str:
-        """Return the key of a haystack's samples in the result cache."""
-        prompts = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in haystack.prompts]
-        return key(what="retrieval", schema=SCHEMA, prompts=prompts, **self.identity)
-
-    def ask(self, several: Sequence[_Haystack]) -> list[list[dict[str, Any]]]:
-        """Return the samples of each haystack, ordered by depth."""
-        haystacks = [haystack.prompts for haystack in several]
-        # A batch is generated for the same number of steps: if answers differ in length, each haystack is asked alone.
-        shapes = {tuple(prompt.answer for prompt in prompts) for prompts in haystacks}
-        groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
-        graded = []
-        for group in groups:
-            answers = self.answer(list(zip(*group, strict=True)))
-            for prompts, given in zip(group, zip(*answers, strict=True), strict=True):
-                pairs = zip(prompts, given, strict=True)
-                samples = [s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)]
-                graded.append([asdict(sample) for sample in samples])
-        return graded
 
 
 def stop_ids(model: nn.Module, tokenizer: Any) -> list[int]:
