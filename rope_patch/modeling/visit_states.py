@@ -79,7 +79,6 @@ def visit_states(
             for role, part in layer.parts.items():
                 stack.callback(part.module.register_forward_hook(passing_on(layer, role)).remove)
         size = min(chunk or rows.shape[1], rows.shape[1])
-        stack.enter_context(progress.work(rows.numel()))
         for number, row in enumerate(rows):
             past: Any = DynamicCache(config=root.config) if size < len(row) else None
             for start in range(0, len(row), size):
