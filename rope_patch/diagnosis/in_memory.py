@@ -134,13 +134,6 @@ def _named(name: str, kind: str | None) -> str:
     return name if kind is None else f"{name} [{kind}]"
 
 
-def layers_of(location: Location) -> dict[str | None, int]:
-    """Return the number of layers that use each table, by layer type."""
-    types = getattr(location.config, "layer_types", None) or []
-    count = int(getattr(location.config, "num_hidden_layers", 0))
-    return {kind: count if kind is None else types.count(kind) for kind in location.tables}
-
-
 # --- the checks ------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +310,7 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
 
 
 def contexts_agree(subject: Subject) -> Iterator[Check]:
-    """Check that the tokenizer and the generation config state no other context than the config."""
+    """Check that the tokenizer and the factor of the table state no other context than the config."""
     context, cut = subject.context, subject.tokenizer_length
     if cut is not None and cut >= context:
         found = "it cuts no texts"
@@ -340,19 +333,6 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
                 f"tokenizer.model_max_length = {context}", f"set model_max_length in tokenizer_config.json to {context}"
             ),
         )
-    longest = getattr(getattr(subject.location.model, "generation_config", None), "max_length", None)
-    if isinstance(longest, int) and longest > context:
-        yield Check(
-            "generation config",
-            NOTE,
-            f"its max_length is {longest}",
-            f"at most {context} tokens, the context of the config",
-            "generation goes on beyond the positions that the table was made for",
-            subject.fix(
-                f"model.generation_config.max_length = {context}",
-                f"set max_length in generation_config.json to at most {context}",
-            ),
-        )
     for kind, table in subject.location.stated_tables.items():
         stated = dict(table.rope_parameters or {})
         if subject.location.record is not None or stated.get("rope_type") not in ("yarn", "linear"):
@@ -370,32 +350,10 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
             )
 
 
-def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
-    """Check that layers rotate queries and keys with the table of their own type."""
-    location = subject.location
-    for kind, reason in location.probe.refusals.items():
+def tables_can_be_patched(subject: Subject) -> Iterator[Check]:
+    """Note the tables that cannot be patched, and why."""
+    for kind, reason in subject.location.probe.refusals.items():
         yield Check(_named("layers", kind), NOTE, f"the model {reason}")
-    types = getattr(location.config, "layer_types", None)
-    layers = getattr(location.decoder, "layers", None)
-    if None in location.tables or not types or layers is None:
-        return
-    wrong = []
-    for index, (layer, stated) in enumerate(zip(layers, types, strict=False)):
-        attention = getattr(layer, "self_attn", layer)
-        own = getattr(layer, "attention_type", getattr(attention, "layer_type", stated))
-        if own != stated:
-            wrong.append(f"layer {index} is {own}, the config says {stated}")
-    if wrong or len(layers) != len(types):
-        yield Check(
-            "layer types",
-            DIFFERS,
-            "; ".join(wrong[:3]) or f"the model has {len(layers)} layers",
-            f"layer_types of the config, {len(types)} layers",
-            "layers take the table of another type",
-            "the config was edited after the model was built: load the model again",
-        )
-    else:
-        yield Check("layer types", HOLDS, f"all {len(types)} layers are of the type that the config states")
 
 
 def settings_are_read(subject: Subject) -> Iterator[Check]:
@@ -464,7 +422,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     config_describes_table,
     settings_are_read,
     module_uses_table,
-    layers_use_their_tables,
+    tables_can_be_patched,
     contexts_agree,
     adapters_fit,
 )

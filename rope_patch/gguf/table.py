@@ -86,9 +86,8 @@ _READS_YARN_KEYS = ("grok", "mistral3", "deepseek2", "deepseek32")
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 """Types of scaling that llama.cpp knows; at any other type it stops with an error."""
 
-LAYERED = {"gemma3": 6, "gemma3n": 5, "gemma4": 6}
-"""Architectures with a second, plain table for layers with a sliding window; of so many layers the last one is full
-attention, if a file does not say."""
+LAYERED = ("gemma3", "gemma3n", "gemma4")
+"""Architectures with a second, plain table for layers with a sliding window."""
 
 _NO_ROTARY = (
     "gpt2",
@@ -263,20 +262,6 @@ def read_gguf(path: str | Path) -> Inspection:
             the context.
     """
     return table_in(open_gguf(path), path)
-
-
-def layers_in(path: str | Path) -> dict[str | None, int]:
-    """Return the number of layers of each table in a GGUF file, by layer type."""
-    opened = open_gguf(path)
-    architecture = opened.value("general.architecture")
-    layers = opened.value(f"{architecture}.block_count", 0)
-    if not isinstance(layers, int):
-        raise ValueError(f"{path}: {architecture}.block_count must be a number of layers, got {layers!r}")
-    pattern = opened.value(f"{architecture}.attention.sliding_window_pattern", LAYERED.get(architecture))
-    if architecture not in LAYERED or not opened.value(f"{architecture}.attention.sliding_window"):
-        return {None: layers}
-    sliding = sum(pattern) if isinstance(pattern, list) else layers - layers // pattern
-    return {"full_attention": layers - sliding, "sliding_attention": sliding}
 
 
 def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
