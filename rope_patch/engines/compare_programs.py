@@ -215,7 +215,7 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
     try:
         tables = read_tables(model)
         check_version(to, str(model.config.model_type), tables)
-        config, *_ = exported_config(model, tables, to)
+        config, _ = exported_config(model, tables, to)
         written = type(model.config).from_dict(copy.deepcopy(config))
     except PatchError:
         return _REPAIR
