@@ -13,7 +13,7 @@ from rope_patch.gguf.table import (
     FACTOR_TENSORS,
     Graph,
     base_in,
-    graph_in,
+    graph_of,
     recorded_table,
     replaced_by,
     scaling_keys,
@@ -123,7 +123,7 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     problems = list(inspection.warnings)
     recorded, base = recorded_table(record.tables), base_in(record, table)
     # The settings in the record do not describe a base that was frozen or edited by hand, so no method starts there.
-    if record.freeze_at is None and not record.edited and recorded is not None:
+    if record.freeze_at is None and not record.edited:
         recomputed = TableRecord.of(record.to_method()(base))
         if not recorded.matches(recomputed):
             problems.append(f"method: it gives table {recomputed.hash}, the record says {recorded.hash}")
@@ -176,7 +176,7 @@ def _graph(opened: GGUFFile, table: RotaryTable, path: str | Path) -> Graph:
     Raises:
         ValueError: the graph was never checked, the file is one of Gemma 4, or it states no context.
     """
-    graph = graph_in(str(opened.value("general.architecture")))
+    graph = graph_of(str(opened.value("general.architecture")))
     if graph.always:  # the config of Gemma 4 states its table in a form of its own
         raise ValueError(
             f"{path} is a GGUF of {graph.architecture!r}, which is not patched as a file: patch the checkpoint and "
