@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rope_patch.checkpoints.source_files import auto_class, config_json, load_config, naming_checkpoint
+from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
 from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
 from rope_patch.engines.export_gguf import PATTERNED, one_table
 from rope_patch.engines.folders import exported_config, read_tables
@@ -95,18 +96,9 @@ def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAM
 
 
 def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
-    config = load_config(source)
-    with torch.device("meta"), naming_checkpoint(source):
-        model = auto_class(config.model_type).from_config(config)
+    model = model_without_weights(source, checked=False)
     inspection, location = inspect_model(model), locate(model)
-    text = location.config
-    stated = StatedConfig(
-        model_type=str(text.model_type),
-        outer_type=str(config.model_type),
-        raw=text_part(config_json(source)),
-        complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
-        tables={table.layer_type: table for table in inspection.tables},
-    )
+    stated = StatedConfig.of(location.config, config_json(source), inspection.tables)
     rows = _own_rows(inspection)
     if (reason := _failure(model, stated)) is not None:
         rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
@@ -153,16 +145,11 @@ def _own_rows(found: Inspection) -> list[ProgramReading]:
     return [ProgramReading(OURS, table.layer_type, REFERENCE, _built(table), 0.0) for table in found.tables]
 
 
-def _built(table: RotaryTable) -> Built:
-    return Built(table.inv_freq, table.attention_scaling, table.max_position_embeddings)
+def _built(table: RotaryTable, *reasons: str) -> Built:
+    return Built(table.inv_freq, table.attention_scaling, table.max_position_embeddings, reasons=reasons)
 
 
-def _rows(
-    program: str,
-    reading: Reading,
-    stated: StatedConfig,
-    fix: Callable[[], str],
-) -> list[ProgramReading]:
+def _rows(program: str, reading: Reading, stated: StatedConfig, fix: Callable[[], str]) -> list[ProgramReading]:
     if (reason := reading.refused or reading.unverified) is not None:
         verdict = UNVERIFIED
         needed: str | None = None
@@ -261,17 +248,12 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
     rows = []
     for own in _own_rows(plain):
         if own.layer_type == SLIDING and len(found.tables) > 1:
-            row = _row("llama.cpp", _built(found.tables[1]), tables[SLIDING], _SLIDING_FIX)
-            if row.verdict != AGREES:
-                row = replace(row, reasons=(_SCALED_TOO,))
-            rows += [own, row]
+            rows += [own, _row("llama.cpp", _built(found.tables[1], _SCALED_TOO), tables[SLIDING], _SLIDING_FIX)]
             continue
         in_file = replace(found.tables[0], layer_type=own.layer_type)
         rows.append(replace(own, program="llama.cpp", built=_built(in_file)))
-        row = _row(OURS, _built(tables[own.layer_type]), in_file, f"rope_patch.load({str(source)!r})")
-        if row.verdict != AGREES:
-            row = replace(row, reasons=(_BASE_ALONE,))
-        rows.append(row)
+        fix = f"rope_patch.load({str(source)!r})"
+        rows.append(_row(OURS, _built(tables[own.layer_type], _BASE_ALONE), in_file, fix))
     for name in programs:
         if name == "llama.cpp":
             continue

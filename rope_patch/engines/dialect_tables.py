@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.engines import program_contexts as contexts
-from rope_patch.engines.program_contexts import Derived, StatedContext, as_stated, kind_of
+from rope_patch.engines.program_contexts import Derived, as_stated, kind_of
 from rope_patch.tables import RotaryTable
 
 SHARE = "partial_rotary_factor"
@@ -64,7 +64,7 @@ class Dialect:
     obeys_betas: bool = True
     whole_factors: bool = True
     counts_positions: bool = True
-    context: Callable[[StatedContext], Derived] = as_stated
+    context: Callable[[Mapping[str, Any]], Derived] = as_stated
 
 
 TOLERANCE = 1e-5
@@ -179,7 +179,7 @@ def build(
     dialect: Dialect,
     *,
     head_dim: int | None = None,
-    stated: StatedContext | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Built:
     """Build the table of one dictionary of ``rope_parameters`` as a program does.
 
@@ -189,7 +189,7 @@ def build(
         context: the value of ``max_position_embeddings`` in the config [tokens].
         dialect: the rules of the program, one of :data:`DIALECTS`.
         head_dim: the number of features of a head, over which ``proportional`` is computed; by default ``rotary_dim``.
-        stated: the statements of the whole config on its context; by default those of this dictionary.
+        config: the whole config, as far as it states a context; by default what is given here.
 
     Raises:
         RefusesError: the program fails on these parameters.
@@ -238,7 +238,7 @@ def build(
                 high_freq_factor=parameters["high_freq_factor"],
                 context=_original(parameters, context),
             )
-    served, why = dialect.context(stated or StatedContext(context, (parameters,)))
+    served, why = dialect.context(config or {"max_position_embeddings": context, "rope_parameters": parameters})
     counted = positions if dialect.counts_positions else None
     return Built(frequencies.zero_unrotated(inv_freq), attention, served, counted, (*reasons, *why))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
-from rope_patch.engines.program_contexts import other_contexts
+from rope_patch.engines.program_contexts import other_contexts, parameters_in
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
 from rope_patch.errors import read_json
 from rope_patch.patching.locate import locate
@@ -138,7 +138,7 @@ def exported_config(model: PreTrainedModel, tables: Sequence[RotaryTable], to: s
     text |= {key: value for key, value in older.items() if value != OLDER_FAIL or to == "hf"}
     if not older or OLDER_FAIL in older.values():
         notes.append("transformers 4 cannot express these tables")
-    longrope = any(p.get("rope_type") == "longrope" for p in _each(parameters))
+    longrope = any(p.get("rope_type") == "longrope" for p in parameters_in(text))
     if to != "hf" and "original_max_position_embeddings" in text and longrope:
         # Phi-3 keeps the original context here, where it wins over the one in rope_parameters. vLLM takes it for the
         # context that it serves.
@@ -148,11 +148,6 @@ def exported_config(model: PreTrainedModel, tables: Sequence[RotaryTable], to: s
         text |= dict.fromkeys(others, context)
         notes.append(f"{' and '.join(others)}, which engines take for the context, set to {context}, too")
     return config, notes
-
-
-def _each(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    return nested or [parameters]
 
 
 def _check(folder: Path, tables: Sequence[RotaryTable]) -> None:

@@ -20,30 +20,10 @@ from rope_patch.engines.dialect_tables import DIALECTS, SHARE, Built, RefusesErr
 from rope_patch.engines.layers_by_program import layers_of
 from rope_patch.engines.program_contexts import kind_of
 from rope_patch.engines.stated_config import FULL, SLIDING, LayerReach, StatedConfig
-from rope_patch.engines.verified_versions import ENGINES
+from rope_patch.engines.verified_versions import ENGINES, SGLANG_BASE_ONLY, Program
 from rope_patch.tables import RotaryTable
 
 _UNSCALED: dict[str, Any] = {"rope_type": "default"}
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program whose reading of a config is known.
-
-    Attributes:
-        name: the name of the program, as its users write it.
-        version: the version whose code was read.
-        families: the model types on which it was compared.
-        ran: the version that ``make test-engines`` runs; empty if there is no package of it for a CPU.
-        multimodal: the model types of multimodal checkpoints whose ``text_config`` it reads as the same config alone;
-            of vLLM and SGLang this was read in their source, of the others it was compared.
-    """
-
-    name: str
-    version: str
-    families: frozenset[str]
-    ran: str = ""
-    multimodal: frozenset[str] = frozenset()
 
 
 _OLDER = {
@@ -70,21 +50,8 @@ PROGRAMS: dict[str, Program] = {
     "transformers-4": Program(
         "transformers 4", "4.57.1", frozenset(_OLDER), "4.57.1", multimodal=frozenset({"gemma3"})
     ),
-    # From 0.30.0 on (PR #56446) it obeys attention_factor, mscale and mscale_all_dim of YaRN.
-    "vllm": Program(
-        "vLLM",
-        ENGINES["vllm"].version,
-        ENGINES["vllm"].reads,
-        "0.32.0",
-        frozenset({"gemma3", "gemma4"}),
-    ),
-    # Run with transformers 5.19, which it asks for.
-    "sglang": Program(
-        "SGLang",
-        ENGINES["sglang"].version,
-        ENGINES["sglang"].reads,
-        multimodal=frozenset({"gemma3"}),
-    ),
+    "vllm": ENGINES["vllm"],
+    "sglang": ENGINES["sglang"],
     # What its own converter, convert_hf_to_gguf.py, makes of a folder.
     "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "of llama-cpp-python 0.3.36"),
     "mlx": Program(
@@ -177,7 +144,7 @@ def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
         stated.context,
         DIALECTS[program],
         head_dim=head_dim,
-        stated=stated.whole_context,
+        config=stated.complete,
     )
     if len(built.inv_freq) != stated.tables[kind].pairs:
         reason = f"it obeys {SHARE} {share:g}, which transformers ignores on {stated.model_type}"
@@ -206,22 +173,22 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
         reading = f"it reads {SHARE} at the top of config.json alone"
     dims = int(head_dim * share)
     reasons = []
-    if kind_of(parameters) == "proportional" and (family, kind) not in ENGINES["sglang"].base_only:
+    if kind_of(parameters) == "proportional" and (family, kind) not in SGLANG_BASE_ONLY:
         dims = head_dim  # every pair is in that table, and the share says how many of them turn
         if share < 1.0:
             parameters = {**parameters, SHARE: share}
             dialect = replace(dialect, proportional_share=True)
     if dims != table.rotary_dim:
         reasons.append(f"{reading}, and takes {share:g}")
-    if (family, kind) not in ENGINES["sglang"].base_only:
-        built = build(parameters, dims, stated.context, dialect, stated=stated.whole_context)
+    if (family, kind) not in SGLANG_BASE_ONLY:
+        built = build(parameters, dims, stated.context, dialect, config=stated.complete)
         return replace(built, reasons=(*reasons, *built.reasons))
     if kind_of(parameters) != "default":
         where = f"{family} models"
         if kind:
             where = f"the {kind} layers of {family}"
         reasons.append(f"it reads nothing but rope_theta on {where}, and computes plain RoPE")
-    context, why = dialect.context(stated.whole_context)
+    context, why = dialect.context(stated.complete)
     return _plain(parameters["rope_theta"], dims, context, *reasons, *why)
 
 
