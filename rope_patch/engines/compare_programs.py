@@ -49,7 +49,7 @@ class ProgramReading:
         difference: the largest difference of a frequency from the reference's, as a share of the larger of the two: 1
             if only one of them rotates a pair. None if the numbers of pairs differ, or there is no table.
         reasons: sentences on the reasons of the difference.
-        fix: the command that removes the difference, or the reason why there is none; None if nothing needs to be done.
+        fix: the command that removes the difference, or the reason why there is none; empty if nothing is to be done.
         moved: a sentence on layers that use another table or window than in transformers 5; empty if none does.
     """
 
@@ -59,7 +59,7 @@ class ProgramReading:
     built: Built | None = None
     difference: float | None = None
     reasons: tuple[str, ...] = ()
-    fix: str | None = None
+    fix: str = ""
     moved: str = ""
 
 
@@ -105,10 +105,8 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison
     for name in programs:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated, partial(_fix, source, name, model, stated))
-    notes = inspection.warnings
-    if inspection.record is not None:  # checks of their own say what differs from the record
-        notes = replace(location, record_data=None).warnings
-    return ProgramComparison(tuple(rows), notes)
+    # Without the record: checks of their own say what differs from it.
+    return ProgramComparison(tuple(rows), replace(location, record_data=None).warnings)
 
 
 _REPAIR = "none before the config is what the patch record describes: rope-patch doctor FOLDER --repair -o OUT"
@@ -150,16 +148,15 @@ def _built(table: RotaryTable, *reasons: str) -> Built:
 
 
 def _rows(program: str, reading: Reading, stated: StatedConfig, fix: Callable[[], str]) -> list[ProgramReading]:
-    if (reason := reading.refused or reading.unverified) is not None:
-        verdict = UNVERIFIED
-        needed: str | None = None
-        if reading.refused:
-            verdict = REFUSES
-            needed = fix()
-        return [ProgramReading(program, kind, verdict, reasons=(reason,), fix=needed) for kind in stated.tables]
+    if reading.unverified is not None:
+        return [ProgramReading(program, kind, UNVERIFIED, reasons=(reading.unverified,)) for kind in stated.tables]
     needed = ""
     if not reading.agrees(stated):
         needed = fix()
+    if reading.refused is not None:
+        return [
+            ProgramReading(program, kind, REFUSES, reasons=(reading.refused,), fix=needed) for kind in stated.tables
+        ]
     rows = []
     for kind, table in stated.tables.items():
         pairs = enumerate(zip(stated.layers, reading.layers, strict=True))

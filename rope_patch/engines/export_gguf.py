@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.tokenizer_length import restore_length
+from rope_patch.engines.folders import read_tables
 from rope_patch.gguf.file import GGUFFile, Key, open_gguf
 from rope_patch.gguf.patch import with_table, write
 from rope_patch.gguf.table import CHECKED, LAYERED, Graph, graph_of, scaling_keys
 from rope_patch.patching.install import restore
 from rope_patch.patching.locate import locate
-from rope_patch.patching.verify import inspect_model, verify_model
+from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import scratch_folder
 from rope_patch.tables import RotaryTable
@@ -115,12 +116,7 @@ def one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
         PatchError: a patched model does not use what its record says.
         ValueError: a table that changes with the length, or several that llama.cpp cannot express.
     """
-    if locate(model).record is not None:
-        verify_model(model)
-    tables = {table.layer_type: table for table in inspect_model(model).tables}
-    for table in tables.values():
-        if table.is_dynamic:
-            raise ValueError(f"{table.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")
+    tables = {table.layer_type: table for table in read_tables(model)}
     # A table under None is the one of all layers.
     if set(tables) == {None}:
         return tables[None]

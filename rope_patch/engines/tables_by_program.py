@@ -21,7 +21,7 @@ from rope_patch.engines.layers_by_program import layers_of
 from rope_patch.engines.program_contexts import kind_of
 from rope_patch.engines.stated_config import FULL, SLIDING, LayerReach, StatedConfig
 from rope_patch.engines.verified_versions import ENGINES, SGLANG_BASE_ONLY, Program
-from rope_patch.tables import RotaryTable
+from rope_patch.tables import RotaryTable, changes_with_length
 
 _UNSCALED: dict[str, Any] = {"rope_type": "default"}
 
@@ -102,7 +102,8 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         return Reading(unverified=f"its code for {stated.outer_type} checkpoints was not compared")
     if stated.model_type not in known.families:
         return Reading(unverified=f"its code for {stated.model_type} was not compared")
-    if any(_switches(stated.parameters(kind)) for kind in stated.tables):
+    every = [stated.parameters(kind) for kind in stated.tables]
+    if any(changes_with_length({**parameters, "rope_type": kind_of(parameters)}) for parameters in every):
         return Reading(
             unverified="the table changes with the length of the text: there is no one table to compare. Fix it "
             "with rope-patch apply MODEL default --freeze-at LENGTH -o FOLDER"
@@ -115,13 +116,6 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         return Reading(refused=str(error))
     except (KeyError, TypeError, ValueError) as error:  # a missing factor, or one that is a string
         return Reading(unverified=f"its code was not compared on such a config ({type(error).__name__}: {error})")
-
-
-def _switches(parameters: Mapping[str, Any]) -> bool:
-    kind = kind_of(parameters)
-    if kind == "longrope":
-        return bool(parameters["short_factor"] != parameters["long_factor"])
-    return bool(kind == "dynamic")
 
 
 def _plain(theta: float, rotary_dim: int, context: int, *reasons: str) -> Built:
@@ -173,14 +167,15 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
         reading = f"it reads {SHARE} at the top of config.json alone"
     dims = int(head_dim * share)
     reasons = []
-    if kind_of(parameters) == "proportional" and (family, kind) not in SGLANG_BASE_ONLY:
+    reads_all = (family, kind) not in SGLANG_BASE_ONLY
+    if reads_all and kind_of(parameters) == "proportional":
         dims = head_dim  # every pair is in that table, and the share says how many of them turn
         if share < 1.0:
             parameters = {**parameters, SHARE: share}
             dialect = replace(dialect, proportional_share=True)
     if dims != table.rotary_dim:
         reasons.append(f"{reading}, and takes {share:g}")
-    if (family, kind) not in SGLANG_BASE_ONLY:
+    if reads_all:
         built = build(parameters, dims, stated.context, dialect, config=stated.complete)
         return replace(built, reasons=(*reasons, *built.reasons))
     if kind_of(parameters) != "default":
@@ -215,7 +210,7 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
             )
     context = int(raw.get("max_position_embeddings", stated.context))
     built = build(parameters, dims, context, DIALECTS[program])
-    return Built(built.inv_freq, built.attention_scaling, context, None, (*reasons, *built.reasons))
+    return replace(built, reasons=(*reasons, *built.reasons))
 
 
 def _at_the_top(
