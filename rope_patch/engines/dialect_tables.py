@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -55,15 +55,15 @@ class Dialect:
 
     types: frozenset[str]
     ignored: frozenset[str] = frozenset()
-    yarn_keys: frozenset[str] = frozenset()
-    longrope_keys: frozenset[str] = frozenset()
+    yarn_keys: tuple[str, ...] = ()
+    longrope_keys: tuple[str, ...] = ()
     proportional_share: bool = True
     proportional_factor: bool = False
     zero_share: bool = True
     truncates: bool = True
     obeys_betas: bool = True
     whole_factors: bool = True
-    counts_positions: bool = True
+    counts_positions: bool = False
     context: Callable[[Mapping[str, Any]], Derived] = as_stated
 
 
@@ -71,36 +71,29 @@ TOLERANCE = 1e-5
 """Largest relative difference that float32 and another order of operations make in one formula."""
 
 _ALL = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
-_SHORT_LONG = frozenset({"short_mscale", "long_mscale"})
+_EVERY_YARN_KEY = ("attention_factor", *MSCALE)
+_SHORT_LONG = ("short_mscale", "long_mscale")
 
+_TRANSFORMERS = Dialect(_ALL, yarn_keys=_EVERY_YARN_KEY, longrope_keys=("attention_factor",), proportional_factor=True)
 DIALECTS: dict[str, Dialect] = {
-    "transformers-5": Dialect(
-        _ALL,
-        yarn_keys=frozenset({"attention_factor", *MSCALE}),
-        longrope_keys=frozenset({"attention_factor"}),
-        proportional_factor=True,
-        counts_positions=False,
-    ),
-    "transformers-4": Dialect(
-        _ALL - {"proportional"},
-        yarn_keys=frozenset({"attention_factor", *MSCALE}),
-        longrope_keys=frozenset({"attention_factor"}),
-        counts_positions=False,
-    ),
+    "transformers-5": _TRANSFORMERS,
+    "transformers-4": replace(_TRANSFORMERS, types=_ALL - {"proportional"}),
     "vllm": Dialect(
         _ALL,
-        yarn_keys=frozenset({"attention_factor", *MSCALE}),
+        yarn_keys=_EVERY_YARN_KEY,
         longrope_keys=_SHORT_LONG,
         zero_share=False,
         whole_factors=False,
+        counts_positions=True,
         context=contexts.vllm,
     ),
     "sglang": Dialect(
         _ALL,
-        yarn_keys=frozenset(MSCALE),
+        yarn_keys=MSCALE,
         longrope_keys=_SHORT_LONG,
         proportional_share=False,
         whole_factors=False,
+        counts_positions=True,
         context=contexts.sglang,
     ),
     "llama.cpp": Dialect(
@@ -108,15 +101,8 @@ DIALECTS: dict[str, Dialect] = {
         ignored=frozenset({"llama3", "longrope", "proportional", "dynamic"}),
         truncates=False,
         obeys_betas=False,
-        counts_positions=False,
     ),
-    "mlx": Dialect(
-        _ALL,
-        yarn_keys=frozenset(MSCALE),
-        proportional_factor=True,
-        truncates=False,
-        counts_positions=False,
-    ),
+    "mlx": Dialect(_ALL, yarn_keys=MSCALE, proportional_factor=True, truncates=False),
 }
 
 
@@ -273,7 +259,7 @@ def _yarn(
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
     """Return YaRN's attention factor, by which cos and sin are multiplied, from the keys that the program obeys."""
     obeyed = {key: parameters[key] for key in dialect.yarn_keys if parameters.get(key) is not None}
-    stated = [key for key in ("attention_factor", *MSCALE) if parameters.get(key) is not None]
+    stated = [key for key in _EVERY_YARN_KEY if parameters.get(key) is not None]
     left_out = [key for key in stated if key not in obeyed]
     if left_out:
         reasons.append(f"it ignores {' and '.join(left_out)} of YaRN, and computes 0.1 ln(factor) + 1")

@@ -2,9 +2,12 @@
 
 A program reads the config in its own way before it builds a table: transformers 4 reads keys at the top, vLLM and
 SGLang the config that transformers 5 completes, and llama.cpp the keys that its converter writes into a GGUF file. Some
-model classes leave things out. There are rules only for families on which they were compared with the program's own
-code; on any other family a program is "unverified", and nothing is guessed. These are functions of dictionaries,
-without models; :mod:`~rope_patch.engines.dialect_tables` builds the tables.
+model classes leave things out. A table that is right in the wrong layers is a wrong table, too: some programs take
+every second or sixth layer for full attention whatever ``layer_types`` says, and some know no sliding window on a
+family. There are rules only for families on which they were compared with the program's own code, by
+``make test-engines`` or, of SGLang's layers, by reading it (0.5.23, ``srt/models``); on any other family a program is
+"unverified", and nothing is guessed. These are functions of dictionaries, without models;
+:mod:`~rope_patch.engines.dialect_tables` builds the tables.
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.engines.dialect_tables import DIALECTS, SHARE, Built, RefusesError, build
-from rope_patch.engines.layers_by_program import layers_of
 from rope_patch.engines.program_contexts import kind_of
-from rope_patch.engines.stated_config import FULL, SLIDING, LayerReach, StatedConfig
+from rope_patch.engines.stated_config import ALL_SLIDE, FULL, SLIDING, LayerReach, StatedConfig
 from rope_patch.engines.verified_versions import ENGINES, SGLANG_BASE_ONLY, Program
 from rope_patch.tables import RotaryTable, changes_with_length
 
@@ -110,7 +112,7 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         )
     read = {"transformers-4": _older, "sglang": _sglang, "llama.cpp": _llama_cpp, "mlx": _mlx}.get(program, _vllm)
     try:
-        layers, moved = layers_of(program, stated)
+        layers, moved = _layers_of(program, stated)
         return Reading({kind: read(program, stated, kind) for kind in stated.tables}, layers, moved)
     except RefusesError as error:
         return Reading(refused=str(error))
@@ -418,3 +420,44 @@ def _phi3_converted(parameters: Mapping[str, Any], raw: Mapping[str, Any], table
     built = build(own, table.rotary_dim, context, DIALECTS["vllm"])
     reason = "its converter ignores attention_factor of longrope, and computes one from the contexts"
     return Built(built.inv_freq, built.attention_scaling, context, None, (reason,))
+
+
+# --- which table each layer uses, and how far it attends --------------------------------------------------------------
+
+_QWEN = ("qwen2", "qwen3")
+_WINDOWLESS = {
+    "sglang": (*ALL_SLIDE, *_QWEN),
+    "llama.cpp": (*ALL_SLIDE, *_QWEN),
+    "mlx": (*ALL_SLIDE, *_QWEN, "gemma2"),
+}
+"""Families on which every layer of a program attends to the whole context."""
+
+_PERIODS = {
+    ("mlx", "gemma3_text"): 6,
+    ("llama.cpp", "gemma3_text"): 6,
+    ("llama.cpp", "gemma2"): 2,
+    ("sglang", "gemma2"): 2,
+}
+"""The number of layers of which a program takes the last for full attention."""
+
+
+def _layers_of(program: str, stated: StatedConfig) -> tuple[tuple[LayerReach, ...], str]:
+    """Return the layers as a program runs them, and the reason if they are others than those of transformers.
+
+    Raises:
+        RefusesError: the program fails on such layers.
+    """
+    own = stated.layers
+    family = stated.model_type
+    if family in _WINDOWLESS.get(program, ()):
+        return tuple(LayerReach(layer.kind, None) for layer in own), f"it knows no sliding window on {family}"
+    if program == "vllm" and family in _QWEN and len(set(own)) > 1:
+        raise RefusesError(f"it fails on a {family} some of whose layers have a sliding window")
+    period = _PERIODS.get((program, family))
+    if period is None:
+        return own, ""
+    if program == "mlx":
+        period = int(stated.raw.get("sliding_window_pattern") or period)
+    types = [SLIDING if i % period else FULL for i in range(1, len(own) + 1)]
+    reason = f"it takes one of {period} layers for full attention, and does not read layer_types"
+    return tuple(stated.layer(each) for each in types), reason

@@ -146,20 +146,11 @@ def with_table(opened: GGUFFile, table: RotaryTable, graph: Graph, record: Patch
         graph: what llama.cpp's graph reads of a table.
         record: the record of the patch; None if there is none.
     """
-    # Keys and tensors that are in the file already keep their places in its order.
     new = {key.name: key for key in table_keys(table, graph, record)}
-    tensors = {piece.name: piece for piece in table_pieces(table, graph)}
-    keys = {
-        name: new.pop(name, key)
-        for name, key in opened.keys.items()
-        if name in new or not replaced_by(name, graph.architecture)
-    }
-    pieces = [
-        tensors.pop(piece.name, piece)
-        for piece in opened.pieces
-        if piece.name in tensors or piece.name not in FACTOR_TENSORS
-    ]
-    return replace(opened, keys=keys | new, pieces=(*tensors.values(), *pieces))
+    keys = {name: key for name, key in opened.keys.items() if name in new or not replaced_by(name, graph.architecture)}
+    pieces = [piece for piece in opened.pieces if piece.name not in FACTOR_TENSORS]
+    # In a union, keys that are in the file already keep their places in its order.
+    return replace(opened, keys=keys | new, pieces=(*table_pieces(table, graph), *pieces))
 
 
 def write(opened: GGUFFile, out: str | Path, **options: Any) -> Path:
