@@ -79,11 +79,6 @@ class Subject:
             )
         return meant
 
-    @property
-    def context(self) -> int:
-        """The context that is meant [tokens]."""
-        return next(iter(self.meant.values())).max_position_embeddings
-
     def fix(self, in_memory: str, in_folder: str) -> str:
         """Return the fix that fits what was given to doctor: a model in memory, or a folder, whose files are named."""
         return in_memory if self.in_memory else in_folder
@@ -308,7 +303,8 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
 
 def contexts_agree(subject: Subject) -> Iterator[Check]:
     """Check that the tokenizer and the factor of the table state no other context than the config."""
-    context, cut = subject.context, subject.tokenizer_length
+    context = next(iter(subject.meant.values())).max_position_embeddings
+    cut = subject.tokenizer_length
     if cut is not None and cut >= context:
         found = "it cuts no texts"
         if cut < 1e15:  # transformers gives a tokenizer that states no length one of 10**30 tokens

@@ -44,9 +44,10 @@ def _check(row: ProgramReading, own: Built | None) -> Check:
     if row.verdict == UNVERIFIED:
         return replace(check, state=UNKNOWN, found=reasons)
     if row.verdict != OTHER_TABLE or row.built is None:
-        refused = replace(check, state=DIFFERS, found=f"it refuses this checkpoint: {reasons}", fix=row.fix)
         # A checkpoint that transformers itself refuses is unusable here, so this one counts.
-        return replace(refused, counts=row.program == OURS)
+        counts = row.program == OURS
+        refuses = f"it refuses this checkpoint: {reasons}"
+        return replace(check, state=DIFFERS, found=refuses, fix=row.fix, counts=counts)
     built = row.built
     # A difference that would be printed as 0.00 % is left out.
     off = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"

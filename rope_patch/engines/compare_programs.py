@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shlex
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -76,33 +76,32 @@ class ProgramComparison:
     notes: tuple[str, ...]
 
 
-def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> ProgramComparison:
+def compare_programs(source: str | Path) -> ProgramComparison:
     """Compare the tables that programs compute from a checkpoint with those of transformers 5; no weights are loaded.
 
     Args:
         source: the folder, hub id or GGUF file that the programs read.
-        programs: the programs to compare, keys of :data:`~rope_patch.engines.tables_by_program.PROGRAMS`.
 
     Raises:
         OSError: there is nothing that can be read.
         ValueError: the source is an adapter, or the model's rotary table cannot be read.
     """
     if is_gguf(source):
-        return _of_gguf(source, programs)
-    return _of_folder(source, programs)
+        return _of_gguf(source)
+    return _of_folder(source)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
+def _of_folder(source: str | Path) -> ProgramComparison:
     model = model_without_weights(source, checked=False)
     inspection, location = inspect_model(model), locate(model)
     stated = StatedConfig.of(location.config, config_json(source), inspection.tables)
     rows = _own_rows(inspection)
     if (reason := _failure(model, stated)) is not None:
         rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
-    for name in programs:
+    for name in PROGRAMS:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated, partial(_fix, source, name, model, stated))
     # Without the record: checks of their own say what differs from it.
@@ -231,7 +230,7 @@ def _llama_cpp_fix(source: str, model: Any, stated: StatedConfig) -> str:
 # --- GGUF files ------------------------------------------------------------------------------------------------------
 
 
-def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
+def _of_gguf(source: str | Path) -> ProgramComparison:
     """Compare the table of a file, as llama.cpp reads it, with the one that transformers' own reader computes.
 
     llama.cpp is the reference, but for sliding layers: transformers computes the table that the model was trained with,
@@ -251,11 +250,10 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
         rows.append(replace(own, program="llama.cpp", built=_built(in_file)))
         fix = f"rope_patch.load({str(source)!r})"
         rows.append(_row(OURS, _built(tables[own.layer_type], _BASE_ALONE), in_file, fix))
-    for name in programs:
-        if name == "llama.cpp":
-            continue
-        reason = "what it reads of a GGUF file was not compared"
-        rows += [ProgramReading(name, kind, UNVERIFIED, reasons=(reason,)) for kind in tables]
+    for name in PROGRAMS:
+        if name != "llama.cpp":
+            reason = "what it reads of a GGUF file was not compared"
+            rows += [ProgramReading(name, kind, UNVERIFIED, reasons=(reason,)) for kind in tables]
     return ProgramComparison(tuple(rows), found.warnings)
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.engines import program_contexts as contexts
-from rope_patch.engines.program_contexts import Derived, as_stated, kind_of
 from rope_patch.tables import RotaryTable
 
 SHARE = "partial_rotary_factor"
@@ -64,7 +63,7 @@ class Dialect:
     obeys_betas: bool = True
     whole_factors: bool = True
     counts_positions: bool = False
-    context: Callable[[Mapping[str, Any]], Derived] = as_stated
+    context: Callable[[Mapping[str, Any]], contexts.Derived] = contexts.as_stated
 
 
 TOLERANCE = 1e-5
@@ -181,7 +180,7 @@ def build(
         RefusesError: the program fails on these parameters.
         KeyError: a key is missing, without which neither the program nor transformers can build the type.
     """
-    kind = kind_of(parameters)
+    kind = contexts.kind_of(parameters)
     theta = parameters["rope_theta"]
     if not isinstance(theta, int | float) or isinstance(theta, bool):
         raise RefusesError(f"the base of its table is {theta!r}, which is no number, and it fails on it")
