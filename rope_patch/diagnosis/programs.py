@@ -45,9 +45,8 @@ def _check(row: ProgramReading, own: Built | None) -> Check:
         return replace(check, state=UNKNOWN, found=reasons)
     if row.verdict != OTHER_TABLE or row.built is None:
         # A checkpoint that transformers itself refuses is unusable here, so this one counts.
-        counts = row.program == OURS
         refuses = f"it refuses this checkpoint: {reasons}"
-        return replace(check, state=DIFFERS, found=refuses, fix=row.fix, counts=counts)
+        return replace(check, state=DIFFERS, found=refuses, fix=row.fix, counts=row.program == OURS)
     built = row.built
     # A difference that would be printed as 0.00 % is left out.
     off = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"
