@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import shlex
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from rope_patch.engines.verified_versions import check_version
 from rope_patch.gguf.table import graph_of, read_gguf, scaling_keys
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
-from rope_patch.patching.verify import Inspection, inspect_model
+from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
 
@@ -98,12 +96,15 @@ def _of_folder(source: str | Path) -> ProgramComparison:
     model = model_without_weights(source, checked=False)
     inspection, location = inspect_model(model), locate(model)
     stated = StatedConfig.of(location.config, config_json(source), inspection.tables)
-    rows = _own_rows(inspection)
+    rows = [_reference(OURS, table) for table in inspection.tables]
     if (reason := _failure(model, stated)) is not None:
         rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
     for name in PROGRAMS:
         reading = reading_of(name, stated)
-        rows += _rows(name, reading, stated, partial(_fix, source, name, model, stated))
+        fix = ""
+        if reading.unverified is None and not reading.agrees(stated):
+            fix = _fix(source, name, model, stated)
+        rows += _rows(name, reading, stated, fix)
     # Without the record: checks of their own say what differs from it.
     return ProgramComparison(tuple(rows), replace(location, record_data=None).warnings)
 
@@ -138,36 +139,30 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
     return None
 
 
-def _own_rows(found: Inspection) -> list[ProgramReading]:
-    return [ProgramReading(OURS, table.layer_type, REFERENCE, _built(table), 0.0) for table in found.tables]
+def _reference(program: str, table: RotaryTable) -> ProgramReading:
+    return ProgramReading(program, table.layer_type, REFERENCE, _built(table), 0.0)
 
 
 def _built(table: RotaryTable, *reasons: str) -> Built:
     return Built(table.inv_freq, table.attention_scaling, table.max_position_embeddings, reasons=reasons)
 
 
-def _rows(program: str, reading: Reading, stated: StatedConfig, fix: Callable[[], str]) -> list[ProgramReading]:
-    if reading.unverified is not None:
-        return [ProgramReading(program, kind, UNVERIFIED, reasons=(reading.unverified,)) for kind in stated.tables]
-    needed = ""
-    if not reading.agrees(stated):
-        needed = fix()
-    if reading.refused is not None:
-        return [
-            ProgramReading(program, kind, REFUSES, reasons=(reading.refused,), fix=needed) for kind in stated.tables
-        ]
+def _rows(program: str, reading: Reading, stated: StatedConfig, fix: str) -> list[ProgramReading]:
+    for verdict, reason in ((UNVERIFIED, reading.unverified), (REFUSES, reading.refused)):
+        if reason is not None:
+            return [ProgramReading(program, kind, verdict, reasons=(reason,), fix=fix) for kind in stated.tables]
     rows = []
     for kind, table in stated.tables.items():
         pairs = enumerate(zip(stated.layers, reading.layers, strict=True))
         moved = {i: (own, there) for i, (own, there) in pairs if own.kind == kind and own != there}
         if not moved:
-            rows.append(_row(program, reading.tables[kind], table, needed))
+            rows.append(_row(program, reading.tables[kind], table, fix))
             continue
         # The layers of one type are of two types in a program at most, of which one is the same.
         own, there = next(iter(moved.values()))
-        row = _row(program, reading.tables[there.kind], table, needed)
+        row = _row(program, reading.tables[there.kind], table, fix)
         sentence = f"it runs layers {', '.join(map(str, moved))} as {there}, not as {own}"
-        rows.append(replace(row, verdict=DIFFERS, moved=sentence, reasons=(reading.moved, *row.reasons), fix=needed))
+        rows.append(replace(row, verdict=DIFFERS, moved=sentence, reasons=(reading.moved, *row.reasons), fix=fix))
     return rows
 
 
@@ -239,21 +234,20 @@ def _of_gguf(source: str | Path) -> ProgramComparison:
     found = read_gguf(source)
     with naming_checkpoint(source), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(source))
-    plain = inspect_model(model)
-    tables = {table.layer_type: table for table in plain.tables}
+    tables = inspect_model(model).tables
     rows = []
-    for own in _own_rows(plain):
+    for own in tables:
         if own.layer_type == SLIDING and len(found.tables) > 1:
-            rows += [own, _row("llama.cpp", _built(found.tables[1], _SCALED_TOO), tables[SLIDING], _SLIDING_FIX)]
-            continue
-        in_file = replace(found.tables[0], layer_type=own.layer_type)
-        rows.append(replace(own, program="llama.cpp", built=_built(in_file)))
-        fix = f"rope_patch.load({str(source)!r})"
-        rows.append(_row(OURS, _built(tables[own.layer_type], _BASE_ALONE), in_file, fix))
+            in_file = found.tables[1]
+            rows += [_reference(OURS, own), _row("llama.cpp", _built(in_file, _SCALED_TOO), own, _SLIDING_FIX)]
+        else:
+            in_file = replace(found.tables[0], layer_type=own.layer_type)
+            fix = f"rope_patch.load({str(source)!r})"
+            rows += [_reference("llama.cpp", in_file), _row(OURS, _built(own, _BASE_ALONE), in_file, fix)]
     for name in PROGRAMS:
         if name != "llama.cpp":
             reason = "what it reads of a GGUF file was not compared"
-            rows += [ProgramReading(name, kind, UNVERIFIED, reasons=(reason,)) for kind in tables]
+            rows += [ProgramReading(name, own.layer_type, UNVERIFIED, reasons=(reason,)) for own in tables]
     return ProgramComparison(tuple(rows), found.warnings)
 
 
