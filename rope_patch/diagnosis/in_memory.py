@@ -385,9 +385,16 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
         holder = subject.location.model  # transformers put an adapter on it, without PEFT's model around
     if holder is None:
         return
-    own = {name: getattr(config, TABLES_ATTRIBUTE, None) for name, config in holder.peft_config.items()}
-    trained = [name for name, known in own.items() if known is not None]
-    if record is None and trained:
+    adapters = ", ".join(holder.peft_config)
+    trained = [name for name, config in holder.peft_config.items() if hasattr(config, TABLES_ATTRIBUTE)]
+    if record is not None:
+        try:
+            check_adapters_in_model(holder, record)
+        except PatchError as error:
+            yield Check("adapters", DIFFERS, str(error))
+        else:
+            yield Check("adapters", HOLDS, f"{adapters} were trained here or carry the record of these tables")
+    elif trained:
         method = getattr(holder.peft_config[trained[0]], TABLES_ATTRIBUTE).to_method()
         yield Check(
             "adapters",
@@ -397,17 +404,8 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
             "the adapter works on angles that it never saw",
             f"rope_patch.apply(model, {str(method)!r})",
         )
-        return
-    try:
-        if record is not None:
-            check_adapters_in_model(holder, record)
-    except PatchError as error:
-        yield Check("adapters", DIFFERS, str(error))
-        return
-    if record is not None or trained:
-        yield Check("adapters", HOLDS, f"{', '.join(own)} were trained here or carry the record of these tables")
     else:
-        yield Check("adapters", NOTE, f"nothing says under which tables {', '.join(own)} was trained")
+        yield Check("adapters", NOTE, f"nothing says under which tables {adapters} was trained")
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
