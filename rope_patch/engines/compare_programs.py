@@ -187,10 +187,10 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
     A command is returned only if the program computes the tables from the config that the command would write.
     """
     source = shlex.quote(str(source))
-    if program == "llama.cpp":
-        return _llama_cpp_fix(source, model, stated)
     to = _EXPORTS.get(program, program)
     try:
+        if program == "llama.cpp":
+            return _llama_cpp_fix(source, model, stated)
         tables = read_tables(model)
         check_version(to, str(model.config.model_type), tables)
         config, _ = exported_config(model, tables, to)
@@ -208,13 +208,8 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
 
 
 def _llama_cpp_fix(source: str, model: Any, stated: StatedConfig) -> str:
-    try:
-        graph = graph_of(stated.model_type)
-        scaling_keys(one_table(model, graph), graph)
-    except PatchError:
-        return _REPAIR
-    except ValueError as error:
-        return f"none: {error}"
+    graph = graph_of(stated.model_type)
+    scaling_keys(one_table(model, graph), graph)
     if graph.architecture not in (*PATTERNED, "gemma4") and any(layer.window is not None for layer in stated.layers):
         return f"none: llama.cpp knows no sliding window on {stated.model_type}"
     return (

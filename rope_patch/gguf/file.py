@@ -133,7 +133,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     try:
         with cached_headers(path):
             reader = gguf().GGUFReader(path)
-    except (ValueError, KeyError, IndexError, MemoryError, OverflowError, struct.error) as error:
+    except (ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
         raise ValueError(
             f"{path} is a truncated or damaged GGUF file, of the other byte order, or newer than the package gguf "
             f"({error}): copy or download it again, or pip install -U gguf"
