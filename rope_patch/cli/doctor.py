@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rope_patch.cli.parsing import parse
@@ -63,7 +64,7 @@ def _print_flags(options: DoctorOptions, method: str) -> int:
         raise ValueError("; ".join(f"{program}: {why}" for program, why in refused.items()))
     if options.as_json:
         without = [{"program": program, "refused": why} for program, why in refused.items()]
-        print_json([one.to_dict() for one in written.values()] + without)
+        print_json([asdict(one) for one in written.values()] + without)
     else:
         for program, one in written.items():
             shown = one.shown_by

@@ -78,21 +78,19 @@ class RopeDoctorCallback(TrainerCallback):
         try:
             other = doctor(source)
         except (OSError, ValueError) as error:  # the sharded checkpoint of FSDP has no config
-            warnings.warn(f"{what} cannot be checked: {in_one_line(error)}", stacklevel=2)
+            self._report(f"{what} cannot be checked: {in_one_line(error)}", differs=False)
             return
         self._judge(what, other)
         if other.tables and not same_tables(records_of(own.tables), records_of(other.tables)):
-            self._act(f"{what} has another rotary table than the model: {fix}")
+            self._report(f"{what} has another rotary table than the model: {fix}", differs=True)
 
     def _judge(self, what: str, diagnosis: Diagnosis) -> None:
-        if differing := diagnosis.found(DIFFERS):
-            self._act("\n".join([f"{what}: {diagnosis.verdict}", *map(str, differing)]))
-        elif not diagnosis.ok:
-            warnings.warn(
-                "\n".join([f"{what}: {diagnosis.verdict}", *map(str, diagnosis.found(UNKNOWN))]), stacklevel=2
-            )
+        differing = diagnosis.found(DIFFERS)
+        wrong = differing or diagnosis.found(UNKNOWN)
+        if wrong:
+            self._report("\n".join([f"{what}: {diagnosis.verdict}", *map(str, wrong)]), differs=bool(differing))
 
-    def _act(self, message: str) -> None:
-        if self.action == "raise":
+    def _report(self, message: str, *, differs: bool) -> None:
+        if differs and self.action == "raise":
             raise PatchError(message)
         warnings.warn(message, stacklevel=2)

@@ -74,14 +74,12 @@ class Diagnosis:
         source: the class of a model in memory, or the folder, hub id or file of a checkpoint.
         method: the method string of the patch; None if the model is not patched.
         tables: the tables that are meant, by layer type; empty if they cannot be read.
-        layers: number of layers that use each table, by layer type.
         checks: the checks, in the order in which they were made.
     """
 
     source: str
     method: str | None
     tables: Mapping[str | None, RotaryTable]
-    layers: Mapping[str | None, int]
     checks: tuple[Check, ...]
 
     def found(self, state: str) -> list[Check]:
@@ -130,8 +128,8 @@ class Diagnosis:
         if self.method is not None:
             patched = f"patched with {self.method}"
         lines = [f"{self.source}: {patched}"]
-        for kind, table in self.tables.items():
-            lines += [f"  {table}", f"    {self.layers.get(kind, 'all')} layers, {turns_in_context(table)}"]
+        for table in self.tables.values():
+            lines += [f"  {table}", f"    {turns_in_context(table)}"]
         own = [check for check in self.checks if check.program is None or check.counts]
         others = [check for check in self.checks if check not in own]
         differing = [check.name.partition(" [")[0] for check in others if check.state == DIFFERS and self.ok]
@@ -152,7 +150,6 @@ class Diagnosis:
         tables = [
             {
                 "layer_type": kind,
-                "layers": self.layers.get(kind, 0),
                 "rope_type": table.rope_type,
                 "rope_theta": table.rope_theta,
                 "attention_scaling": table.attention_scaling,

@@ -20,12 +20,11 @@ from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check, Diagnosis
 from rope_patch.diagnosis.eval_results import check_results
-from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, layers_of, unreadable
+from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, unreadable
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.errors import in_one_line
 from rope_patch.gguf.header_cache import cached_headers
-from rope_patch.gguf.table import layers_in
 from rope_patch.patching.install import reapply
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import shortened
@@ -133,11 +132,11 @@ def _of_model(
     method = None if record is None else shortened(str(record.to_method()))
     with contextlib.suppress(ValueError):  # the checks say why
         tables = subject.meant
-    return Diagnosis(source, method, tables, layers_of(location), (*checks, *more))
+    return Diagnosis(source, method, tables, (*checks, *more))
 
 
 def _unread(source: str, *checks: Check) -> Diagnosis:
-    return Diagnosis(source, None, {}, {}, checks)
+    return Diagnosis(source, None, {}, checks)
 
 
 def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
@@ -217,4 +216,4 @@ def _of_gguf(source: str | Path) -> Diagnosis:
             checks.append(Check("patch record", DIFFERS, str(error), fix="write the patched file again"))
     checks += _made(programs_agree, source)
     tables = {table.layer_type: table for table in inspection.tables}
-    return Diagnosis(str(source), inspection.method, tables, layers_in(source), tuple(checks))
+    return Diagnosis(str(source), inspection.method, tables, tuple(checks))

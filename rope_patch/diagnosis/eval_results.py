@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
+from rope_patch.errors import read_json
 
 CUTTING = ("hf", "hf-auto", "huggingface")
 """Model types of lm-eval that drop the start of a prompt that does not fit."""
@@ -49,19 +50,39 @@ def check_results(source: str | Path, tokenizer: Any) -> Iterator[Check]:
     """Yield checks of the results of lm-eval, and of the samples that ``--log_samples`` wrote beside them.
 
     Args:
-        source: a file ``results_*.json`` or ``samples_*.jsonl``, or a folder whose newest results are read.
+        source: a file ``results_*.json``, or a folder whose newest results are read.
         tokenizer: the tokenizer of the model, which counts the tokens of prompts.
 
     Raises:
-        ValueError: the file is neither of the two, or the folder has no results.
+        ValueError: the file is not one of lm-eval, or the folder has no results.
         OSError: there is no such file.
     """
-    file, results, samples = _read(Path(source))
+    file = Path(source)
+    if file.is_dir():
+        found = sorted(file.rglob("results_*.json"), key=lambda path: path.name)
+        if not found:
+            raise ValueError(f"{source} has no results_*.json of lm_eval --output_path")
+        file = found[-1]
+    results = read_json(file)
+    if "config" not in results:
+        raise ValueError(f"{file} is no results_*.json of lm_eval")
     yield Check("results", HOLDS, f"{file.name}, of {results.get('model_name') or 'a model without a name'}")
     try:
-        yield from _checks(results, samples, tokenizer)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} does not hold what lm_eval writes: {error!r}") from None
+        yield from _checks(results, _samples_beside(file), tokenizer)
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} or its samples do not hold what lm_eval writes: {error!r}") from None
+
+
+def _samples_beside(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the samples of each task, which have the time of the results in their names."""
+    time = file.stem.removeprefix("results_")
+    samples = {}
+    for path in sorted(file.parent.glob(f"samples_*_{time}.jsonl")):
+        task = path.name.removeprefix("samples_").removesuffix(f"_{time}.jsonl")
+        # Not splitlines, which also divides at characters that lm_eval leaves within a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
+        samples[task] = [json.loads(line) for line in lines if line.strip()]
+    return samples
 
 
 def _checks(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]], tokenizer: Any) -> Iterator[Check]:
@@ -91,43 +112,6 @@ def _checks(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]], t
             meaning="a model that was trained on chats answers worse without it, or not in the form asked for",
             fix="for such a model run lm_eval with --apply_chat_template",
         )
-
-
-def _read(source: Path) -> tuple[Path, dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Return the file that was read, the results, and the samples of each task."""
-    if source.is_dir():
-        found = sorted(source.rglob("results_*.json"), key=lambda path: path.name)
-        if not found:
-            raise ValueError(f"{source} has no results_*.json of lm_eval --output_path")
-        source = found[-1]
-    if not source.exists():
-        raise FileNotFoundError(f"no file or folder {source}")
-    name = re.fullmatch(r"(?:results|samples_.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl?", source.name)
-    if name is None:
-        raise ValueError(f"{source} is not named results_….json or samples_….jsonl, as lm_eval names its files")
-    file = source.with_name(f"results_{name[1]}.json")
-    one = source.suffix == ".jsonl"
-    results: dict[str, Any] = {}
-    if file.is_file() or not one:
-        results = _json(file, file.read_text(encoding="utf-8"))
-    files = [source] if one else sorted(source.parent.glob(f"samples_*_{name[1]}.jsonl"))
-    samples = {}
-    for path in files:
-        task = path.name.removeprefix("samples_").removesuffix(f"_{name[1]}.jsonl")
-        # Not splitlines, which also divides at characters that lm_eval leaves within a line.
-        lines = path.read_text(encoding="utf-8").split("\n")
-        samples[task] = [_json(path, line) for line in lines if line.strip()]
-    return source, results, samples
-
-
-def _json(path: Path, text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} does not hold what lm_eval writes")
-    return values
 
 
 def _lengths(results: Mapping[str, Any], longest: int) -> Iterator[Check]:

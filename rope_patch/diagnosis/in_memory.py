@@ -79,11 +79,6 @@ class Subject:
             )
         return meant
 
-    @property
-    def context(self) -> int:
-        """The context that is meant [tokens]."""
-        return next(iter(self.meant.values())).max_position_embeddings
-
     def fix(self, in_memory: str, in_folder: str) -> str:
         """Return the fix that fits what was given to doctor: a model in memory, or a folder, whose files are named."""
         return in_memory if self.in_memory else in_folder
@@ -132,13 +127,6 @@ def unreadable(subject: Subject, reason: ValueError) -> Check:
 def _named(name: str, kind: str | None) -> str:
     """Return the name of a check with the layer type that it is about, if there are several."""
     return name if kind is None else f"{name} [{kind}]"
-
-
-def layers_of(location: Location) -> dict[str | None, int]:
-    """Return the number of layers that use each table, by layer type."""
-    types = getattr(location.config, "layer_types", None) or []
-    count = int(getattr(location.config, "num_hidden_layers", 0))
-    return {kind: count if kind is None else types.count(kind) for kind in location.tables}
 
 
 # --- the checks ------------------------------------------------------------------------------------------------------
@@ -225,10 +213,7 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
     computed = plain(table.inv_freq, table)
     if build is None or "proportional" in stated:
         if stated != "default" or table.is_geometric or computed is None:
-            computes = "a table of its own"
-            if table.is_geometric:
-                computes = f"plain RoPE of base {table.rope_theta:g}"
-            yield Check(name, HOLDS, f"the model's class computes {computes} (rope_type {stated!r})")
+            yield Check(name, HOLDS, f"the model's class computes a table of type {stated!r}")
             return
         expected = f"plain RoPE with a base of {table.rope_theta:g}"
     else:
@@ -317,8 +302,9 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
 
 
 def contexts_agree(subject: Subject) -> Iterator[Check]:
-    """Check that the tokenizer and the generation config state no other context than the config."""
-    context, cut = subject.context, subject.tokenizer_length
+    """Check that the tokenizer and the factor of the table state no other context than the config."""
+    context = next(iter(subject.meant.values())).max_position_embeddings
+    cut = subject.tokenizer_length
     if cut is not None and cut >= context:
         found = "it cuts no texts"
         if cut < 1e15:  # transformers gives a tokenizer that states no length one of 10**30 tokens
@@ -340,19 +326,6 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
                 f"tokenizer.model_max_length = {context}", f"set model_max_length in tokenizer_config.json to {context}"
             ),
         )
-    longest = getattr(getattr(subject.location.model, "generation_config", None), "max_length", None)
-    if isinstance(longest, int) and longest > context:
-        yield Check(
-            "generation config",
-            NOTE,
-            f"its max_length is {longest}",
-            f"at most {context} tokens, the context of the config",
-            "generation goes on beyond the positions that the table was made for",
-            subject.fix(
-                f"model.generation_config.max_length = {context}",
-                f"set max_length in generation_config.json to at most {context}",
-            ),
-        )
     for kind, table in subject.location.stated_tables.items():
         stated = dict(table.rope_parameters or {})
         if subject.location.record is not None or stated.get("rope_type") not in ("yarn", "linear"):
@@ -370,32 +343,10 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
             )
 
 
-def layers_use_their_tables(subject: Subject) -> Iterator[Check]:
-    """Check that layers rotate queries and keys with the table of their own type."""
-    location = subject.location
-    for kind, reason in location.probe.refusals.items():
+def tables_can_be_patched(subject: Subject) -> Iterator[Check]:
+    """Note the tables that cannot be patched, and why."""
+    for kind, reason in subject.location.probe.refusals.items():
         yield Check(_named("layers", kind), NOTE, f"the model {reason}")
-    types = getattr(location.config, "layer_types", None)
-    layers = getattr(location.decoder, "layers", None)
-    if None in location.tables or not types or layers is None:
-        return
-    wrong = []
-    for index, (layer, stated) in enumerate(zip(layers, types, strict=False)):
-        attention = getattr(layer, "self_attn", layer)
-        own = getattr(layer, "attention_type", getattr(attention, "layer_type", stated))
-        if own != stated:
-            wrong.append(f"layer {index} is {own}, the config says {stated}")
-    if wrong or len(layers) != len(types):
-        yield Check(
-            "layer types",
-            DIFFERS,
-            "; ".join(wrong[:3]) or f"the model has {len(layers)} layers",
-            f"layer_types of the config, {len(types)} layers",
-            "layers take the table of another type",
-            "the config was edited after the model was built: load the model again",
-        )
-    else:
-        yield Check("layer types", HOLDS, f"all {len(types)} layers are of the type that the config states")
 
 
 def settings_are_read(subject: Subject) -> Iterator[Check]:
@@ -434,9 +385,16 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
         holder = subject.location.model  # transformers put an adapter on it, without PEFT's model around
     if holder is None:
         return
-    own = {name: getattr(config, TABLES_ATTRIBUTE, None) for name, config in holder.peft_config.items()}
-    trained = [name for name, known in own.items() if known is not None]
-    if record is None and trained:
+    adapters = ", ".join(holder.peft_config)
+    trained = [name for name, config in holder.peft_config.items() if hasattr(config, TABLES_ATTRIBUTE)]
+    if record is not None:
+        try:
+            check_adapters_in_model(holder, record)
+        except PatchError as error:
+            yield Check("adapters", DIFFERS, str(error))
+        else:
+            yield Check("adapters", HOLDS, f"{adapters} were trained here or carry the record of these tables")
+    elif trained:
         method = getattr(holder.peft_config[trained[0]], TABLES_ATTRIBUTE).to_method()
         yield Check(
             "adapters",
@@ -446,17 +404,8 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
             "the adapter works on angles that it never saw",
             f"rope_patch.apply(model, {str(method)!r})",
         )
-        return
-    try:
-        if record is not None:
-            check_adapters_in_model(holder, record)
-    except PatchError as error:
-        yield Check("adapters", DIFFERS, str(error))
-        return
-    if record is not None or trained:
-        yield Check("adapters", HOLDS, f"{', '.join(own)} were trained here or carry the record of these tables")
     else:
-        yield Check("adapters", NOTE, f"nothing says under which tables {', '.join(own)} was trained")
+        yield Check("adapters", NOTE, f"nothing says under which tables {adapters} was trained")
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
@@ -464,7 +413,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     config_describes_table,
     settings_are_read,
     module_uses_table,
-    layers_use_their_tables,
+    tables_can_be_patched,
     contexts_agree,
     adapters_fit,
 )

@@ -38,16 +38,15 @@ def _check(row: ProgramReading, own: Built | None) -> Check:
     if known:
         name = f"{known.name} {known.version}"
     reasons = "; ".join(row.reasons)
-    fix = row.fix or ""
     check = Check(name, HOLDS, "it computes the same table", program=row.program, counts=False)
     if row.verdict in (AGREES, REFERENCE):
         return check
     if row.verdict == UNVERIFIED:
         return replace(check, state=UNKNOWN, found=reasons)
     if row.verdict != OTHER_TABLE or row.built is None:
-        refused = replace(check, state=DIFFERS, found=f"it refuses this checkpoint: {reasons}", fix=fix)
         # A checkpoint that transformers itself refuses is unusable here, so this one counts.
-        return replace(refused, counts=row.program == OURS)
+        refuses = f"it refuses this checkpoint: {reasons}"
+        return replace(check, state=DIFFERS, found=refuses, fix=row.fix, counts=row.program == OURS)
     built = row.built
     # A difference that would be printed as 0.00 % is left out.
     off = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"
@@ -57,4 +56,4 @@ def _check(row: ProgramReading, own: Built | None) -> Check:
     elif own is not None and built.equals(own):
         context = min(built.context, built.positions or built.context)
         problem = f"it computes the same table, for a context of {context} tokens and not of {own.context}"
-    return replace(check, state=DIFFERS, found=problem, meaning=reasons, fix=fix)
+    return replace(check, state=DIFFERS, found=problem, meaning=reasons, fix=row.fix)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import shlex
 import traceback
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from rope_patch.checkpoints.source_files import auto_class, config_json, load_config, naming_checkpoint
+from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
 from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
 from rope_patch.engines.export_gguf import PATTERNED, one_table
 from rope_patch.engines.folders import exported_config, read_tables
@@ -24,7 +23,7 @@ from rope_patch.engines.verified_versions import check_version
 from rope_patch.gguf.table import graph_of, read_gguf, scaling_keys
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
-from rope_patch.patching.verify import Inspection, inspect_model
+from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
 
@@ -48,7 +47,7 @@ class ProgramReading:
         difference: the largest difference of a frequency from the reference's, as a share of the larger of the two: 1
             if only one of them rotates a pair. None if the numbers of pairs differ, or there is no table.
         reasons: sentences on the reasons of the difference.
-        fix: the command that removes the difference, or the reason why there is none; None if nothing needs to be done.
+        fix: the command that removes the difference, or the reason why there is none; empty if nothing is to be done.
         moved: a sentence on layers that use another table or window than in transformers 5; empty if none does.
     """
 
@@ -58,7 +57,7 @@ class ProgramReading:
     built: Built | None = None
     difference: float | None = None
     reasons: tuple[str, ...] = ()
-    fix: str | None = None
+    fix: str = ""
     moved: str = ""
 
 
@@ -75,48 +74,39 @@ class ProgramComparison:
     notes: tuple[str, ...]
 
 
-def compare_programs(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> ProgramComparison:
+def compare_programs(source: str | Path) -> ProgramComparison:
     """Compare the tables that programs compute from a checkpoint with those of transformers 5; no weights are loaded.
 
     Args:
         source: the folder, hub id or GGUF file that the programs read.
-        programs: the programs to compare, keys of :data:`~rope_patch.engines.tables_by_program.PROGRAMS`.
 
     Raises:
         OSError: there is nothing that can be read.
         ValueError: the source is an adapter, or the model's rotary table cannot be read.
     """
     if is_gguf(source):
-        return _of_gguf(source, programs)
-    return _of_folder(source, programs)
+        return _of_gguf(source)
+    return _of_folder(source)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _of_folder(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
-    config = load_config(source)
-    with torch.device("meta"), naming_checkpoint(source):
-        model = auto_class(config.model_type).from_config(config)
+def _of_folder(source: str | Path) -> ProgramComparison:
+    model = model_without_weights(source, checked=False)
     inspection, location = inspect_model(model), locate(model)
-    text = location.config
-    stated = StatedConfig(
-        model_type=str(text.model_type),
-        outer_type=str(config.model_type),
-        raw=text_part(config_json(source)),
-        complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
-        tables={table.layer_type: table for table in inspection.tables},
-    )
-    rows = _own_rows(inspection)
+    stated = StatedConfig.of(location.config, config_json(source), inspection.tables)
+    rows = [_reference(OURS, table) for table in inspection.tables]
     if (reason := _failure(model, stated)) is not None:
         rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
-    for name in programs:
+    for name in PROGRAMS:
         reading = reading_of(name, stated)
-        rows += _rows(name, reading, stated, partial(_fix, source, name, model, stated))
-    notes = inspection.warnings
-    if inspection.record is not None:  # checks of their own say what differs from the record
-        notes = replace(location, record_data=None).warnings
-    return ProgramComparison(tuple(rows), notes)
+        fix = ""
+        if reading.unverified is None and not reading.agrees(stated):
+            fix = _fix(source, name, model, stated)
+        rows += _rows(name, reading, stated, fix)
+    # Without the record: checks of their own say what differs from it.
+    return ProgramComparison(tuple(rows), replace(location, record_data=None).warnings)
 
 
 _REPAIR = "none before the config is what the patch record describes: rope-patch doctor FOLDER --repair -o OUT"
@@ -149,42 +139,30 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
     return None
 
 
-def _own_rows(found: Inspection) -> list[ProgramReading]:
-    return [ProgramReading(OURS, table.layer_type, REFERENCE, _built(table), 0.0) for table in found.tables]
+def _reference(program: str, table: RotaryTable) -> ProgramReading:
+    return ProgramReading(program, table.layer_type, REFERENCE, _built(table), 0.0)
 
 
-def _built(table: RotaryTable) -> Built:
-    return Built(table.inv_freq, table.attention_scaling, table.max_position_embeddings)
+def _built(table: RotaryTable, *reasons: str) -> Built:
+    return Built(table.inv_freq, table.attention_scaling, table.max_position_embeddings, reasons=reasons)
 
 
-def _rows(
-    program: str,
-    reading: Reading,
-    stated: StatedConfig,
-    fix: Callable[[], str],
-) -> list[ProgramReading]:
-    if (reason := reading.refused or reading.unverified) is not None:
-        verdict = UNVERIFIED
-        needed: str | None = None
-        if reading.refused:
-            verdict = REFUSES
-            needed = fix()
-        return [ProgramReading(program, kind, verdict, reasons=(reason,), fix=needed) for kind in stated.tables]
-    needed = ""
-    if not reading.agrees(stated):
-        needed = fix()
+def _rows(program: str, reading: Reading, stated: StatedConfig, fix: str) -> list[ProgramReading]:
+    for verdict, reason in ((UNVERIFIED, reading.unverified), (REFUSES, reading.refused)):
+        if reason is not None:
+            return [ProgramReading(program, kind, verdict, reasons=(reason,), fix=fix) for kind in stated.tables]
     rows = []
     for kind, table in stated.tables.items():
         pairs = enumerate(zip(stated.layers, reading.layers, strict=True))
         moved = {i: (own, there) for i, (own, there) in pairs if own.kind == kind and own != there}
         if not moved:
-            rows.append(_row(program, reading.tables[kind], table, needed))
+            rows.append(_row(program, reading.tables[kind], table, fix))
             continue
         # The layers of one type are of two types in a program at most, of which one is the same.
         own, there = next(iter(moved.values()))
-        row = _row(program, reading.tables[there.kind], table, needed)
+        row = _row(program, reading.tables[there.kind], table, fix)
         sentence = f"it runs layers {', '.join(map(str, moved))} as {there}, not as {own}"
-        rows.append(replace(row, verdict=DIFFERS, moved=sentence, reasons=(reading.moved, *row.reasons), fix=needed))
+        rows.append(replace(row, verdict=DIFFERS, moved=sentence, reasons=(reading.moved, *row.reasons), fix=fix))
     return rows
 
 
@@ -209,13 +187,13 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
     A command is returned only if the program computes the tables from the config that the command would write.
     """
     source = shlex.quote(str(source))
-    if program == "llama.cpp":
-        return _llama_cpp_fix(source, model, stated)
     to = _EXPORTS.get(program, program)
     try:
+        if program == "llama.cpp":
+            return _llama_cpp_fix(source, model, stated)
         tables = read_tables(model)
         check_version(to, str(model.config.model_type), tables)
-        config, *_ = exported_config(model, tables, to)
+        config, _ = exported_config(model, tables, to)
         written = type(model.config).from_dict(copy.deepcopy(config))
     except PatchError:
         return _REPAIR
@@ -230,13 +208,8 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
 
 
 def _llama_cpp_fix(source: str, model: Any, stated: StatedConfig) -> str:
-    try:
-        graph = graph_of(stated.model_type)
-        scaling_keys(one_table(model, graph), graph)
-    except PatchError:
-        return _REPAIR
-    except ValueError as error:
-        return f"none: {error}"
+    graph = graph_of(stated.model_type)
+    scaling_keys(one_table(model, graph), graph)
     if graph.architecture not in (*PATTERNED, "gemma4") and any(layer.window is not None for layer in stated.layers):
         return f"none: llama.cpp knows no sliding window on {stated.model_type}"
     return (
@@ -247,7 +220,7 @@ def _llama_cpp_fix(source: str, model: Any, stated: StatedConfig) -> str:
 # --- GGUF files ------------------------------------------------------------------------------------------------------
 
 
-def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
+def _of_gguf(source: str | Path) -> ProgramComparison:
     """Compare the table of a file, as llama.cpp reads it, with the one that transformers' own reader computes.
 
     llama.cpp is the reference, but for sliding layers: transformers computes the table that the model was trained with,
@@ -256,27 +229,20 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> ProgramComparison:
     found = read_gguf(source)
     with naming_checkpoint(source), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(source))
-    plain = inspect_model(model)
-    tables = {table.layer_type: table for table in plain.tables}
+    tables = inspect_model(model).tables
     rows = []
-    for own in _own_rows(plain):
+    for own in tables:
         if own.layer_type == SLIDING and len(found.tables) > 1:
-            row = _row("llama.cpp", _built(found.tables[1]), tables[SLIDING], _SLIDING_FIX)
-            if row.verdict != AGREES:
-                row = replace(row, reasons=(_SCALED_TOO,))
-            rows += [own, row]
-            continue
-        in_file = replace(found.tables[0], layer_type=own.layer_type)
-        rows.append(replace(own, program="llama.cpp", built=_built(in_file)))
-        row = _row(OURS, _built(tables[own.layer_type]), in_file, f"rope_patch.load({str(source)!r})")
-        if row.verdict != AGREES:
-            row = replace(row, reasons=(_BASE_ALONE,))
-        rows.append(row)
-    for name in programs:
-        if name == "llama.cpp":
-            continue
-        reason = "what it reads of a GGUF file was not compared"
-        rows += [ProgramReading(name, kind, UNVERIFIED, reasons=(reason,)) for kind in tables]
+            in_file = found.tables[1]
+            rows += [_reference(OURS, own), _row("llama.cpp", _built(in_file, _SCALED_TOO), own, _SLIDING_FIX)]
+        else:
+            in_file = replace(found.tables[0], layer_type=own.layer_type)
+            fix = f"rope_patch.load({str(source)!r})"
+            rows += [_reference("llama.cpp", in_file), _row(OURS, _built(own, _BASE_ALONE), in_file, fix)]
+    for name in PROGRAMS:
+        if name != "llama.cpp":
+            reason = "what it reads of a GGUF file was not compared"
+            rows += [ProgramReading(name, own.layer_type, UNVERIFIED, reasons=(reason,)) for own in tables]
     return ProgramComparison(tuple(rows), found.warnings)
 
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.engines import program_contexts as contexts
-from rope_patch.engines.program_contexts import Derived, StatedContext, as_stated, kind_of
 from rope_patch.tables import RotaryTable
 
 SHARE = "partial_rotary_factor"
@@ -55,52 +54,45 @@ class Dialect:
 
     types: frozenset[str]
     ignored: frozenset[str] = frozenset()
-    yarn_keys: frozenset[str] = frozenset()
-    longrope_keys: frozenset[str] = frozenset()
+    yarn_keys: tuple[str, ...] = ()
+    longrope_keys: tuple[str, ...] = ()
     proportional_share: bool = True
     proportional_factor: bool = False
     zero_share: bool = True
     truncates: bool = True
     obeys_betas: bool = True
     whole_factors: bool = True
-    counts_positions: bool = True
-    context: Callable[[StatedContext], Derived] = as_stated
+    counts_positions: bool = False
+    context: Callable[[Mapping[str, Any]], contexts.Derived] = contexts.as_stated
 
 
 TOLERANCE = 1e-5
 """Largest relative difference that float32 and another order of operations make in one formula."""
 
 _ALL = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
-_SHORT_LONG = frozenset({"short_mscale", "long_mscale"})
+_EVERY_YARN_KEY = ("attention_factor", *MSCALE)
+_SHORT_LONG = ("short_mscale", "long_mscale")
 
+_TRANSFORMERS = Dialect(_ALL, yarn_keys=_EVERY_YARN_KEY, longrope_keys=("attention_factor",), proportional_factor=True)
 DIALECTS: dict[str, Dialect] = {
-    "transformers-5": Dialect(
-        _ALL,
-        yarn_keys=frozenset({"attention_factor", *MSCALE}),
-        longrope_keys=frozenset({"attention_factor"}),
-        proportional_factor=True,
-        counts_positions=False,
-    ),
-    "transformers-4": Dialect(
-        _ALL - {"proportional"},
-        yarn_keys=frozenset({"attention_factor", *MSCALE}),
-        longrope_keys=frozenset({"attention_factor"}),
-        counts_positions=False,
-    ),
+    "transformers-5": _TRANSFORMERS,
+    "transformers-4": replace(_TRANSFORMERS, types=_ALL - {"proportional"}),
     "vllm": Dialect(
         _ALL,
-        yarn_keys=frozenset({"attention_factor", *MSCALE}),
+        yarn_keys=_EVERY_YARN_KEY,
         longrope_keys=_SHORT_LONG,
         zero_share=False,
         whole_factors=False,
+        counts_positions=True,
         context=contexts.vllm,
     ),
     "sglang": Dialect(
         _ALL,
-        yarn_keys=frozenset(MSCALE),
+        yarn_keys=MSCALE,
         longrope_keys=_SHORT_LONG,
         proportional_share=False,
         whole_factors=False,
+        counts_positions=True,
         context=contexts.sglang,
     ),
     "llama.cpp": Dialect(
@@ -108,15 +100,8 @@ DIALECTS: dict[str, Dialect] = {
         ignored=frozenset({"llama3", "longrope", "proportional", "dynamic"}),
         truncates=False,
         obeys_betas=False,
-        counts_positions=False,
     ),
-    "mlx": Dialect(
-        _ALL,
-        yarn_keys=frozenset(MSCALE),
-        proportional_factor=True,
-        truncates=False,
-        counts_positions=False,
-    ),
+    "mlx": Dialect(_ALL, yarn_keys=MSCALE, proportional_factor=True, truncates=False),
 }
 
 
@@ -179,7 +164,7 @@ def build(
     dialect: Dialect,
     *,
     head_dim: int | None = None,
-    stated: StatedContext | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Built:
     """Build the table of one dictionary of ``rope_parameters`` as a program does.
 
@@ -189,13 +174,13 @@ def build(
         context: the value of ``max_position_embeddings`` in the config [tokens].
         dialect: the rules of the program, one of :data:`DIALECTS`.
         head_dim: the number of features of a head, over which ``proportional`` is computed; by default ``rotary_dim``.
-        stated: the statements of the whole config on its context; by default those of this dictionary.
+        config: the whole config, as far as it states a context; by default what is given here.
 
     Raises:
         RefusesError: the program fails on these parameters.
         KeyError: a key is missing, without which neither the program nor transformers can build the type.
     """
-    kind = kind_of(parameters)
+    kind = contexts.kind_of(parameters)
     theta = parameters["rope_theta"]
     if not isinstance(theta, int | float) or isinstance(theta, bool):
         raise RefusesError(f"the base of its table is {theta!r}, which is no number, and it fails on it")
@@ -238,7 +223,7 @@ def build(
                 high_freq_factor=parameters["high_freq_factor"],
                 context=_original(parameters, context),
             )
-    served, why = dialect.context(stated or StatedContext(context, (parameters,)))
+    served, why = dialect.context(config or {"max_position_embeddings": context, "rope_parameters": parameters})
     counted = positions if dialect.counts_positions else None
     return Built(frequencies.zero_unrotated(inv_freq), attention, served, counted, (*reasons, *why))
 
@@ -273,7 +258,7 @@ def _yarn(
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
     """Return YaRN's attention factor, by which cos and sin are multiplied, from the keys that the program obeys."""
     obeyed = {key: parameters[key] for key in dialect.yarn_keys if parameters.get(key) is not None}
-    stated = [key for key in ("attention_factor", *MSCALE) if parameters.get(key) is not None]
+    stated = [key for key in _EVERY_YARN_KEY if parameters.get(key) is not None]
     left_out = [key for key in stated if key not in obeyed]
     if left_out:
         reasons.append(f"it ignores {' and '.join(left_out)} of YaRN, and computes 0.1 ln(factor) + 1")

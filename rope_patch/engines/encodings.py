@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rope_patch import frequencies
-from rope_patch.engines.dialect_tables import DIALECTS, RefusesError, build
+from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, build
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.encode import change_for_readers, completed
 from rope_patch.patching.locate import Location
-from rope_patch.patching.record import READ_GLOBAL, build_rotary, config_with, settings_of
+from rope_patch.patching.record import READ_GLOBAL, TableRecord, build_rotary, config_with, settings_of
 from rope_patch.patching.rotary import original_tables, scaling_of
 from rope_patch.tables import RotaryTable
 
-_SHARE = "partial_rotary_factor"
 SERVING = ("vllm", "sglang")
 """The programs for which a single folder is written."""
 
@@ -107,7 +105,7 @@ def _without_ignored_factor(location: Location, table: RotaryTable, encoded: dic
 
     vLLM would obey it.
     """
-    factor = encoded.get(_SHARE)
+    factor = encoded.get(SHARE)
     if factor is None or table.layer_type is not None or encoded.get("rope_type") == "proportional":
         return encoded
     head_dim = (
@@ -115,23 +113,19 @@ def _without_ignored_factor(location: Location, table: RotaryTable, encoded: dic
     )
     if int(head_dim * factor) == table.rotary_dim:
         return encoded
-    return {key: value for key, value in encoded.items() if key != _SHARE}
+    return {key: value for key, value in encoded.items() if key != SHARE}
 
 
 def builds(rotary: nn.Module, table: RotaryTable) -> bool:
     """Tell whether an original rotary module holds a table, up to the last bit of float32."""
     built = frequencies.zero_unrotated(original_tables(rotary)[table.layer_type].float().cpu())
-    return equal(table, built, scaling_of(rotary, table.layer_type))
+    return equal(table, replace(table, inv_freq=built, attention_scaling=scaling_of(rotary, table.layer_type)))
 
 
-def equal(table: RotaryTable, inv_freq: Tensor, attention_scaling: float) -> bool:
-    """Tell whether frequencies (pairs,) [rad/token] and a scaling are those of a table, up to the last bit."""
+def equal(one: RotaryTable, other: RotaryTable) -> bool:
+    """Tell whether two tables have the same numbers, up to the last bits of float32."""
     # 3e-7 is a few units in the last place: longrope factors cannot give every frequency exactly.
-    return (
-        inv_freq.shape == table.inv_freq.shape
-        and torch.allclose(inv_freq, table.inv_freq, rtol=3e-7, atol=0.0)
-        and abs(attention_scaling - table.attention_scaling) < 1e-6
-    )
+    return TableRecord.of(one).matches(TableRecord.of(other), rtol=3e-7)
 
 
 def with_context(tables: Sequence[RotaryTable], length: int) -> tuple[RotaryTable, ...]:

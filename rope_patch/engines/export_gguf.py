@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.tokenizer_length import restore_length
+from rope_patch.engines.folders import read_tables
 from rope_patch.gguf.file import GGUFFile, Key, open_gguf
 from rope_patch.gguf.patch import with_table, write
-from rope_patch.gguf.table import LAYERED, Graph, graph_of, scaling_keys
+from rope_patch.gguf.table import CHECKED, LAYERED, Graph, graph_of, scaling_keys
 from rope_patch.patching.install import restore
 from rope_patch.patching.locate import locate
-from rope_patch.patching.verify import inspect_model, verify_model
+from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import scratch_folder
 from rope_patch.tables import RotaryTable
@@ -45,7 +46,7 @@ def export_gguf(
     name: str,
     dtype: str = "auto",
     overwrite: bool = False,
-) -> None:
+) -> dict[str, Any]:
     """Write a GGUF file of a model with its rotary table, which an unmodified llama.cpp runs.
 
     The converter sees the checkpoint as it was before the patch, because it drops or refuses most other tables. What it
@@ -64,6 +65,9 @@ def export_gguf(
             takes.
         overwrite: whether to replace a file that exists.
 
+    Returns:
+        The summary of :func:`rope_patch.export`.
+
     Raises:
         PatchError: the model does not use what its record says.
         ValueError: a family or table that llama.cpp cannot express, or a converter that fails, with its own error.
@@ -76,6 +80,11 @@ def export_gguf(
     # A table that the graph cannot compute raises here, before the converter runs.
     scaling_keys(table, graph)
     _warn_of_window(config, graph, table)
+    notes = []
+    if not all(each.is_geometric for each in inspect_model(model).tables):
+        notes.append(
+            f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(out)!r}) reads all"
+        )
     base = table
     if record is not None:
         restore(model)
@@ -97,6 +106,7 @@ def export_gguf(
         if record is not None:
             opened = with_table(opened, table, graph, record)
         write(opened, out, overwrite=overwrite)
+    return {"engine": "llama.cpp", "checked_against": CHECKED, "notes": notes}
 
 
 def one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
@@ -106,12 +116,7 @@ def one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
         PatchError: a patched model does not use what its record says.
         ValueError: a table that changes with the length, or several that llama.cpp cannot express.
     """
-    if locate(model).record is not None:
-        verify_model(model)
-    tables = {table.layer_type: table for table in inspect_model(model).tables}
-    for table in tables.values():
-        if table.is_dynamic:
-            raise ValueError(f"{table.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")
+    tables = {table.layer_type: table for table in read_tables(model)}
     # A table under None is the one of all layers.
     if set(tables) == {None}:
         return tables[None]

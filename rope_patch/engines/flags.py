@@ -36,9 +36,7 @@ from rope_patch.gguf.table import graph_of, read_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
-from rope_patch.patching.older_keys import text_part
 from rope_patch.runtime.folders import is_gguf
-from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Flags:
         program: the program, a key of :data:`WRITERS`.
         lines: the options for the program's command line.
         settings: the settings that these options state, parsed.
-        tables: the tables that the program computes with these options.
         shown_by: the way in which this was checked; ``"unverified"`` if the program itself was not run.
         notes: further sentences for the user.
     """
@@ -57,20 +54,8 @@ class Flags:
     program: str
     lines: tuple[str, ...]
     settings: Mapping[str, Any]
-    tables: tuple[RotaryTable, ...]
     shown_by: str
     notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as a dict for JSON, with the layer type and hash of each table."""
-        return {
-            "program": self.program,
-            "lines": list(self.lines),
-            "settings": self.settings,
-            "tables": [{"layer_type": t.layer_type, "hash": t.fingerprint} for t in self.tables],
-            "shown_by": self.shown_by,
-            "notes": list(self.notes),
-        }
 
 
 @dataclass(frozen=True)
@@ -80,24 +65,17 @@ class PatchedCheckpoint:
     Attributes:
         source: the folder, hub id or GGUF file of the checkpoint.
         model: the patched model, without weights.
-        tables: the tables of the method, over the context that it reaches.
-        stated: the config as it was, with the new tables.
+        stated: the config as it was, with the tables of the method, over the context that it reaches.
     """
 
     source: str
     model: Any
-    tables: tuple[RotaryTable, ...]
     stated: StatedConfig
-
-    @property
-    def context(self) -> int:
-        """The context that the method reaches [tokens]."""
-        return self.tables[0].max_position_embeddings
 
     def settings(self) -> dict[str, Any]:
         """Return the keys of a config that state the tables, for transformers and for engines."""
-        keys = config_keys(locate(self.model), self.tables, everywhere=True)
-        keys |= dict.fromkeys(other_contexts(self.stated.complete), self.context)
+        keys = config_keys(locate(self.model), [*self.stated.tables.values()], everywhere=True)
+        keys |= dict.fromkeys(["max_position_embeddings", *other_contexts(self.stated.complete)], self.stated.context)
         return {key: value for key, value in keys.items() if value is not None}
 
     @property
@@ -159,20 +137,13 @@ def checkpoint_under(
     if locate(model).record is not None:
         raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
     whole = {} if is_gguf(source) else config_json(source)
-    before = locate(model).config.to_dict()  # now, since the patch changes the config
+    before = StatedConfig.of(locate(model).config, whole, ())  # now, since the patch changes the config
     patch = apply(model, method, target_length=target_length, layer_types=layer_types)
-    config = locate(model).config
     # Without a target length, the options state the context that the method reaches.
     reach = max(patch.method.reach(patch.before[kind]) or 0 for kind in patch.record.layer_types)
-    tables = with_context(read_tables(model), target_length or max(reach, int(config.max_position_embeddings)))
-    stated = StatedConfig(
-        model_type=str(config.model_type),
-        outer_type=str(whole.get("model_type", config.model_type)),  # of Qwen3.5 the text model alone is built
-        raw=text_part(whole),
-        complete=before,
-        tables={table.layer_type: table for table in tables},
-    )
-    return PatchedCheckpoint(str(source), model, tables, stated)
+    tables = with_context(read_tables(model), target_length or max(reach, patch.record.stated_length))
+    stated = replace(before, tables={table.layer_type: table for table in tables})
+    return PatchedCheckpoint(str(source), model, stated)
 
 
 def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
@@ -195,8 +166,7 @@ def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
             f"{source} is a {stated.outer_type} checkpoint without a text_config: where {program} would take the keys "
             f"of its rotary table is not known. rope-patch apply {source} METHOD -o FOLDER writes a patched folder"
         )
-    written = WRITERS[program](checkpoint)
-    return written
+    return WRITERS[program](checkpoint)
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -217,8 +187,8 @@ def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
                 new.setdefault(SHARE, 1.0)
         parameters = _merged(before, parameters)
     shown = checkpoint.shown_by("vllm", settings | {"rope_parameters": parameters})
-    lines = (checkpoint.option("--hf-overrides", settings), f"--max-model-len {checkpoint.context}")
-    return Flags("vllm", lines, settings, checkpoint.tables, shown)
+    lines = (checkpoint.option("--hf-overrides", settings), f"--max-model-len {checkpoint.stated.context}")
+    return Flags("vllm", lines, settings, shown)
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,11 +201,11 @@ def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
     stated, settings = checkpoint.stated, checkpoint.settings()
     parameters = settings["rope_parameters"]
     if not checkpoint.multimodal:  # of a multimodal checkpoint, they take the place of the old
-        check_version("sglang", stated.model_type, checkpoint.tables)
+        check_version("sglang", stated.model_type, [*stated.tables.values()])
         parameters = stated.complete["rope_parameters"] | parameters
     shown = checkpoint.shown_by("sglang", settings | {"rope_parameters": parameters})
-    lines = (checkpoint.option("--json-model-override-args", settings), f"--context-length {checkpoint.context}")
-    return Flags("sglang", lines, settings, checkpoint.tables, shown)
+    lines = (checkpoint.option("--json-model-override-args", settings), f"--context-length {checkpoint.stated.context}")
+    return Flags("sglang", lines, settings, shown)
 
 
 def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
@@ -248,8 +218,9 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     if graph.always or len(graph.tensors) > 1:
         raise ValueError(f"whether llama.cpp's graph for {graph.architecture} obeys its options was never checked")
     # The options state one table, that of full attention: sliding layers keep the plain one of the file.
-    table = next(table for table in checkpoint.tables if table.layer_type in (None, "full_attention"))
-    for other in checkpoint.tables:
+    tables = checkpoint.stated.tables
+    table = tables.get(None) or tables["full_attention"]
+    for other in tables.values():
         if other is not table and not other.is_geometric:
             raise ValueError(
                 f"llama.cpp's options do not reach {other.layer_type} layers, and their table is not plain"
@@ -262,7 +233,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     # What llama.cpp computes from its options; of those in a file it reads no beta_fast and beta_slow.
     dialect = replace(DIALECTS["llama.cpp"], obeys_betas=True, ignored=frozenset())
     try:
-        expressed = build(encoded, table.rotary_dim, checkpoint.context, dialect).equals(table)
+        expressed = build(encoded, table.rotary_dim, checkpoint.stated.context, dialect).equals(table)
     except RefusesError:
         expressed = False
     if not expressed:
@@ -280,10 +251,10 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
         for key in ("beta_fast", "beta_slow"):
             if key in encoded:
                 options[f"--yarn-{key.replace('_', '-')}"] = encoded[key]
-    options |= {"--ctx-size": checkpoint.context}
+    options |= {"--ctx-size": checkpoint.stated.context}
     # The server gives a prompt no more than the context that the file states.
-    if checkpoint.context > checkpoint.stated.complete["max_position_embeddings"]:
-        options |= {"--override-kv": f"{graph.architecture}.context_length=int:{checkpoint.context}"}
+    if checkpoint.stated.context > checkpoint.stated.complete["max_position_embeddings"]:
+        options |= {"--override-kv": f"{graph.architecture}.context_length=int:{checkpoint.stated.context}"}
     lines = []
     for name, value in options.items():
         if isinstance(value, float):
@@ -295,7 +266,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     notes: tuple[str, ...] = ()
     if not is_gguf(checkpoint.source):
         notes = ("use them with a GGUF file of this checkpoint that holds no rotary factors and no scaling",)
-    return Flags("llama.cpp", tuple(lines), options, (table,), shown, notes)
+    return Flags("llama.cpp", tuple(lines), options, shown, notes)
 
 
 WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
-from rope_patch.engines.lora import copy_adapter
-from rope_patch.engines.program_contexts import other_contexts
-from rope_patch.engines.verified_versions import ENGINES, check_version
-from rope_patch.patching.locate import PatchError, locate
+from rope_patch.engines.program_contexts import other_contexts, parameters_in
+from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
+from rope_patch.errors import read_json
+from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.folders import is_gguf, write_atomically
 from rope_patch.tables import RotaryTable
 
 NOTE_FILE = "export.json"
+_ADAPTER_FILES = (ADAPTER_FILE, "adapter_model.safetensors", RECORD_FILE)
 
 
 def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
@@ -57,7 +60,6 @@ def export_folder(
     to: str,
     overwrite: bool = False,
     adapter: str | Path | None = None,
-    notes: Sequence[str] = (),
     dtype: str = "bfloat16",
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint whose config encodes its tables for transformers and for an engine.
@@ -69,21 +71,27 @@ def export_folder(
         to: the engine, a key of :data:`~rope_patch.engines.verified_versions.ENGINES`.
         overwrite: whether to write into a folder that holds files.
         adapter: the folder of a LoRA adapter that is copied into the folder, to be served beside this base.
-        notes: the remarks to write down beside those that are found here.
         dtype: the data type to which the weights of a GGUF file are dequantized.
 
     Returns:
         What ``export.json`` says.
 
     Raises:
-        ValueError: the engine cannot express a table, ``out`` is in the way.
+        PatchError: the tables are not those of the patch record.
+        ValueError: the engine cannot express a table or take the adapter, or ``out`` is in the way.
         OSError: the source cannot be read, the weights are damaged, or ``out`` cannot be written.
     """
     tables = read_tables(model)
     version = check_version(to, str(model.config.model_type), tables)
-    config, parameters, config_notes = exported_config(model, tables, to)
+    config, notes = exported_config(model, tables, to)
+    if adapter is not None:
+        _check_adapter(Path(adapter), ENGINES[to].name)
+        notes.append(f"serve with the adapter in {Path(out).name}/adapter; it fits no other tables")
+        if to != "vllm":
+            notes.append(f"adapters beside a base are {UNVERIFIED} on {ENGINES[to].name}")
     if is_gguf(source):
         config["dtype"] = dtype
+    parameters = text_part(config)["rope_parameters"]
     table_summaries = []
     for table in tables:
         encoded = parameters
@@ -98,29 +106,25 @@ def export_folder(
         "model_type": model.config.model_type,
         "context": tables[0].max_position_embeddings,
         "tables": table_summaries,
-        "notes": [*notes, *config_notes],
+        "notes": notes,
         "rope_patch": __version__,
     }
     with copy_with_new_config(source, out, overwrite=overwrite, dtype=dtype) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         if (record := locate(model).record) is not None:
             raise_length(folder, record)
-        # A record that does not describe the tables which this config gives would be refused at loading.
-        if "rope_patch" in text_part(config) and not _verifies(folder):
-            del text_part(config)["rope_patch"]
-            summary["notes"] = [*summary["notes"], "the patch record does not fit this encoding and was left out"]
-            write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         _check(folder, tables)
         if adapter is not None:
-            copy_adapter(adapter, folder / "adapter")
+            (folder / "adapter").mkdir()
+            for name in _ADAPTER_FILES:
+                if (Path(adapter) / name).is_file():
+                    shutil.copyfile(Path(adapter) / name, folder / "adapter" / name)
         write_atomically(folder / NOTE_FILE, json.dumps(summary, indent=1) + "\n")
     return summary
 
 
-def exported_config(
-    model: PreTrainedModel, tables: Sequence[RotaryTable], to: str
-) -> tuple[dict[str, Any], Mapping[str, Any], list[str]]:
-    """Return the config.json that encodes tables for an engine, its ``rope_parameters``, and remarks for the user."""
+def exported_config(model: PreTrainedModel, tables: Sequence[RotaryTable], to: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the config.json that encodes tables for an engine, and remarks for the user."""
     location = locate(model)
     if to != "hf":  # whose programs multiply the stated context, or take another key for it
         location.check_contexts()
@@ -134,7 +138,7 @@ def exported_config(
     text |= {key: value for key, value in older.items() if value != OLDER_FAIL or to == "hf"}
     if not older or OLDER_FAIL in older.values():
         notes.append("transformers 4 cannot express these tables")
-    longrope = any(p.get("rope_type") == "longrope" for p in _each(parameters))
+    longrope = any(p.get("rope_type") == "longrope" for p in parameters_in(text))
     if to != "hf" and "original_max_position_embeddings" in text and longrope:
         # Phi-3 keeps the original context here, where it wins over the one in rope_parameters. vLLM takes it for the
         # context that it serves.
@@ -143,26 +147,46 @@ def exported_config(
     if to != "hf" and (others := [key for key, length in other_contexts(text).items() if length != context]):
         text |= dict.fromkeys(others, context)
         notes.append(f"{' and '.join(others)}, which engines take for the context, set to {context}, too")
-    return config, parameters, notes
-
-
-def _each(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    return nested or [parameters]
-
-
-def _verifies(folder: Path) -> bool:
-    try:
-        verify_model(model_without_weights(folder))
-    except PatchError:
-        return False
-    return True
+    return config, notes
 
 
 def _check(folder: Path, tables: Sequence[RotaryTable]) -> None:
-    """Raise ValueError unless plain transformers builds the same tables from the folder."""
-    read = {table.layer_type: table for table in inspect_model(model_without_weights(folder)).tables}
+    """Raise ValueError unless plain transformers builds the same tables from the folder, and those of its record."""
+    model = model_without_weights(folder)
+    if locate(model).record is not None:
+        verify_model(model)
+    read = {table.layer_type: table for table in inspect_model(model).tables}
     for table in tables:
-        rebuilt = read[table.layer_type]
-        if not equal(table, rebuilt.inv_freq, rebuilt.attention_scaling):
-            raise ValueError(f"transformers reads another table back: {rebuilt}, exported {table}")
+        if not equal(table, read[table.layer_type]):
+            raise ValueError(f"transformers reads another table back: {read[table.layer_type]}, exported {table}")
+
+
+def _check_adapter(folder: Path, engine: str) -> None:
+    """Raise unless an engine that serves LoRA beside a base takes an adapter.
+
+    Args:
+        folder: the folder of the adapter.
+        engine: the name of the engine.
+
+    Raises:
+        ValueError: the adapter holds more than low-rank matrices; merging it works everywhere.
+        FileNotFoundError: the source is not a local folder with safetensors.
+    """
+    for name in _ADAPTER_FILES[:2]:  # an adapter that was trained without a patch has no record
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: download or save the adapter again")
+    config = read_json(folder / ADAPTER_FILE)
+    reasons = []
+    if config.get("peft_type") != "LORA":
+        reasons.append(f"it is of type {config.get('peft_type')}")
+    if config.get("modules_to_save"):
+        reasons.append(f"it trains whole modules {config['modules_to_save']}")
+    if config.get("bias", "none") != "none" or config.get("lora_bias"):
+        reasons.append("it trains biases")
+    if config.get("use_dora"):
+        reasons.append("it is DoRA")
+    if reasons:
+        raise ValueError(
+            f"{engine} takes plain LoRA matrices beside a base, and {folder} is more: {'; '.join(reasons)}. "
+            "Export it merged, without --lora"
+        )

@@ -2,18 +2,17 @@
 
 *Sources*: vLLM 0.33.0 ``config/model.py``, ``_get_and_verify_max_len``, and
 ``transformers_utils/model_arch_config_convertor.py``, ``derive_max_model_len_and_key``, for its keys; SGLang 0.5.23
-``srt/utils/hf_transformers/common.py``, ``get_context_length``. Each function returns the context that the program
-serves by default, and a sentence where that is not the stated one.
+``srt/utils/hf_transformers/common.py``, ``get_context_length``. Each function takes the config of the text decoder and
+returns the context that the program serves by default [tokens], and a sentence where that is not the stated one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+Derived = tuple[int, tuple[str, ...]]
 _MULTIPLIED = "it multiplies the context that the config states by the factor of"
-
 
 _VLLM_KEYS = (
     "n_positions",
@@ -43,29 +42,10 @@ def other_contexts(config: Mapping[str, Any]) -> dict[str, int]:
     return {key: config[key] for key in known if type(config.get(key)) is int}
 
 
-@dataclass(frozen=True)
-class StatedContext:
-    """The statements of a config about its context.
-
-    Attributes:
-        length: the value of ``max_position_embeddings`` [tokens].
-        parameters: the dictionaries of ``rope_parameters``: a single one, or one for each layer type.
-        nested: whether there is a dictionary for each layer type.
-        model_type: the model type of the text decoder.
-        original: the value of ``original_max_position_embeddings`` outside ``rope_parameters`` [tokens]; None if it is
-            not there.
-        others: the values of other keys that an engine takes for the context, from :func:`other_contexts` [tokens].
-    """
-
-    length: int
-    parameters: tuple[Mapping[str, Any], ...]
-    nested: bool = False
-    model_type: str = ""
-    original: int | None = None
-    others: Mapping[str, int] = field(default_factory=dict)
-
-
-Derived = tuple[int, tuple[str, ...]]
+def parameters_in(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the dictionaries of a config's ``rope_parameters``: a single one, or one for each layer type."""
+    parameters: Mapping[str, Any] = config["rope_parameters"]
+    return [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
 
 
 def kind_of(parameters: Mapping[str, Any]) -> str:
@@ -73,38 +53,39 @@ def kind_of(parameters: Mapping[str, Any]) -> str:
     return str(parameters.get("rope_type", parameters.get("type", "default")))
 
 
-def as_stated(stated: StatedContext) -> Derived:
+def as_stated(config: Mapping[str, Any]) -> Derived:
     """Return the stated context, which transformers and llama.cpp use."""
-    return stated.length, ()
+    return config["max_position_embeddings"], ()
 
 
-def _length_at(key: str, lengths: Mapping[str, int]) -> Derived:
+def _length_at(key: str, config: Mapping[str, Any]) -> Derived:
     """Return the context at a key, and a sentence if it is not that of ``max_position_embeddings``."""
-    length, maximum = lengths[key], lengths["max_position_embeddings"]
+    length, maximum = config[key], config["max_position_embeddings"]
     if length == maximum:
         return length, ()
     return length, (f"it takes {key}, {length} tokens, for the context, not max_position_embeddings",)
 
 
-def vllm(stated: StatedContext) -> Derived:
+def vllm(config: Mapping[str, Any]) -> Derived:
     """Return the context of vLLM.
 
-    >>> vllm(StatedContext(1024, ({"rope_type": "default", "factor": 2.0},)))[0]
+    >>> vllm({"max_position_embeddings": 1024, "rope_parameters": {"rope_type": "default", "factor": 2.0}})[0]
     2048
     """
-    lengths = {"max_position_embeddings": stated.length}
-    lengths |= {key: stated.others[key] for key in _VLLM_KEYS if key in stated.others}
+    others = other_contexts(config)
     chosen = "model_max_length"
-    if not lengths.get(chosen):
-        chosen = min(lengths, key=lambda key: lengths[key])
-    derived, why = _length_at(chosen, lengths)
+    if not others.get(chosen):
+        keys = ["max_position_embeddings", *(key for key in _VLLM_KEYS if key in others)]
+        chosen = min(keys, key=lambda key: config[key])
+    derived, why = _length_at(chosen, config)
     length = float(derived)
     factor = 1.0
     reasons = [*why]
-    scaling = stated.parameters
+    scaling = parameters_in(config)
+    longrope = any(kind_of(parameters) == "longrope" for parameters in scaling)
     # vLLM leaves Gemma 3 out, whose stated context is scaled already.
-    if "gemma3" in stated.model_type:
-        scaling = ()
+    if "gemma3" in config.get("model_type", ""):
+        scaling = []
     for parameters in scaling:
         kind = kind_of(parameters)
         if kind in ("longrope", "llama3", "yarn"):
@@ -114,23 +95,22 @@ def vllm(stated: StatedContext) -> Derived:
         if factor != 1.0:
             reasons.append(f"{_MULTIPLIED} {kind}")
     length *= factor
-    if stated.original and any(kind_of(parameters) == "longrope" for parameters in stated.parameters):
-        if stated.original != int(length):
+    original = config.get("original_max_position_embeddings")
+    if original and longrope:
+        if original != int(length):
             reasons.append(
-                f"it serves the {stated.original} tokens of original_max_position_embeddings under longrope, unless "
+                f"it serves the {original} tokens of original_max_position_embeddings under longrope, unless "
                 "--max-model-len says more"
             )
-        length = float(stated.original)
+        length = float(original)
     return int(length), tuple(reasons)
 
 
-def sglang(stated: StatedContext) -> Derived:
+def sglang(config: Mapping[str, Any]) -> Derived:
     """Return the context of SGLang, which looks for a factor only where all layers share one dictionary."""
-    parameters = {} if stated.nested else stated.parameters[0]
-    lengths = {"max_position_embeddings": stated.length, **stated.others}
-    length, why = _length_at(
-        next((key for key in _SGLANG_KEYS if key in stated.others), "max_position_embeddings"), lengths
-    )
+    parameters = config["rope_parameters"]
+    others = other_contexts(config)
+    length, why = _length_at(next((key for key in _SGLANG_KEYS if key in others), "max_position_embeddings"), config)
     factor, kind = parameters.get("factor") or 1.0, kind_of(parameters)
     if factor == 1.0 or kind == "llama3" or "original_max_position_embeddings" in parameters:
         return length, why

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.engines.program_contexts import StatedContext, other_contexts
+from transformers import PreTrainedConfig
+
+from rope_patch.patching.older_keys import text_part
 from rope_patch.tables import RotaryTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -48,6 +50,23 @@ class StatedConfig:
     complete: Mapping[str, Any]
     tables: Mapping[str | None, RotaryTable]
 
+    @classmethod
+    def of(cls, text: PreTrainedConfig, whole: dict[str, Any], tables: Sequence[RotaryTable]) -> StatedConfig:
+        """Return the config of a checkpoint.
+
+        Args:
+            text: the config of the text decoder in transformers 5.
+            whole: the contents of config.json; empty for a GGUF file.
+            tables: the tables that transformers 5 computes.
+        """
+        return cls(
+            model_type=str(text.model_type),
+            outer_type=str(whole.get("model_type", text.model_type)),
+            raw=text_part(whole),
+            complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
+            tables={table.layer_type: table for table in tables},
+        )
+
     @property
     def context(self) -> int:
         """The context that the config states [tokens]."""
@@ -64,15 +83,6 @@ class StatedConfig:
         """Return the ``rope_parameters`` of a layer type, as transformers 5 completes them."""
         every: Mapping[str, Any] = self.complete["rope_parameters"]
         return every if kind is None else every[kind]
-
-    @property
-    def whole_context(self) -> StatedContext:
-        """The statements of the whole config about its context."""
-        original = self.complete.get("original_max_position_embeddings")
-        every = tuple(self.parameters(kind) for kind in self.tables)
-        return StatedContext(
-            self.context, every, None not in self.tables, self.model_type, original, other_contexts(self.complete)
-        )
 
     @property
     def layers(self) -> tuple[LayerReach, ...]:

@@ -2,9 +2,12 @@
 
 A program reads the config in its own way before it builds a table: transformers 4 reads keys at the top, vLLM and
 SGLang the config that transformers 5 completes, and llama.cpp the keys that its converter writes into a GGUF file. Some
-model classes leave things out. There are rules only for families on which they were compared with the program's own
-code; on any other family a program is "unverified", and nothing is guessed. These are functions of dictionaries,
-without models; :mod:`~rope_patch.engines.dialect_tables` builds the tables.
+model classes leave things out. A table that is right in the wrong layers is a wrong table, too: some programs take
+every second or sixth layer for full attention whatever ``layer_types`` says, and some know no sliding window on a
+family. There are rules only for families on which they were compared with the program's own code, by
+``make test-engines`` or, of SGLang's layers, by reading it (0.5.23, ``srt/models``); on any other family a program is
+"unverified", and nothing is guessed. These are functions of dictionaries, without models;
+:mod:`~rope_patch.engines.dialect_tables` builds the tables.
 """
 
 from __future__ import annotations
@@ -17,33 +20,12 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.engines.dialect_tables import DIALECTS, SHARE, Built, RefusesError, build
-from rope_patch.engines.layers_by_program import layers_of
 from rope_patch.engines.program_contexts import kind_of
-from rope_patch.engines.stated_config import FULL, SLIDING, LayerReach, StatedConfig
-from rope_patch.engines.verified_versions import ENGINES
-from rope_patch.tables import RotaryTable
+from rope_patch.engines.stated_config import ALL_SLIDE, FULL, SLIDING, LayerReach, StatedConfig
+from rope_patch.engines.verified_versions import ENGINES, SGLANG_BASE_ONLY, Program
+from rope_patch.tables import RotaryTable, changes_with_length
 
 _UNSCALED: dict[str, Any] = {"rope_type": "default"}
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program whose reading of a config is known.
-
-    Attributes:
-        name: the name of the program, as its users write it.
-        version: the version whose code was read.
-        families: the model types on which it was compared.
-        ran: the version that ``make test-engines`` runs; empty if there is no package of it for a CPU.
-        multimodal: the model types of multimodal checkpoints whose ``text_config`` it reads as the same config alone;
-            of vLLM and SGLang this was read in their source, of the others it was compared.
-    """
-
-    name: str
-    version: str
-    families: frozenset[str]
-    ran: str = ""
-    multimodal: frozenset[str] = frozenset()
 
 
 _OLDER = {
@@ -70,21 +52,8 @@ PROGRAMS: dict[str, Program] = {
     "transformers-4": Program(
         "transformers 4", "4.57.1", frozenset(_OLDER), "4.57.1", multimodal=frozenset({"gemma3"})
     ),
-    # From 0.30.0 on (PR #56446) it obeys attention_factor, mscale and mscale_all_dim of YaRN.
-    "vllm": Program(
-        "vLLM",
-        ENGINES["vllm"].version,
-        ENGINES["vllm"].reads,
-        "0.32.0",
-        frozenset({"gemma3", "gemma4"}),
-    ),
-    # Run with transformers 5.19, which it asks for.
-    "sglang": Program(
-        "SGLang",
-        ENGINES["sglang"].version,
-        ENGINES["sglang"].reads,
-        multimodal=frozenset({"gemma3"}),
-    ),
+    "vllm": ENGINES["vllm"],
+    "sglang": ENGINES["sglang"],
     # What its own converter, convert_hf_to_gguf.py, makes of a folder.
     "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "of llama-cpp-python 0.3.36"),
     "mlx": Program(
@@ -135,26 +104,20 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         return Reading(unverified=f"its code for {stated.outer_type} checkpoints was not compared")
     if stated.model_type not in known.families:
         return Reading(unverified=f"its code for {stated.model_type} was not compared")
-    if any(_switches(stated.parameters(kind)) for kind in stated.tables):
+    every = [stated.parameters(kind) for kind in stated.tables]
+    if any(changes_with_length({**parameters, "rope_type": kind_of(parameters)}) for parameters in every):
         return Reading(
             unverified="the table changes with the length of the text: there is no one table to compare. Fix it "
             "with rope-patch apply MODEL default --freeze-at LENGTH -o FOLDER"
         )
     read = {"transformers-4": _older, "sglang": _sglang, "llama.cpp": _llama_cpp, "mlx": _mlx}.get(program, _vllm)
     try:
-        layers, moved = layers_of(program, stated)
+        layers, moved = _layers_of(program, stated)
         return Reading({kind: read(program, stated, kind) for kind in stated.tables}, layers, moved)
     except RefusesError as error:
         return Reading(refused=str(error))
     except (KeyError, TypeError, ValueError) as error:  # a missing factor, or one that is a string
         return Reading(unverified=f"its code was not compared on such a config ({type(error).__name__}: {error})")
-
-
-def _switches(parameters: Mapping[str, Any]) -> bool:
-    kind = kind_of(parameters)
-    if kind == "longrope":
-        return bool(parameters["short_factor"] != parameters["long_factor"])
-    return bool(kind == "dynamic")
 
 
 def _plain(theta: float, rotary_dim: int, context: int, *reasons: str) -> Built:
@@ -177,7 +140,7 @@ def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
         stated.context,
         DIALECTS[program],
         head_dim=head_dim,
-        stated=stated.whole_context,
+        config=stated.complete,
     )
     if len(built.inv_freq) != stated.tables[kind].pairs:
         reason = f"it obeys {SHARE} {share:g}, which transformers ignores on {stated.model_type}"
@@ -206,22 +169,23 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
         reading = f"it reads {SHARE} at the top of config.json alone"
     dims = int(head_dim * share)
     reasons = []
-    if kind_of(parameters) == "proportional" and (family, kind) not in ENGINES["sglang"].base_only:
+    reads_all = (family, kind) not in SGLANG_BASE_ONLY
+    if reads_all and kind_of(parameters) == "proportional":
         dims = head_dim  # every pair is in that table, and the share says how many of them turn
         if share < 1.0:
             parameters = {**parameters, SHARE: share}
             dialect = replace(dialect, proportional_share=True)
     if dims != table.rotary_dim:
         reasons.append(f"{reading}, and takes {share:g}")
-    if (family, kind) not in ENGINES["sglang"].base_only:
-        built = build(parameters, dims, stated.context, dialect, stated=stated.whole_context)
+    if reads_all:
+        built = build(parameters, dims, stated.context, dialect, config=stated.complete)
         return replace(built, reasons=(*reasons, *built.reasons))
     if kind_of(parameters) != "default":
         where = f"{family} models"
         if kind:
             where = f"the {kind} layers of {family}"
         reasons.append(f"it reads nothing but rope_theta on {where}, and computes plain RoPE")
-    context, why = dialect.context(stated.whole_context)
+    context, why = dialect.context(stated.complete)
     return _plain(parameters["rope_theta"], dims, context, *reasons, *why)
 
 
@@ -248,7 +212,7 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
             )
     context = int(raw.get("max_position_embeddings", stated.context))
     built = build(parameters, dims, context, DIALECTS[program])
-    return Built(built.inv_freq, built.attention_scaling, context, None, (*reasons, *built.reasons))
+    return replace(built, reasons=(*reasons, *built.reasons))
 
 
 def _at_the_top(
@@ -456,3 +420,44 @@ def _phi3_converted(parameters: Mapping[str, Any], raw: Mapping[str, Any], table
     built = build(own, table.rotary_dim, context, DIALECTS["vllm"])
     reason = "its converter ignores attention_factor of longrope, and computes one from the contexts"
     return Built(built.inv_freq, built.attention_scaling, context, None, (reason,))
+
+
+# --- which table each layer uses, and how far it attends --------------------------------------------------------------
+
+_QWEN = ("qwen2", "qwen3")
+_WINDOWLESS = {
+    "sglang": (*ALL_SLIDE, *_QWEN),
+    "llama.cpp": (*ALL_SLIDE, *_QWEN),
+    "mlx": (*ALL_SLIDE, *_QWEN, "gemma2"),
+}
+"""Families on which every layer of a program attends to the whole context."""
+
+_PERIODS = {
+    ("mlx", "gemma3_text"): 6,
+    ("llama.cpp", "gemma3_text"): 6,
+    ("llama.cpp", "gemma2"): 2,
+    ("sglang", "gemma2"): 2,
+}
+"""The number of layers of which a program takes the last for full attention."""
+
+
+def _layers_of(program: str, stated: StatedConfig) -> tuple[tuple[LayerReach, ...], str]:
+    """Return the layers as a program runs them, and the reason if they are others than those of transformers.
+
+    Raises:
+        RefusesError: the program fails on such layers.
+    """
+    own = stated.layers
+    family = stated.model_type
+    if family in _WINDOWLESS.get(program, ()):
+        return tuple(LayerReach(layer.kind, None) for layer in own), f"it knows no sliding window on {family}"
+    if program == "vllm" and family in _QWEN and len(set(own)) > 1:
+        raise RefusesError(f"it fails on a {family} some of whose layers have a sliding window")
+    period = _PERIODS.get((program, family))
+    if period is None:
+        return own, ""
+    if program == "mlx":
+        period = int(stated.raw.get("sliding_window_pattern") or period)
+    types = [SLIDING if i % period else FULL for i in range(1, len(own) + 1)]
+    reason = f"it takes one of {period} layers for full attention, and does not read layer_types"
+    return tuple(stated.layer(each) for each in types), reason

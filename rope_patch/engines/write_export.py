@@ -16,17 +16,14 @@ from rope_patch.checkpoints.folder_patch import check_folder_is_free
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines.export_gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.engines.folders import export_folder
-from rope_patch.engines.lora import check_adapter
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED
+from rope_patch.engines.verified_versions import ENGINES
 from rope_patch.gguf.file import check_output_file
 from rope_patch.gguf.header_cache import cached_headers, gguf
-from rope_patch.gguf.table import CHECKED
 from rope_patch.methods import MethodLike
 from rope_patch.options.shared import DTYPES
 from rope_patch.packaged import name_of
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
-from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf, scratch_folder
 
@@ -175,38 +172,28 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
     for place in (source, base):
         if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
             raise ValueError(f"{output} is the model itself or the base of the adapter: give another output folder")
-    opened: contextlib.AbstractContextManager[tuple[PreTrainedModel, str | Path]]
-    if adapter:
-        opened = _as_model(source, output, request)
-    else:
-        opened = contextlib.nullcontext((model_without_weights(source), source))
-    with opened as (model, weights):
+    with _model_and_weights(source, output, request) as (model, weights):
         if request.method is not None:
             apply(model, request.method, **request.options)
         if request.to != "gguf":
-            return _folder(model, weights, source, output, request)
-        return _gguf(model, weights, output, request, name)
-
-
-def _gguf(
-    model: PreTrainedModel, weights: str | Path, output: Path, request: ExportRequest, name: str
-) -> dict[str, Any]:
-    """Write a GGUF file for llama.cpp."""
-    notes = list[str]()
-    if not all(table.is_geometric for table in inspect_model(model).tables):
-        notes.append(
-            f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(output)!r}) reads all"
+            return export_folder(
+                model,
+                weights,
+                output,
+                to=request.to,
+                overwrite=request.overwrite,
+                adapter=source if request.lora else None,
+                dtype=request.dtype,
+            )
+        return export_gguf(
+            model,
+            weights,
+            output,
+            converter=Path(str(request.converter)),
+            name=name,
+            dtype=request.dtype,
+            overwrite=request.overwrite,
         )
-    export_gguf(
-        model,
-        weights,
-        output,
-        converter=Path(str(request.converter)),
-        name=name,
-        dtype=request.dtype,
-        overwrite=request.overwrite,
-    )
-    return {"engine": "llama.cpp", "checked_against": CHECKED, "notes": notes}
 
 
 def _save(model: nn.Module, folder: Path, places: Sequence[str | Path]) -> None:
@@ -223,11 +210,16 @@ def _save(model: nn.Module, folder: Path, places: Sequence[str | Path]) -> None:
 
 
 @contextlib.contextmanager
-def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Iterator[tuple[PreTrainedModel, str | Path]]:
-    """Yield a model without weights for an adapter, and the folder or hub id of its weights.
+def _model_and_weights(
+    source: str | Path, output: Path, request: ExportRequest
+) -> Iterator[tuple[PreTrainedModel, str | Path]]:
+    """Yield the model that is exported, without weights, and the folder, hub id or file of its weights.
 
-    It is the adapter's base, patched as its record says, or with the adapter merged into it.
+    Of an adapter it is the base, patched as the record says, or with the adapter merged into it.
     """
+    if not checkpoints.is_adapter(source):
+        yield model_without_weights(source), source
+        return
     base, record = checkpoints.adapter_base(source), checkpoints.read_record(source)
     if request.lora:
         model = model_without_weights(base)
@@ -243,27 +235,3 @@ def _as_model(source: str | Path, output: Path, request: ExportRequest) -> Itera
         # The folder holds the merged model now: its memory is given back before the export.
         del loaded, merged
         yield model_without_weights(folder), folder
-
-
-def _folder(
-    model: PreTrainedModel, weights: str | Path, source: str | Path, output: Path, request: ExportRequest
-) -> dict[str, Any]:
-    """Write a folder for transformers, vLLM or SGLang."""
-    notes = list[str]()
-    adapter = None
-    if request.lora:
-        adapter = source
-        check_adapter(source, request.to)
-        notes.append(f"serve with the adapter in {output.name}/adapter; it fits no other tables")
-        if request.to != "vllm":
-            notes.append(f"adapters beside a base are {UNVERIFIED} on {ENGINES[request.to].name}")
-    return export_folder(
-        model,
-        weights,
-        output,
-        to=request.to,
-        overwrite=request.overwrite,
-        adapter=adapter,
-        notes=notes,
-        dtype=request.dtype,
-    )

@@ -120,26 +120,23 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a GGUF file, is cut off, is a part of a split model, or has the other byte order.
+        ValueError: it is not a GGUF file of this byte order, is cut off, or is a part of a split model.
         ImportError: the package gguf is missing.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     with path.open("rb") as file:
-        beginning = file.read(8)
-    if beginning[:4] != b"GGUF":
+        beginning = file.read(4)
+    if beginning != b"GGUF":
         raise ValueError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
-    # The version, a small number in four bytes, has its zeros first in the other byte order.
-    if len(beginning) == 8 and beginning[4:6] == b"\0\0":
-        raise ValueError(f"{path} is written in the other byte order: convert it with gguf-convert-endian")
     try:
         with cached_headers(path):
             reader = gguf().GGUFReader(path)
-    except (ValueError, KeyError, IndexError, MemoryError, OverflowError, struct.error) as error:
+    except (ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
         raise ValueError(
-            f"{path} is a truncated or damaged GGUF file, or newer than the package gguf ({error}): copy or download "
-            "it again, or pip install -U gguf"
+            f"{path} is a truncated or damaged GGUF file, of the other byte order, or newer than the package gguf "
+            f"({error}): copy or download it again, or pip install -U gguf"
         ) from error
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}  # its own
     ends = [*(field.offset for field in fields.values()), reader.end_of_keys][1:]

@@ -13,7 +13,7 @@ from rope_patch.gguf.table import (
     FACTOR_TENSORS,
     Graph,
     base_in,
-    graph_in,
+    graph_of,
     recorded_table,
     replaced_by,
     scaling_keys,
@@ -123,7 +123,7 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     problems = list(inspection.warnings)
     recorded, base = recorded_table(record.tables), base_in(record, table)
     # The settings in the record do not describe a base that was frozen or edited by hand, so no method starts there.
-    if record.freeze_at is None and not record.edited and recorded is not None:
+    if record.freeze_at is None and not record.edited:
         recomputed = TableRecord.of(record.to_method()(base))
         if not recorded.matches(recomputed):
             problems.append(f"method: it gives table {recomputed.hash}, the record says {recorded.hash}")
@@ -146,20 +146,11 @@ def with_table(opened: GGUFFile, table: RotaryTable, graph: Graph, record: Patch
         graph: what llama.cpp's graph reads of a table.
         record: the record of the patch; None if there is none.
     """
-    # Keys and tensors that are in the file already keep their places in its order.
     new = {key.name: key for key in table_keys(table, graph, record)}
-    tensors = {piece.name: piece for piece in table_pieces(table, graph)}
-    keys = {
-        name: new.pop(name, key)
-        for name, key in opened.keys.items()
-        if name in new or not replaced_by(name, graph.architecture)
-    }
-    pieces = [
-        tensors.pop(piece.name, piece)
-        for piece in opened.pieces
-        if piece.name in tensors or piece.name not in FACTOR_TENSORS
-    ]
-    return replace(opened, keys=keys | new, pieces=(*tensors.values(), *pieces))
+    keys = {name: key for name, key in opened.keys.items() if name in new or not replaced_by(name, graph.architecture)}
+    pieces = [piece for piece in opened.pieces if piece.name not in FACTOR_TENSORS]
+    # In a union, keys that are in the file already keep their places in its order.
+    return replace(opened, keys=keys | new, pieces=(*table_pieces(table, graph), *pieces))
 
 
 def write(opened: GGUFFile, out: str | Path, **options: Any) -> Path:
@@ -176,7 +167,7 @@ def _graph(opened: GGUFFile, table: RotaryTable, path: str | Path) -> Graph:
     Raises:
         ValueError: the graph was never checked, the file is one of Gemma 4, or it states no context.
     """
-    graph = graph_in(str(opened.value("general.architecture")))
+    graph = graph_of(str(opened.value("general.architecture")))
     if graph.always:  # the config of Gemma 4 states its table in a form of its own
         raise ValueError(
             f"{path} is a GGUF of {graph.architecture!r}, which is not patched as a file: patch the checkpoint and "

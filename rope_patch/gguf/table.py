@@ -86,9 +86,8 @@ _READS_YARN_KEYS = ("grok", "mistral3", "deepseek2", "deepseek32")
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 """Types of scaling that llama.cpp knows; at any other type it stops with an error."""
 
-LAYERED = {"gemma3": 6, "gemma3n": 5, "gemma4": 6}
-"""Architectures with a second, plain table for layers with a sliding window; of so many layers the last one is full
-attention, if a file does not say."""
+LAYERED = ("gemma3", "gemma3n", "gemma4")
+"""Architectures with a second, plain table for layers with a sliding window."""
 
 _NO_ROTARY = (
     "gpt2",
@@ -110,39 +109,21 @@ _NO_ROTARY = (
 """Architectures without rotary embeddings, although they state heads and widths as others do."""
 
 
-def graph_of(model_type: str) -> Graph:
+def graph_of(family: str) -> Graph:
     """Return what is known about llama.cpp's graph for a family.
 
     Args:
-        model_type: transformers' ``model_type`` of the text decoder.
+        family: transformers' ``model_type`` of the text decoder, or ``general.architecture`` of a file.
 
     Raises:
         ValueError: the graph was never checked.
     """
-    if model_type not in GRAPHS:
+    known = {graph.architecture: graph for graph in GRAPHS.values()} | GRAPHS
+    if family not in known:
         raise ValueError(
-            f"GGUF export does not know {model_type!r}: whether llama.cpp reads a table there was never checked. "
-            f"Known: {', '.join(GRAPHS)}"
+            f"whether llama.cpp reads another table on {family!r} was never checked. Known: {', '.join(known)}"
         )
-    return GRAPHS[model_type]
-
-
-def graph_in(architecture: str) -> Graph:
-    """Return what is known about llama.cpp's graph for the architecture of a file.
-
-    Args:
-        architecture: ``general.architecture`` of the file.
-
-    Raises:
-        ValueError: the graph was never checked.
-    """
-    known = {graph.architecture: graph for graph in GRAPHS.values()}
-    if architecture not in known:
-        raise ValueError(
-            f"a GGUF of {architecture!r}: whether llama.cpp reads another table there was never checked. Known: "
-            f"{', '.join(known)}"
-        )
-    return known[architecture]
+    return known[family]
 
 
 def scaling_keys(table: RotaryTable, graph: Graph) -> dict[str, Any]:
@@ -265,20 +246,6 @@ def read_gguf(path: str | Path) -> Inspection:
     return table_in(open_gguf(path), path)
 
 
-def layers_in(path: str | Path) -> dict[str | None, int]:
-    """Return the number of layers of each table in a GGUF file, by layer type."""
-    opened = open_gguf(path)
-    architecture = opened.value("general.architecture")
-    layers = opened.value(f"{architecture}.block_count", 0)
-    if not isinstance(layers, int):
-        raise ValueError(f"{path}: {architecture}.block_count must be a number of layers, got {layers!r}")
-    pattern = opened.value(f"{architecture}.attention.sliding_window_pattern", LAYERED.get(architecture))
-    if architecture not in LAYERED or not opened.value(f"{architecture}.attention.sliding_window"):
-        return {None: layers}
-    sliding = sum(pattern) if isinstance(pattern, list) else layers - layers // pattern
-    return {"full_attention": layers - sliding, "sliding_attention": sliding}
-
-
 def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     """Return the inspection of an open file, as :func:`read_gguf` does.
 
@@ -303,7 +270,7 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
 
     pairs = _rotary_dim(value_in, path) // 2
     theta = number("rope.freq_base", 10000.0)
-    if theta <= 0:
+    if theta <= 1:
         raise ValueError(f"{path} has no table that can be read: {architecture}.rope.freq_base is {theta:g}")
     context = int(number("context_length", 0))
     factors = _factors(opened, pairs, path)
@@ -318,8 +285,6 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     # As llama.cpp's loader does: scale_linear is the older name of the key, and a factor of 0 means none.
     stretch = float(number("rope.scaling.factor", number("rope.scale_linear", 0.0))) or 1.0
     if kind == "yarn" and stretch != 1.0:
-        if theta <= 1:
-            raise ValueError(f"{path} has no table that can be read: YaRN over a base of {theta:g}")
         own = architecture in _READS_YARN_KEYS and any(".rope.scaling.yarn_" in name for name in opened.keys)
         if factors is not None or own:
             raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
@@ -355,9 +320,8 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
         others = [replace(plain, layer_type="sliding_attention")]
         table = replace(table, layer_type="full_attention")
     record, warnings = _record(opened, table)
-    recorded = None if record is None or warnings else recorded_table(record.tables)
-    if record is not None and recorded is not None and recorded.matches(TableRecord.of(table)):
-        return Inspection(name, (as_recorded(record, table), *others), record, ())
+    if record is not None and not warnings:
+        table = _as_recorded(record, table)
     return Inspection(name, (table, *others), record, tuple(warnings))
 
 
@@ -398,17 +362,24 @@ def _record(opened: GGUFFile, table: RotaryTable) -> tuple[PatchRecord | None, l
         return None, []
     try:
         record = PatchRecord.from_dict(json.loads(text))
+        recorded = recorded_table(record.tables)
     except ValueError as error:
         return None, [f"its patch record cannot be read: {error}"]
-    recorded = recorded_table(record.tables)
-    if recorded is None or not TableRecord.of(table).matches(recorded, ROUNDED_TWICE):
+    if not TableRecord.of(table).matches(recorded, ROUNDED_TWICE):
         return record, [f"its patch record says another table: {record.to_method()}"]
     return record, []
 
 
-def recorded_table(tables: Mapping[str, TableRecord]) -> TableRecord | None:
-    """Return the table of a record that a file holds: the one of full attention if there are several."""
-    return tables.get("all", tables.get("full_attention"))
+def recorded_table(tables: Mapping[str, TableRecord]) -> TableRecord:
+    """Return the table of a record that a file holds: the one of full attention if there are several.
+
+    Raises:
+        PatchError: there is neither a single table nor one of full attention.
+    """
+    for key in ("all", "full_attention"):
+        if key in tables:
+            return tables[key]
+    raise PatchError(f"the record holds no table of full attention, but {', '.join(tables)}")
 
 
 def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
@@ -423,7 +394,7 @@ def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
     """
     base, settings = recorded_table(record.base_tables), record.base_config["rope_parameters"]
     settings = settings.get("full_attention", settings)
-    if base is None or not isinstance(settings.get("rope_theta"), int | float):
+    if not isinstance(settings.get("rope_theta"), int | float):
         raise PatchError(f"the record of {record.to_method()} does not describe the table before the patch")
     return replace(
         like,
@@ -438,7 +409,7 @@ def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
     )
 
 
-def as_recorded(record: PatchRecord, table: RotaryTable) -> RotaryTable:
+def _as_recorded(record: PatchRecord, table: RotaryTable) -> RotaryTable:
     """Return a table with the recorded numbers, which it equals up to rounding, and the type that the method gives it.
 
     Args:
@@ -446,8 +417,6 @@ def as_recorded(record: PatchRecord, table: RotaryTable) -> RotaryTable:
         table: the table that was computed from the file's base and factors.
     """
     recorded = recorded_table(record.tables)
-    if recorded is None:
-        return table
     kind = table.rope_type
     with contextlib.suppress(ValueError):  # the method may refuse a base that it was applied to in a chain
         kind = record.to_method()(base_in(record, table)).rope_type

@@ -237,7 +237,6 @@ GGUF_KEYS = {
     "llama.rope.scaling.factor": ["x"],
     "llama.rope.scaling.original_context_length": ["x"],
     "llama.context_length": ["x"],
-    "llama.block_count": ["x", float("inf")],
     "llama.rope.dimension_count": ["x", 0, 2**31],
 }
 

@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     GPT2Config,
-    GPT2LMHeadModel,
     LlamaForCausalLM,
 )
 
@@ -53,7 +52,7 @@ def test_the_verdict_names_each_other_program_that_computes_another_table_once()
     others = [
         Check(f"MLX 0.32 [{kind}]", "differs", "plain", program="mlx", counts=False) for kind in ("full", "sliding")
     ]
-    healthy = Diagnosis("model", None, {}, {}, (here, *others))
+    healthy = Diagnosis("model", None, {}, (here, *others))
     assert str(healthy).splitlines()[1] == "OK: 1 of 1 checks hold; other tables in MLX 0.32 (see below)"
     counting = str(healthy.counting(("mlx",))).splitlines()
     assert counting[1] == "NOT OK: 2 of 3 checks differ"
@@ -105,31 +104,10 @@ def a_buffer_of_another_base(folder):
     return model
 
 
-@broken("table in use", "in another order")
-def a_buffer_in_another_order(folder):
-    model = tiny_model()
-    module_of(model).inv_freq.copy_(module_of(model).inv_freq.flip(0))
-    return model
-
-
-@broken("table in use", "divided by 2")
+@broken("table in use", "a table of another kind")
 def a_buffer_with_a_linear_factor_too_many(folder):
     model = tiny_model(rope_parameters=YARN, max_position_embeddings=256)
     module_of(model).inv_freq.div_(2)
-    return model
-
-
-@broken("table in use", "multiplied by 4")
-def a_buffer_whose_first_pairs_turn_more_than_once(folder):
-    model = tiny_model()
-    module_of(model).inv_freq.mul_(4)
-    return model
-
-
-@broken("layer types", "another type")
-def layer_types_that_are_edited(folder):
-    model = tiny_model("gemma3")
-    model.config.layer_types = model.config.layer_types[::-1]
     return model
 
 
@@ -181,16 +159,10 @@ def a_folder_with_a_tensor_of_another_shape(folder):
     return with_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(32)}))
 
 
-@broken("tied head", "drop the head")
-def a_folder_whose_tied_head_is_another(folder):
-    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    return folder
-
-
 @broken("weights files", "truncated")
 def a_folder_whose_weights_are_cut(folder):
     (folder / "model.safetensors").write_bytes(b"")
-    return a_folder_whose_tied_head_is_another(folder)
+    return folder
 
 
 @broken("config", "rope_theta is 0")
@@ -296,26 +268,10 @@ def test_quantized_weights_do_not_matter(folder):
     assert doctor(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)).ok
 
 
-def notes(diagnosis):
-    return {check.name for check in diagnosis.checks if check.state == "note"}
-
-
-def test_what_decides_nothing_is_a_note(folder):
-    model = tiny_model(rope_parameters=YARN, max_position_embeddings=128)  # four times 64 are 256
-    model.generation_config.max_length = 1000
-    found = doctor(model)
-    assert found.ok
-    assert notes(found) == {"generation config", "context of the table"}
-    assert str(found).count("note ") == 2
-    edit_json(folder / "config.json", lambda config: config.pop("rope_parameters"))
-    without_base = doctor(folder)
-    assert notes(without_base) == {"no base", "no tokenizer"}
-    assert without_base.ok and without_base.verdict.endswith("2 notes: no base, no tokenizer")
-
-
-def test_a_model_without_a_rotary_table_is_told_of_no_base(tmp_path):
-    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8)).save_pretrained(tmp_path)
-    assert notes(doctor(tmp_path)) == {"no tokenizer"}
+def test_what_decides_nothing_is_a_note():
+    found = doctor(tiny_model(rope_parameters=YARN, max_position_embeddings=128))  # four times 64 are 256
+    assert found.ok and found.verdict.endswith("1 note: context of the table")
+    assert str(found).count("note ") == 1
 
 
 def test_a_changed_folder_is_repaired_from_its_record(folder, tmp_path):

@@ -40,10 +40,10 @@ def sample(said, target="['28334']", kept=None, **more):
 
 def written(folder, *samples, **results):
     results = {"config": {"model": "hf"}, "max_length": 64, "results": {}} | results
-    (folder / f"results_{STAMP}.json").write_text(json.dumps(results))
-    path = folder / f"samples_niah_{STAMP}.jsonl"
+    path = folder / f"results_{STAMP}.json"
+    path.write_text(json.dumps(results))
     lines = [json.dumps({"doc_id": i} | each, ensure_ascii=False) for i, each in enumerate(samples)]
-    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    (folder / f"samples_niah_{STAMP}.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
     return path
 
 
@@ -108,6 +108,6 @@ def test_the_command_counts_them(tmp_path):
     path = written(tmp_path, sample("It is 28334."))
     printed = invoke("doctor", str(LLAMA), "--results", str(path))
     assert printed.exit_code == 1 and "hold the right answer '28334'" in " ".join(printed.output.split())
-    for wrong, said in [(tmp_path / "none", "no"), (LLAMA, "has no results_"), (LLAMA / "config.json", "not named")]:
+    for wrong, said in [(tmp_path / "none", "none"), (LLAMA, "has no results_"), (LLAMA / "config.json", "is no")]:
         printed = invoke("doctor", str(LLAMA), "--results", str(wrong))
         assert printed.exit_code == 2 and said in printed.output, printed.output

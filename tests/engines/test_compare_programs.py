@@ -41,7 +41,7 @@ def patched(folder, method, family="llama", **options):
 
 
 def rows(source, program):
-    return {row.layer_type: row for row in compare_programs(source, [program]).rows if row.program == program}
+    return {row.layer_type: row for row in compare_programs(source).rows if row.program == program}
 
 
 def verdicts(source):
@@ -330,7 +330,6 @@ def test_a_program_that_fails_is_no_disagreement(tmp_path):
     row = rows(folder, "transformers-4")[None]
     assert (row.verdict, row.built) == ("refuses", None)
     assert "'proportional'" in row.reasons[0]
-    assert "differs" not in {row.verdict for row in compare_programs(folder, ["transformers-4"]).rows}
     assert verdicts(folder)["sglang"] == "agrees"  # the share stands at the top of its config, too
 
 
@@ -405,7 +404,7 @@ def test_a_gguf_file_is_read_from_its_header(tmp_path):
     told = {name: read[name].verdict for name in ("llama.cpp", "transformers-5", "vllm")}
     assert told == {"llama.cpp": "reference", "transformers-5": "differs", "vllm": "unverified"}
     assert read["llama.cpp"].built.attention_scaling == pytest.approx(YARN_SCALING)
-    assert [row.verdict for row in compare_programs(plain, ["llama.cpp"]).rows] == ["reference", "agrees"]
+    assert [row.verdict for row in compare_programs(plain).rows[:2]] == ["reference", "agrees"]
 
 
 def test_the_exit_status_of_doctor_counts_the_programs_that_are_named(tmp_path):

@@ -72,6 +72,10 @@ def test_overrides_of_engines_give_the_table_in_transformers(base, program, meth
         setattr(config, key, {**getattr(config, key), **value} if merges else value)
     assert_same(read_by_transformers(config), expected(method))
     assert option(written.lines, length) == "256"
+    # Without a length, the context that the method reaches: 4 and 5 times 64; one that reaches no further keeps 64.
+    reached = {"pi:factor=4": 256, "yarn:factor=4:attention_factor=1.5": 256, "yarn:factor=5": 320}.get(method, 64)
+    written = flags(base, method, program)
+    assert (written.settings["max_position_embeddings"], option(written.lines, length)) == (reached, str(reached))
 
 
 def test_tables_per_layer_type_are_stated_together(tmp_path):
