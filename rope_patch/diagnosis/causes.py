@@ -71,7 +71,13 @@ def cause(
     if torch.allclose(found, expected, rtol=1e-3, atol=frequencies.UNROTATED):
         off = float(((found - expected).abs() / expected.clamp_min(frequencies.UNROTATED)).max())
         return f"it is nearly the table: its frequencies are off by up to {off:.1e} of their size", RELOAD
-    if (known := plain(found, table)) is not None:
+    if torch.allclose(found.sort().values, expected.sort().values, rtol=1e-4, atol=frequencies.UNROTATED):
+        return (
+            "the same frequencies in another order: the pairs of features are matched wrongly, as where the rotated "
+            "features are expected to be neighbours",
+            "convert the weights again with the order of pairs that this model class expects",
+        )
+    if (known := plain(found, table) or _scaled(found, expected)) is not None:
         return known
     if _is_garbage(found, expected):
         return _NEVER_FILLED
@@ -118,4 +124,23 @@ def plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:
     return (
         f"it is plain RoPE: the scaling that the config states ({table.rope_type}) is not applied",
         f"set rope_parameters before the model is built, as from_pretrained(..., config=config) does; or {RELOAD}",
+    )
+
+
+def _scaled(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
+    """Return two sentences if all frequencies are off by one factor, on what that means and what to do; else None."""
+    turning = frequencies.unrotated(expected).logical_not()
+    found, expected = found[turning].double(), expected[turning].double()
+    # Angles are known up to whole turns. The slowest pair, which comes last, makes none up to position 1.
+    if not len(expected) or float(ratio := found[-1] / expected[-1]) <= 0:
+        return None
+    scaled = ratio * expected
+    off = (found - scaled + math.pi).remainder(2 * math.pi) - math.pi
+    if bool((off.abs() > 1e-3 * scaled.clamp_max(1)).any()):
+        return None
+    factor = f"divided by {1 / ratio:.5g}" if ratio < 1 else f"multiplied by {ratio:.5g}"
+    return (
+        f"every frequency is the expected one {factor}: a linear factor (position interpolation) that is stated was "
+        "not applied, or the reverse",
+        RELOAD,
     )

@@ -302,7 +302,7 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
 
 
 def contexts_agree(subject: Subject) -> Iterator[Check]:
-    """Check that the tokenizer and the factor of the table state no other context than the config."""
+    """Check that the tokenizer, the generation config and the table state no other context than the config."""
     context = next(iter(subject.meant.values())).max_position_embeddings
     cut = subject.tokenizer_length
     if cut is not None and cut >= context:
@@ -324,6 +324,19 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
             "with truncation=True a text is cut before the model reads it",
             subject.fix(
                 f"tokenizer.model_max_length = {context}", f"set model_max_length in tokenizer_config.json to {context}"
+            ),
+        )
+    longest = getattr(getattr(subject.location.model, "generation_config", None), "max_length", None)
+    if isinstance(longest, int) and longest > context:
+        yield Check(
+            "generation config",
+            NOTE,
+            f"its max_length is {longest}",
+            f"at most {context} tokens, the context of the config",
+            "generation goes on beyond the positions that the table was made for",
+            subject.fix(
+                f"model.generation_config.max_length = {context}",
+                f"set max_length in generation_config.json to at most {context}",
             ),
         )
     for kind, table in subject.location.stated_tables.items():

@@ -104,10 +104,24 @@ def a_buffer_of_another_base(folder):
     return model
 
 
-@broken("table in use", "a table of another kind")
+@broken("table in use", "in another order")
+def a_buffer_in_another_order(folder):
+    model = tiny_model()
+    module_of(model).inv_freq.copy_(module_of(model).inv_freq.flip(0))
+    return model
+
+
+@broken("table in use", "divided by 2")
 def a_buffer_with_a_linear_factor_too_many(folder):
     model = tiny_model(rope_parameters=YARN, max_position_embeddings=256)
     module_of(model).inv_freq.div_(2)
+    return model
+
+
+@broken("table in use", "multiplied by 4")
+def a_buffer_whose_first_pairs_turn_more_than_once(folder):
+    model = tiny_model()
+    module_of(model).inv_freq.mul_(4)
     return model
 
 
@@ -159,10 +173,16 @@ def a_folder_with_a_tensor_of_another_shape(folder):
     return with_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(32)}))
 
 
+@broken("tied head", "drop the head")
+def a_folder_whose_tied_head_is_another(folder):
+    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    return folder
+
+
 @broken("weights files", "truncated")
 def a_folder_whose_weights_are_cut(folder):
     (folder / "model.safetensors").write_bytes(b"")
-    return folder
+    return a_folder_whose_tied_head_is_another(folder)
 
 
 @broken("config", "rope_theta is 0")
@@ -269,9 +289,11 @@ def test_quantized_weights_do_not_matter(folder):
 
 
 def test_what_decides_nothing_is_a_note():
-    found = doctor(tiny_model(rope_parameters=YARN, max_position_embeddings=128))  # four times 64 are 256
-    assert found.ok and found.verdict.endswith("1 note: context of the table")
-    assert str(found).count("note ") == 1
+    model = tiny_model(rope_parameters=YARN, max_position_embeddings=128)  # four times 64 are 256
+    model.generation_config.max_length = 1000
+    found = doctor(model)
+    assert found.ok and found.verdict.endswith("2 notes: generation config, context of the table")
+    assert str(found).count("note ") == 2
 
 
 def test_a_changed_folder_is_repaired_from_its_record(folder, tmp_path):
