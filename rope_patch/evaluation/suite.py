@@ -15,7 +15,7 @@ from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
-from rope_patch.evaluation.retrieval.prompts import CachedPromptMaker
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.smaller_specs import check_tasks, tokens_to_read
 from rope_patch.evaluation.texts.builtin_text import Corpus, builtin_text
 from rope_patch.evaluation.texts.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
@@ -171,7 +171,7 @@ class EvalSuite(Suite):
         haystack: a haystack in memory that replaces the spec's.
 
     Attributes:
-        prompts: prompt maker, which makes each prompt once.
+        prompts: the maker of the prompts.
 
     Raises:
         ValueError: there is too little text, or a prompt does not fit; it is raised before any model reads anything.
@@ -185,7 +185,7 @@ class EvalSuite(Suite):
         self, spec: EvalSpec, tokenizer: Any, *, text: Source | None = None, haystack: Haystack | None = None
     ) -> None:
         super().__init__(spec, tokenizer, text)
-        self.prompts = CachedPromptMaker(
+        self.prompts = PromptMaker(
             tokenizer,
             haystack or _haystack(spec.haystack, self.source, self.text_name),
             turns=chat_turns(tokenizer, spec.chat_template),

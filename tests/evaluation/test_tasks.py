@@ -119,12 +119,12 @@ def test_the_last_tokens_are_those_of_the_haystack():
 
 
 def test_where_no_words_fit_the_room_a_piece_of_the_tasks_own_text_makes_way(monkeypatch):
-    exact = prompts._Fit._exact
+    cut = prompts._Fit._cut
 
-    def none_below_30_tokens(fit, question, room):
-        return exact(fit, question, room) if room >= 30 else None
+    def none_below_30_tokens(fit, question, first):
+        return cut(fit, question, first) if fit._excess(question) <= -30 else None
 
-    monkeypatch.setattr(prompts._Fit, "_exact", none_below_30_tokens)
+    monkeypatch.setattr(prompts._Fit, "_cut", none_below_30_tokens)
     # A piece has some 80 tokens, so that some of these lengths leave room for fewer than 30.
     for length in range(1000, 1080, 8):
         found = NOISY.prompts("json_kv", length, [0.25, 0.75])
