@@ -322,7 +322,6 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"length": 256}, "the model is trained at 256 tokens, so 256 need no patch: give a longer length"),
-        ({"methods": ["yarn@256"]}, "was removed"),
         ({"methods": []}, "name a method beside 'default', which is always measured"),
         ({"methods": ["yarn", "yarn:factor=2"]}, "methods must differ from each other"),
         ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
@@ -364,20 +363,6 @@ def test_a_long_run_says_what_takes_less(tmp_path, monkeypatch):
         r"what takes less: two --methods \((\d+) minutes\), --length 512 \((\d) hours\), a GPU", result.output
     )
     assert int(remedies[1]) == 11 and int(remedies[2]) in (2, 3)
-
-
-def test_an_extend_yaml_of_an_earlier_version_loads_with_a_note(tmp_path):
-    said, recipe = [], tmp_path / "extend.yaml"
-    recipe.write_text(
-        "model: m\nlength: 512\ndepths: [0.1, 0.9]\nhaystack: noise\nchat_template: auto\nbatch_tokens: 16384\n"
-    )
-    with listen(on_sentence=said.append):
-        settings = parse(ExtendOptions, ["--recipe", str(recipe), "-o", "again"]).settings
-    assert settings == ExtendSettings("m", 512) and len(said) == 4
-    assert said[0].endswith(
-        "depths is left out. It was removed: extend lays its needle into the text that it reads; "
-        "rope-patch compare asks in other ways."
-    )
 
 
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
