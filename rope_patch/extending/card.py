@@ -14,11 +14,10 @@ from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, Row, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
-from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH
 from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
-from rope_patch.reports.comparison import before_after
+from rope_patch.reports.comparison import EXACT_MATCH, before_after
 from rope_patch.reports.page import markdown_table
 from rope_patch.runtime.captions import windows_text
 

@@ -26,7 +26,6 @@ import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.cli.parsing import parse
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH
 from rope_patch.extending.card import card
 from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.extend import Run, extend
@@ -36,6 +35,7 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_dict
 from rope_patch.patching.verify import inspect_model
+from rope_patch.reports.comparison import EXACT_MATCH
 from rope_patch.runtime.progress import listen
 
 pytestmark = pytest.mark.usefixtures("reloads_fork", "figures")
