@@ -11,7 +11,6 @@ from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.patching.verify import inspect_model
 from rope_patch.planning import plan
-from rope_patch.runtime.folders import is_gguf
 
 
 def describe_model(model: PreTrainedModel, options: ExtendSettings, trained_length: int) -> list[str]:
@@ -42,10 +41,8 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
     """Return which programs compute another table than transformers 5, and what to run instead, a sentence each.
 
     Args:
-        source: the folder of the checkpoint. A GGUF file is read by llama.cpp alone, so nothing is said of one.
+        source: the folder of the checkpoint.
     """
-    if is_gguf(source):
-        return ()
     sentences: dict[str, list[str]] = {}
     try:
         for check in programs_agree(source):
@@ -56,6 +53,6 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
                 # A fix that begins with "none: " says why no command writes what the program reads right.
                 sentence = sentence.replace("Run: none: ", "No command mends that: ")
                 sentences.setdefault(sentence, []).append(check.name)
-    except ValueError as error:  # an adapter, or a family that nothing is known of
+    except ValueError as error:  # a family that nothing is known of
         return (f"what other programs compute from its config is not known: {error}",)
     return tuple(f"{', '.join(names)}: {sentence}" for sentence, names in sentences.items())

@@ -159,7 +159,7 @@ def record(outcome: Extended) -> dict[str, Any]:
         "reason": choice.reason,
         "cost": choice.cost,
         "unconfirmed": choice.unconfirmed,
-        "evaluated": finite([one.to_dict() for one in choice.evaluated]),
+        "evaluated": finite([asdict(one) | {"method": one.label} for one in choice.evaluated]),
         "training": training,
         "plain_transformers": "equal logits",
         "other_programs": list(outcome.programs),

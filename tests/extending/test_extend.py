@@ -131,7 +131,6 @@ def test_programs_that_were_not_compared_are_named_once(tmp_path):
     PhiForCausalLM(config).save_pretrained(tmp_path)
     (sentence,) = (one for one in other_programs(tmp_path) if "was not compared" in one)
     assert re.match(r"vLLM [\d.]+, llama\.cpp \w+: its code for phi was not compared", sentence)
-    assert other_programs("model.gguf") == ()  # llama.cpp's alone
 
 
 def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
@@ -213,7 +212,7 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
     rounds, _ = run.plan()
     with listen(lambda stage, tokens: read.append(tokens)):
         run.choose_task()
-        assert len(run.measure(rounds[:1], conditions=True)) == 1
+        assert len(run.measure(rounds[:1])) == 1
     assert sum(read) == run.tokens(rounds[:1]) == 256 + 4 * rounds[0].windows * 512
 
 
@@ -267,7 +266,7 @@ def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypa
     monkeypatch.setattr("rope_patch.extending.extend.compare", compared)
     said = []
     with listen(lambda *_: None, on_sentence=said.append):
-        assert len(run.measure(planned, conditions=True)) == rounds
+        assert len(run.measure(planned)) == rounds
     assert ("no time for round" in str(said)) == (rounds < 3)
 
 
@@ -354,15 +353,10 @@ def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_long_run_says_what_takes_less(tmp_path, monkeypatch):
+def test_a_run_says_how_long_it_takes(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 10.0)
     result = invoke("extend", LLAMA, "--length", "1k", "-o", tmp_path / "out", "--dry-run", "--dtype", "float32")
     assert "254,208 tokens, about 7 hours at the speed measured now" in result.output
-    # Two methods read 3 windows and then 3 more. Half the length has half the tokens, which cost less each.
-    remedies = re.search(
-        r"what takes less: two --methods \((\d+) minutes\), --length 512 \((\d) hours\), a GPU", result.output
-    )
-    assert int(remedies[1]) == 11 and int(remedies[2]) in (2, 3)
 
 
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
