@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -199,7 +199,7 @@ class EvalSuite(Suite):
     @property
     def tokens(self) -> int:
         """Number of tokens that one run reads, to which a progress bar counts."""
-        return tokens_to_read(self.spec, len(self.windows))
+        return tokens_to_read(replace(self.spec, windows=len(self.windows)))
 
     def run(
         self,

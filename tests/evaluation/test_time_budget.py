@@ -126,7 +126,7 @@ def test_the_longest_lengths_are_left_out_before_a_time_is_too_short():
 
 def test_a_time_that_is_too_short_for_the_shortest_length_says_how_much_is_needed():
     with pytest.raises(ValueError, match="36864"):
-        spec_within(EvalSpec([4096, 8192]), 1000)
+        spec_within(EvalSpec([4096, 8192], windows=16), 1000)
 
 
 def test_without_windows_prompts_alone_get_fewer():

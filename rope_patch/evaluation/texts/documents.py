@@ -41,11 +41,6 @@ class TokenDocument:
     ends: Tensor | None = None
     prefix: tuple[int, ...] = ()
 
-    def beginning(self, length: int) -> TokenDocument:
-        """Return the document cut to its first ``length`` tokens."""
-        ends = None if self.ends is None else self.ends[:length]
-        return TokenDocument(self.name, self.ids[:length], ends, self.prefix)
-
 
 PIECE_CHARACTERS = 2**22
 """Longest piece of a text that is encoded in one call [characters]: until a call returns, a tokenizer holds some 200
@@ -125,14 +120,11 @@ def check_tokenizer(tokenizer: Any) -> None:
     Raises:
         ValueError: it is the name or the folder of a tokenizer, or anything else.
     """
-    if callable(tokenizer):
-        return
-    if isinstance(tokenizer, str | os.PathLike):
-        what = "a string" if isinstance(tokenizer, str) else "a path"
-        hint = f": load it with AutoTokenizer.from_pretrained({str(tokenizer)!r})"
-    else:
-        what, hint = type(tokenizer).__name__, ""
-    raise ValueError(f"tokenizer must be a transformers tokenizer, got {what}{hint}")
+    if not callable(tokenizer):
+        raise ValueError(
+            f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}: load one with "
+            "AutoTokenizer.from_pretrained"
+        )
 
 
 def prefix_ids(tokenizer: Any) -> tuple[int, ...]:
