@@ -19,7 +19,7 @@ from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
 from rope_patch.reports.comparison import EXACT_MATCH, before_after
 from rope_patch.reports.page import markdown_table
-from rope_patch.runtime.captions import windows_text
+from rope_patch.runtime.captions import names_text, windows_text
 
 CARD_TEMPLATE = """---
 {head}---
@@ -138,8 +138,8 @@ def _name(row: Row) -> str:
 def programs_of(outcome: Extended) -> str:
     """Return what other programs compute from the folder."""
     if not outcome.programs:
-        *names, last = (program.name for program in PROGRAMS.values())
-        return f"{', '.join(names)} and {last} compute the same table from its config."
+        names = names_text([program.name for program in PROGRAMS.values()])
+        return f"{names} compute the same table from its config."
     sentences = "".join(f"\n- {sentence.replace(str(outcome.output), 'THIS FOLDER')}" for sentence in outcome.programs)
     return f"Other programs (`rope-patch doctor` shows all):\n{sentences}"
 

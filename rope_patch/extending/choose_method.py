@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
@@ -12,7 +12,7 @@ from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence, change_text
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
 from rope_patch.patching.verify import shortened
-from rope_patch.runtime.captions import count_text
+from rope_patch.runtime.captions import count_text, names_text
 
 REACHED_SHARE = 0.5
 """A method does not reach the target if prompts show that it answers less than this share of what the unpatched model
@@ -335,9 +335,11 @@ class MethodEvaluator:
         reason += f", the log-probability of right answers is {number_text(chosen.logprob)}"
         reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
         if by:
-            reason += f"; ahead of {_names(one for one in fit if one not in remaining)} in {by}"
+            reason += f"; ahead of {names_text([one.name for one in fit if one not in remaining])} in {by}"
         if len(remaining) > 1:
-            reason += f"; not significantly different from {_names(one for one in remaining if one is not chosen)}"
+            reason += (
+                f"; not significantly different from {names_text([one.name for one in remaining if one is not chosen])}"
+            )
             reason += ", and the least costly of them within the trained context"
             most = max(remaining, key=lambda one: one.answered)
             if most.answered > chosen.answered:
@@ -393,10 +395,3 @@ class MethodEvaluator:
             advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")
         return advice
-
-
-def _names(methods: Iterable[EvaluatedMethod]) -> str:
-    names = [method.name for method in methods]
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -19,7 +19,6 @@ from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.evaluation.smaller_specs import SMALLEST_WINDOWS
 from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, speed
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
-from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_within, windows_read
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
@@ -30,6 +29,7 @@ from rope_patch.options.yaml_and_json import from_dict, to_yaml
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
+from rope_patch.planning import plan
 from rope_patch.runtime import progress
 from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.folders import locked_output, write_atomically
@@ -195,9 +195,23 @@ class Run:
         return suite
 
     def say_what_the_model_is(self) -> None:
-        """Report what the model is, and what other programs compute from it."""
-        for line in describe_model(self.model, self.options, self.trained_length):
-            progress.say(line)
+        """Say what the model is, and how much memory an answer at the new length takes."""
+        length = self.options.length
+        inspection = inspect_model(self.model)
+        progress.say(
+            f"{self.options.model}: {inspection.model_class}, trained at {self.trained_length} tokens; to reach: "
+            f"{length} ({length / self.trained_length:g} times)"
+        )
+        for warning in inspection.warnings:
+            progress.say(f"note: {warning}")
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        try:
+            memory = plan(self.model, length=length, dtype=dtype).reading
+        except ValueError:  # the plan does not know the shapes of this family
+            return
+        answer, weights, cache = (memory[part] / 2**30 for part in ("retrieval", "weights", "KV cache"))
+        sizes = f"{answer:.2g} GiB in {dtype} (weights {weights:.2g}, KV cache {cache:.2g})"
+        progress.say(f"to answer a prompt of {length} tokens takes {sizes}")
 
     @cached_property
     def speed(self) -> float:

@@ -111,14 +111,6 @@ class Draw:
             count,
         )
 
-    def uuids(self, count: int) -> list[str]:
-        """Return ``count`` different UUIDs of version 4."""
-        return self.of_common_length(endless_uuids, count)
-
-    def pairs_of_words(self, count: int) -> list[str]:
-        """Return ``count`` different pairs of an adjective and a noun, such as ``quiet-river``."""
-        return self.of_common_length(endless_pairs, count)
-
     def of_common_length(self, endless: Callable[[random.Random], Iterator[str]], count: int) -> list[str]:
         """Return items that have the most common number of tokens, which is found with one fixed seed.
 
@@ -303,7 +295,7 @@ class UuidTask(CrowdedTask):
 
     def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
         """Return UUIDs as values, and UUIDs as the names that they belong to."""
-        return draw.uuids(count), draw.uuids(count)
+        return draw.of_common_length(endless_uuids, count), draw.of_common_length(endless_uuids, count)
 
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
         """Yield other names and values."""

@@ -54,8 +54,7 @@ def documents(source: Source) -> Iterator[Document]:
 
     Args:
         source: a text (``str``), a file or a folder of .txt files (``Path``), a built-in :class:`Corpus`, a
-            ``datasets`` dataset (streaming or not), or any iterable of texts, :class:`Document` or mappings with a
-            ``text``.
+            ``datasets`` dataset (streaming or not), or any iterable of texts or of mappings with a ``text``.
 
     Raises:
         FileNotFoundError: the file or folder does not exist.
@@ -100,18 +99,13 @@ def _documents(source: Source) -> Iterator[Document]:
             raise ValueError(f"a dataset with splits: choose one of {sorted(map(str, source))}")
         case _:
             for i, row in enumerate(source):
-                yield _row(row, i)
-
-
-def _row(row: Any, number: int) -> Document:
-    match row:
-        case Document():
-            return row
-        case str():
-            return Document(f"row {number}", row)
-        case {"text": str(text)}:
-            return Document(f"row {number}", text)
-    raise TypeError(f"row {number} must be a text, or a mapping with a text under 'text', got {row!r:.80}")
+                match row:
+                    case str(text) | {"text": str(text)}:
+                        yield Document(f"row {i}", text)
+                    case _:
+                        raise TypeError(
+                            f"row {i} must be a text, or a mapping with a text under 'text', got {row!r:.80}"
+                        )
 
 
 def check_tokenizer(tokenizer: Any) -> None:
