@@ -15,17 +15,6 @@ INTERVAL_OVER_PROMPTS = "An interval over prompts speaks of prompts of this task
 """The population that an interval is about, which every report states."""
 
 
-def widening(before: int, after: int) -> float:
-    """Return by what factor Student's 95 % interval of a mean widens with fewer values of the same spread.
-
-    Example:
-        >>> round(widening(16, 4), 1), widening(4, 4)
-        (3.0, 1.0)
-    """
-    ends = [float(stats.t.ppf(0.975, count - 1)) / math.sqrt(count) for count in (after, before)]
-    return ends[0] / ends[1]
-
-
 def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float | None = None) -> tuple[float, float]:
     """Return Wilson's score interval of a share.
 

@@ -120,26 +120,12 @@ def smaller_specs(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
 
 def what_is_lost(spec: EvalSpec, less: EvalSpec) -> str:
     """Return a sentence that says what a smaller spec loses; "" if it is the same spec."""
-    if less == spec:
-        return ""
-    # Imported here because it imports scipy, which only this message needs.
-    from rope_patch.evaluation.intervals import widening
-
-    before = spec.windows or 0
-    after = less.windows or 0
     parts = []
-    # The interval of a share narrows with the square root of the number of haystacks.
-    wider = math.sqrt(spec.samples / less.samples)
     if less.samples < spec.samples:
         parts.append(f"{less.samples} instead of {spec.samples} samples at each length and depth")
-    # A single window has no interval, so there is no width to compare.
-    if 1 < after < before:
-        parts.append(f"{after} instead of {before} windows")
-        wider = max(wider, widening(before, after))
-    clauses = []
-    if parts:
-        clauses.append(f"{', '.join(parts)}: intervals are up to {wider:.1f} times as wide")
+    if less.windows != spec.windows:
+        parts.append(f"{less.windows} instead of {spec.windows} windows")
     left_out = [str(length) for length in spec.lengths if length not in less.lengths]
     if left_out:
-        clauses.append(f"nothing is measured at {' and '.join(left_out)} tokens")
-    return "; ".join(clauses)
+        parts.append(f"nothing is measured at {' and '.join(left_out)} tokens")
+    return ", ".join(parts)

@@ -29,8 +29,6 @@ class Prompt:
         parts: strings that the answer must give: a single one, or one for each needle.
         ends: end of each part within the answer [tokens].
         depths: depth of the needle that each part is from: 0 is the start, and 1 is just before the question.
-        hidden: depth and text of every needle, by rising depth.
-        question: text of the question; a chat template may have removed its outer spaces.
     """
 
     text: str
@@ -40,8 +38,6 @@ class Prompt:
     parts: tuple[str, ...]
     ends: tuple[int, ...]
     depths: tuple[float, ...]
-    hidden: tuple[tuple[float, str], ...] = ()
-    question: str = ""
 
 
 class PromptMaker:
@@ -128,8 +124,8 @@ class PromptMaker:
         prompts = [fit(question) for question in questions]
         if kind.joined:
             return prompts
-        ranks = {i: rank for rank, i in enumerate(sorted(range(len(depths)), key=lambda i: depths[i]))}
-        return [prompts[ranks[i]] for i in range(len(depths))]
+        by_depth = dict(zip(sorted(depths), prompts, strict=True))
+        return [by_depth[depth] for depth in depths]
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, beginning with the special tokens."""
@@ -180,8 +176,6 @@ class PromptMaker:
             parts=question.parts,
             ends=tuple(ends),
             depths=question.depths,
-            hidden=question.hidden,
-            question=question.text,
         )
 
 
