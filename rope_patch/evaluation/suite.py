@@ -18,7 +18,7 @@ from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.smaller_specs import check_tasks, tokens_to_read
 from rope_patch.evaluation.texts.builtin_text import Corpus, builtin_text
-from rope_patch.evaluation.texts.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
+from rope_patch.evaluation.texts.documents import Source, TokenDocument, check_tokenizer, spread_windows, whole_text
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import open_cache
@@ -270,7 +270,7 @@ def as_suite(spec: EvalSpec | AnySuite, tokenizer: Any) -> AnySuite | EvalSuite:
 
 def _haystack(name: str | None, source: Source, text_name: str) -> str | Path | Haystack:
     if name is None:
-        return Haystack("\n\n".join(document.text for document in documents(source)), text_name)
+        return Haystack(whole_text(source), text_name)
     return name if name in ("builtin", "noise") else Path(name)
 
 

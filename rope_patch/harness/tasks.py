@@ -20,7 +20,7 @@ from rope_patch.evaluation.retrieval.chat_template import turns_of
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import documents, text_digest
+from rope_patch.evaluation.texts.documents import text_digest, whole_text
 from rope_patch.harness.lm_eval_versions import task_request
 
 TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows")
@@ -255,7 +255,7 @@ def words_of(arguments: TokenizerArguments, path: str | None) -> tuple[list[str]
     if path is None:
         text = builtin_text("heldout").text
     else:
-        text = "\n\n".join(document.text for document in documents(Path(path).expanduser()))
+        text = whole_text(Path(path).expanduser())
     words = re.findall(r"\s*\S+", text)
     coded = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
     return words, [0, *itertools.accumulate(len(ids) for ids in coded)]

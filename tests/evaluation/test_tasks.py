@@ -103,7 +103,7 @@ def test_the_answer_follows_from_the_facts_in_the_order_of_the_text(task, seed, 
 
 @pytest.mark.parametrize("task", ["qa1", "qa2", "qa3"])
 def test_the_last_fact_that_tells_stands_at_the_depth_and_all_prompts_share_the_story(task):
-    questions = TASKS[task].questions(DEPTHS, Draw(TOKENIZER, random.Random(2), 1000))
+    questions = TASKS[task].questions(DEPTHS, Draw(TOKENIZER, random.Random(2)))
     assert len({question.hidden for question in questions}) == 1
     for question, depth in zip(questions, DEPTHS, strict=True):
         telling = {fact for at, fact in question.hidden if at == depth}

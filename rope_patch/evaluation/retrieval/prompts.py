@@ -119,7 +119,7 @@ class PromptMaker:
         # "single" is the mode that tasks had when there were several; without it all prompts would change.
         rng = random.Random(f"{seed}/{task}/single/{length}/{sample}")
         start = rng.random()
-        questions = kind.questions(sorted(depths), Draw(self.tokenizer, rng, length))
+        questions = kind.questions(sorted(depths), Draw(self.tokenizer, rng))
         fit = _Fit(self, task, length, start, questions)
         prompts = [fit(question) for question in questions]
         if kind.joined:

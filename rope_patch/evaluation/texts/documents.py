@@ -108,6 +108,11 @@ def _documents(source: Source) -> Iterator[Document]:
                         )
 
 
+def whole_text(source: Source) -> str:
+    """Return the documents of a source, as :func:`documents` yields them, joined by blank lines."""
+    return "\n\n".join(document.text for document in documents(source))
+
+
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise unless the argument is a tokenizer, which can be called.
 
@@ -171,7 +176,7 @@ def spread_windows(
     Raises:
         ValueError: the text is too short for the windows.
     """
-    whole = source.text if isinstance(source, Corpus) else "\n\n".join(d.text for d in documents(source))
+    whole = whole_text(source)
     # The special tokens are left out here, because every window gets them in front.
     (stream,) = encode(tokenizer, whole, prefix=())
     prefix = prefix_ids(tokenizer)
@@ -181,9 +186,11 @@ def spread_windows(
         # At least one, so that a text shorter than one window meets the error below, which says how much is needed.
         windows = max(1, min(16, total // size))
     if windows * size > total:
+        advice = "give a longer text (text, --text)"
+        if windows > 1:
+            advice = f"ask for fewer windows, or {advice}"
         raise ValueError(
-            f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: "
-            f"{'ask for fewer windows, or ' * (windows > 1)}give a longer text (text, --text)"
+            f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: {advice}"
         )
     rows = []
     for i, start in enumerate(spread_starts(total, size, windows)):

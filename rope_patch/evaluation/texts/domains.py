@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.texts.documents import Source, documents, encode, prefix_ids, spread_starts
+from rope_patch.evaluation.texts.documents import Source, encode, prefix_ids, spread_starts, whole_text
 from rope_patch.packaged import data_path
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
@@ -78,7 +78,7 @@ def read_rows(
     digest = hashlib.sha256()
     streams: dict[str, Tensor] = {}
     for name, source in named.items():
-        whole = "\n\n".join(document.text for document in documents(source))
+        whole = whole_text(source)
         # The zero byte marks where a text ends: otherwise the same characters, divided otherwise among the texts, would
         # have the same digest.
         digest.update(whole.encode("utf-8", "surrogatepass") + b"\0")
