@@ -318,8 +318,11 @@ class MethodEvaluator:
         remaining = [one for one in evaluated if one not in behind]
         best = min(remaining, key=lambda one: one.perplexity)
         worse = [one for one in remaining if self._sign(one.label, best.label, "perplexity") < 0]
-        metrics = (("the log-probability of right answers", behind), ("perplexity", worse))
-        by = [name for name, found in metrics if found]
+        by = []
+        if behind:
+            by.append("the log-probability of right answers")
+        if worse:
+            by.append("perplexity")
         return [one for one in remaining if one not in worse], " and ".join(by)
 
     def choose(self) -> Choice:
@@ -337,10 +340,9 @@ class MethodEvaluator:
         if by:
             reason += f"; ahead of {names_text([one.name for one in fit if one not in remaining])} in {by}"
         if len(remaining) > 1:
-            reason += (
-                f"; not significantly different from {names_text([one.name for one in remaining if one is not chosen])}"
-            )
-            reason += ", and the least costly of them within the trained context"
+            others = names_text([one.name for one in remaining if one is not chosen])
+            reason += f"; not significantly different from {others}, and the least costly of them within the trained "
+            reason += "context"
             most = max(remaining, key=lambda one: one.answered)
             if most.answered > chosen.answered:
                 cost = change_text(METRICS["perplexity"], most.change.estimate)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,16 @@ def write_extended(
         RuntimeError: plain transformers gives other logits from what was written.
     """
     loaded_in = model.config.dtype  # saving changes it
+    chosen: Any = model
+    table: AbstractContextManager[Any] = nullcontext()  # an adapter is loaded with its own
+    if adapter is None:
+        assert outcome.choice.method is not None  # a refusal writes nothing
+        table = patched(model, outcome.choice.method, target_length=outcome.options.length)
+    else:
+        adapted: Any = checkpoints.load(adapter, dtype=model.dtype)
+        chosen = adapted.to(model.device).merge_and_unload().eval()
     with folder_in_one_move(out, overwrite=overwrite) as folder:
-        with extended_model(outcome, model, adapter) as chosen:
+        with table:
             checkpoints.save(chosen, folder, tokenizer=tokenizer)
             if adapter is None and chosen.dtype == torch.float32 and loaded_in in (torch.bfloat16, torch.float16):
                 # Computed in float32, because the CPU is faster then. Casting the model itself would round its table.
@@ -143,18 +151,6 @@ def trained_by_extend(folder: str | Path) -> bool | None:
     if not path.is_file():
         return None
     return read_json(path).get("training") is not None
-
-
-@contextmanager
-def extended_model(outcome: Extended, model: PreTrainedModel, adapter: Path | None) -> Iterator[Any]:
-    """Give the chosen model within a ``with`` block: patched, or loaded with its adapter merged."""
-    if adapter is None:
-        assert outcome.choice.method is not None  # a refusal has no model to give
-        with patched(model, outcome.choice.method, target_length=outcome.options.length):
-            yield model
-        return
-    loaded: Any = checkpoints.load(adapter, dtype=model.dtype)
-    yield loaded.to(model.device).merge_and_unload().eval()
 
 
 def record(outcome: Extended) -> dict[str, Any]:
