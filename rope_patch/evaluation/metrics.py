@@ -193,9 +193,7 @@ class Retrieval(Metric, name="retrieval"):
         task, length = span.task or "", span.stop
         a, b = self.values(ours, span), self.values(theirs, span)
         pairs = zip(ours.retrieval[task].haystacks(length), theirs.retrieval[task].haystacks(length), strict=True)
-        changes = [
-            [float(x.correct) - float(y.correct) for x, y in zip(mine, others, strict=True)] for mine, others in pairs
-        ]
+        changes = [[x.correct - y.correct for x, y in zip(mine, others, strict=True)] for mine, others in pairs]
         # How much alike the prompts of a haystack are is estimated from their differences, because the interval is
         # about these.
         count = effective_prompts(task, changes, confidence)

@@ -12,7 +12,7 @@ from rope_patch import __version__
 from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
-from rope_patch.evaluation.compare import UNPATCHED, Row, row_name
+from rope_patch.evaluation.compare import UNPATCHED, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.result import Extended
@@ -102,7 +102,11 @@ def card(outcome: Extended) -> str:
     if chosen.trained:
         done += f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
     measured = {row.label: row for one in outcome.comparisons for row in one.rows}
-    others = [_name(row) for label, row in measured.items() if label not in (UNPATCHED, chosen.label)]
+    others = [
+        f"`{row_name(shortened(row.method), row.trained)}`"
+        for label, row in measured.items()
+        if label not in (UNPATCHED, chosen.label)
+    ]
     unconfirmed = ""
     if choice.unconfirmed:
         unconfirmed = f"\n\n**Unconfirmed**: {choice.unconfirmed}."
@@ -119,7 +123,7 @@ def card(outcome: Extended) -> str:
         reason=choice.reason,
         cost=choice.cost,
         unconfirmed=unconfirmed,
-        others=", ".join(f"`{name}`" for name in others) or "nothing else",
+        others=", ".join(others) or "nothing else",
         scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
         exact_match=EXACT_MATCH,
@@ -128,11 +132,6 @@ def card(outcome: Extended) -> str:
         version=__version__,
         base_card="" if base_card(options.model) is None else BASE_SENTENCE,
     )
-
-
-def _name(row: Row) -> str:
-    """Return the label of a row, in which a table does not state every number."""
-    return row_name(shortened(row.method), row.trained)
 
 
 def programs_of(outcome: Extended) -> str:

@@ -86,7 +86,7 @@ def extend(
     Example:
         ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
     """
-    name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
+    name = model.config.name_or_path or type(model).__name__
     settings = from_dict(ExtendSettings, {"model": name, **options})
     check_output(settings, Path(output), overwrite)
     run = Run(model, tokenizer, settings, Path(output), tokens)

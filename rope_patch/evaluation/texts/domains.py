@@ -88,8 +88,9 @@ def read_rows(
     room = len(streams[shortest]) + len(prefix)
     size = min(context, LONGEST_ROW, room) if window is None else window
     if size < len(prefix) + 2:
-        cause = f"is {shortest!r} too short?" if window is None else "take a longer window"
-        raise ValueError(f"rows need at least 2 tokens beside the special ones, got {size} in all: {cause}")
+        raise ValueError(
+            f"rows need at least 2 tokens beside the special ones, got {size} in all: give a longer window or text"
+        )
     if size > room:
         raise ValueError(f"{shortest!r} holds {room} tokens, less than one row of {size}: take shorter rows")
     inner = size - len(prefix)
