@@ -92,7 +92,7 @@ class MvNiahBasic(Task, name="mv_niah_basic"):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for all numbers."""
-        values, (name,) = draw.numbers(len(depths), 10), draw.pairs_of_words(1)
+        values, (name,) = draw.numbers(len(depths), 10), draw.of_common_length(endless_pairs, 1)
         pieces, names = list[str](), (other for other in endless_pairs(draw.rng) if other != name)
 
         def context(size: int) -> list[str]:

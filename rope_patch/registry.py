@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from rope_patch.errors import in_one_line
-from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import did_you_mean
 
 Entry = TypeVar("Entry")
@@ -95,8 +94,7 @@ class Registry(UserDict[str, Entry]):
             return self.data[name]
         if name in self.broken:
             raise ValueError(f"the {self.noun} {name!r} cannot be loaded from {self.broken[name]}")
-        hint = removed(name) or did_you_mean(name, self)
-        raise ValueError(f"unknown {self.noun} {name!r}.{hint} Known: {', '.join(self)}")
+        raise ValueError(f"unknown {self.noun} {name!r}.{did_you_mean(name, self)} Known: {', '.join(self)}")
 
     def _read_packages(self) -> None:
         if self._has_read_packages:

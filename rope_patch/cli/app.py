@@ -13,7 +13,6 @@ from rope_patch.cli.parsing import UsageError
 from rope_patch.options import COMMANDS
 from rope_patch.runtime.command import run_and_exit
 from rope_patch.runtime.progress import listen
-from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import did_you_mean
 
 ABOUT = (
@@ -46,8 +45,7 @@ def dispatch(words: Sequence[str]) -> int:
         print(help_text())
         return 0 if name else 2
     if name not in COMMANDS:
-        hint = removed(name) or did_you_mean(name, COMMANDS)
-        raise UsageError(f"unknown command {name!r}.{hint} rope-patch --help lists all of them")
+        raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} rope-patch --help lists all of them")
     # Only the module of this command is imported, so that --help of one command is fast.
     module = name.replace("-", "_")
     run: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(f"rope_patch.cli.{module}"), module)

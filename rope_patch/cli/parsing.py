@@ -15,7 +15,6 @@ import yaml
 
 from rope_patch.options.fields import Option, OptionSet, build, leaves
 from rope_patch.options.yaml_and_json import read_value, stated
-from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
@@ -53,8 +52,9 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
         if word.startswith("-"):
             # --force is for those who ask for it.
             flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short) if leaf.name != "force"]
-            hint = removed(word, command=kind.command) or did_you_mean(word, flags)
-            raise UsageError(f"unknown option {word}.{hint} rope-patch {kind.command} --help lists them")
+            raise UsageError(
+                f"unknown option {word}.{did_you_mean(word, flags)} rope-patch {kind.command} --help lists them"
+            )
         raise UsageError(f"unexpected argument {word!r}: several values go into quotes, as in --methods 'yarn ntk'")
     if modules := written.get(("imports",)):
         from rope_patch.registry import import_modules

@@ -15,17 +15,6 @@ INTERVAL_OVER_PROMPTS = "An interval over prompts speaks of prompts of this task
 """The population that an interval is about, which every report states."""
 
 
-def widening(before: int, after: int) -> float:
-    """Return by what factor Student's 95 % interval of a mean widens with fewer values of the same spread.
-
-    Example:
-        >>> round(widening(16, 4), 1), widening(4, 4)
-        (3.0, 1.0)
-    """
-    ends = [float(stats.t.ppf(0.975, count - 1)) / math.sqrt(count) for count in (after, before)]
-    return ends[0] / ends[1]
-
-
 def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float | None = None) -> tuple[float, float]:
     """Return Wilson's score interval of a share.
 
@@ -48,7 +37,7 @@ def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float |
 
 
 def paired_shares(
-    ours: Sequence[bool], theirs: Sequence[bool], confidence: float = 0.95, *, count: float | None = None
+    ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95, *, count: float | None = None
 ) -> tuple[float, float]:
     """Return an interval of ``share(ours) - share(theirs)``, where both answered the same questions.
 
@@ -56,25 +45,20 @@ def paired_shares(
     2635-2650, method 10 (Wilson limits joined, with the continuity-corrected correlation of the pairs).
 
     Args:
-        ours: whether each of our answers is right.
-        theirs: whether each of their answers to the same questions is right.
+        ours: 1 for each right answer of ours, and 0 for each other one.
+        theirs: the same of their answers to the same questions.
         confidence: confidence of the interval, in (0, 1).
         count: number of independent questions that these are worth (:func:`effective_count`); by default the number of
             questions.
-
-    Raises:
-        ValueError: the two have different lengths, or are empty.
 
     Example:
         >>> [round(x, 2) for x in paired_shares([True] * 20, [True] * 20)]
         [-0.16, 0.16]
     """
-    if len(ours) != len(theirs) or not ours:
-        raise ValueError(f"pairs are needed, got {len(ours)} and {len(theirs)} answers")
     if count is None:
         count = len(ours)
     n = float(count)
-    kinds = [(a, b) for a, b in zip(ours, theirs, strict=True)]
+    kinds = list(zip(ours, theirs, strict=True))
     both, first, second, neither = (
         n * kinds.count(kind) / len(kinds) for kind in ((True, True), (True, False), (False, True), (False, False))
     )
@@ -151,10 +135,10 @@ def independent_count(groups: Sequence[Sequence[float]]) -> float:
     The result lies between the number of groups (all values of a group are alike) and the number of values (those of a
     group are no more alike than others). *Source*: Kish (1965), Survey Sampling, section 5.4, with the intraclass
     correlation from a one-way analysis of variance. It is an estimate, and a rough one below ten groups, which
-    :func:`effective_count` allows for. Values that are all equal count as independent.
+    :func:`effective_count` allows for.
 
     Args:
-        groups: values of each group, all of the same size.
+        groups: values of each of several groups, all of the same size above one; not all values are equal.
 
     Example:
         >>> independent_count([[1, 1, 1], [0, 0, 0], [1, 1, 1]])
@@ -162,18 +146,13 @@ def independent_count(groups: Sequence[Sequence[float]]) -> float:
     """
     size = len(groups[0])
     total = len(groups) * size
-    if size == 1 or len(groups) == 1:
-        return float(len(groups))
     means = [math.fsum(group) / size for group in groups]
     middle = math.fsum(means) / len(groups)
     between = size * math.fsum((m - middle) ** 2 for m in means) / (len(groups) - 1)
     within = math.fsum((x - m) ** 2 for m, group in zip(means, groups, strict=True) for x in group)
     within /= total - len(groups)
-    spread = between + (size - 1) * within
-    correlation = 0.0
-    if spread:
-        # The estimate can be negative by chance, which would make the values worth more than their number.
-        correlation = min(1.0, max(0.0, (between - within) / spread))
+    # The estimate can be negative by chance, which would make the values worth more than their number.
+    correlation = min(1.0, max(0.0, (between - within) / (between + (size - 1) * within)))
     return total / (1 + (size - 1) * correlation)
 
 
@@ -182,12 +161,7 @@ def paired_means(ours: Sequence[float], theirs: Sequence[float], confidence: flo
 
     If differences are as skewed as an exponential distribution, the interval contains the true mean in 87 % of draws
     with 4 windows, and in 94 % with 50.
-
-    Raises:
-        ValueError: the two have different lengths, or are empty.
     """
-    if len(ours) != len(theirs) or not ours:
-        raise ValueError(f"pairs are needed, got {len(ours)} and {len(theirs)} values")
     n = len(ours)
     if n == 1:
         return -math.inf, math.inf

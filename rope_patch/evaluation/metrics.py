@@ -191,11 +191,9 @@ class Retrieval(Metric, name="retrieval"):
     ) -> PairedDifference:
         """Return the difference with Newcombe's interval, over the count of :func:`effective_prompts`."""
         task, length = span.task or "", span.stop
-        a, b = ([sample.correct for sample in one.retrieval[task].samples(length)] for one in (ours, theirs))
+        a, b = self.values(ours, span), self.values(theirs, span)
         pairs = zip(ours.retrieval[task].haystacks(length), theirs.retrieval[task].haystacks(length), strict=True)
-        changes = [
-            [float(x.correct) - float(y.correct) for x, y in zip(mine, others, strict=True)] for mine, others in pairs
-        ]
+        changes = [[x.correct - y.correct for x, y in zip(mine, others, strict=True)] for mine, others in pairs]
         # How much alike the prompts of a haystack are is estimated from their differences, because the interval is
         # about these.
         count = effective_prompts(task, changes, confidence)

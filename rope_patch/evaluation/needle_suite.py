@@ -132,7 +132,7 @@ class NeedleSuite(Suite):
     def _laden(self, window: TokenDocument) -> NeedleWindow:
         """Return a window with its needle and question, drawn by the seed and the window's name."""
         spec, tokenizer = self.spec, self.tokenizer
-        asked = _question(self.task, Draw(tokenizer, random.Random(f"{spec.seed}/{window.name}"), spec.longest))
+        asked = _question(self.task, Draw(tokenizer, random.Random(f"{spec.seed}/{window.name}")))
         needle = self.maker.encode(asked.hidden[0][1])
         text = asked.text + asked.answer_prefix
         question = self.maker.divide(text, self.maker.encode(text + asked.target), asked)

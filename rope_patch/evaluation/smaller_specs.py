@@ -1,4 +1,7 @@
-"""Counts the tokens that an :class:`EvalSpec` reads, and finds smaller specs of the same measurement."""
+"""Counts the tokens that an :class:`EvalSpec` reads, and finds smaller specs of the same measurement.
+
+Every spec here states a number of windows: that of its suite.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,6 @@ SCALABLE = ("windows", "samples")
 """Fields that a smaller spec may lower: they decide how precise a result is. The other fields decide what is
 measured."""
 
-DEFAULT_WINDOWS = 16
-"""Default number of windows of text; fewer are read if the text is too short for them."""
-
-
-def _windows_of(spec: EvalSpec) -> int:
-    return DEFAULT_WINDOWS if spec.windows is None else spec.windows
-
 
 def check_tasks(spec: EvalSpec) -> EvalSpec:
     """Return the spec if all its tasks are known.
@@ -35,18 +31,11 @@ def check_tasks(spec: EvalSpec) -> EvalSpec:
     return spec
 
 
-def tokens_to_read(spec: EvalSpec, windows: int | None = None) -> int:
-    """Return how many tokens one run reads; the progress bar counts to this number.
-
-    Args:
-        spec: the spec of what the run measures.
-        windows: number of windows that the text has room for; by default the number that the spec asks for.
-    """
-    if windows is None:
-        windows = _windows_of(spec)
+def tokens_to_read(spec: EvalSpec) -> int:
+    """Return how many tokens one run reads; the progress bar counts to this number."""
     # A joined task asks for all its needles in one prompt; any other task has a prompt for each depth.
     prompts = sum(1 if TASKS.find(task).joined else len(spec.depths) for task in spec.tasks)
-    return windows * spec.longest + prompts * spec.samples * sum(spec.lengths)
+    return (spec.windows or 0) * spec.longest + prompts * spec.samples * sum(spec.lengths)
 
 
 def tokens_computed(spec: EvalSpec) -> float:
@@ -54,12 +43,11 @@ def tokens_computed(spec: EvalSpec) -> float:
 
     Prompts of one haystack share the text before the needle, and the model computes that part once.
     """
-    windows = _windows_of(spec)
     # The prompt with the deepest needle is computed whole. A prompt with its needle at depth d shares its first d with
     # that one, so only the remaining 1 - d of it is computed.
     whole = len(spec.depths) - math.fsum(spec.depths[:-1])  # prompts, counted in lengths
     prompts = spec.samples * math.fsum(1 if TASKS.find(task).joined else whole for task in spec.tasks)
-    return windows * spec.longest + prompts * sum(spec.lengths)
+    return (spec.windows or 0) * spec.longest + prompts * sum(spec.lengths)
 
 
 def spec_within(
@@ -118,7 +106,7 @@ def smaller_specs(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
         spec: the spec that would be measured without a limit.
         scalable: the fields that may be lowered, as for :func:`spec_within`.
     """
-    windows = _windows_of(spec)
+    windows = spec.windows or 0
     least = min(SMALLEST_WINDOWS, windows) if "windows" in scalable else windows
     specs = [spec]
     if spec.tasks and "samples" in scalable:
@@ -126,32 +114,18 @@ def smaller_specs(spec: EvalSpec, scalable: Collection[str]) -> list[EvalSpec]:
             # In proportion, so that perplexity and retrieval lose about as much precision.
             count = max(least, round(windows * samples / spec.samples))
             specs.append(replace(spec, samples=samples, windows=count))
-    last = _windows_of(specs[-1])
+    last = specs[-1].windows or 0
     return specs + [replace(specs[-1], windows=count) for count in range(last - 1, least - 1, -1)]
 
 
 def what_is_lost(spec: EvalSpec, less: EvalSpec) -> str:
     """Return a sentence that says what a smaller spec loses; "" if it is the same spec."""
-    if less == spec:
-        return ""
-    # Imported here because it imports scipy, which only this message needs.
-    from rope_patch.evaluation.intervals import widening
-
-    before = _windows_of(spec)
-    after = _windows_of(less)
     parts = []
-    # The interval of a share narrows with the square root of the number of haystacks.
-    wider = math.sqrt(spec.samples / less.samples)
     if less.samples < spec.samples:
         parts.append(f"{less.samples} instead of {spec.samples} samples at each length and depth")
-    # A single window has no interval, so there is no width to compare.
-    if 1 < after < before:
-        parts.append(f"{after} instead of {before} windows")
-        wider = max(wider, widening(before, after))
-    clauses = []
-    if parts:
-        clauses.append(f"{', '.join(parts)}: intervals are up to {wider:.1f} times as wide")
+    if less.windows != spec.windows:
+        parts.append(f"{less.windows} instead of {spec.windows} windows")
     left_out = [str(length) for length in spec.lengths if length not in less.lengths]
     if left_out:
-        clauses.append(f"nothing is measured at {' and '.join(left_out)} tokens")
-    return "; ".join(clauses)
+        parts.append(f"nothing is measured at {' and '.join(left_out)} tokens")
+    return ", ".join(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +15,10 @@ from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
-from rope_patch.evaluation.retrieval.prompts import CachedPromptMaker
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.smaller_specs import check_tasks, tokens_to_read
 from rope_patch.evaluation.texts.builtin_text import Corpus, builtin_text
-from rope_patch.evaluation.texts.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
+from rope_patch.evaluation.texts.documents import Source, TokenDocument, check_tokenizer, spread_windows, whole_text
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import open_cache
@@ -171,7 +171,7 @@ class EvalSuite(Suite):
         haystack: a haystack in memory that replaces the spec's.
 
     Attributes:
-        prompts: prompt maker, which makes each prompt once.
+        prompts: the maker of the prompts.
 
     Raises:
         ValueError: there is too little text, or a prompt does not fit; it is raised before any model reads anything.
@@ -185,7 +185,7 @@ class EvalSuite(Suite):
         self, spec: EvalSpec, tokenizer: Any, *, text: Source | None = None, haystack: Haystack | None = None
     ) -> None:
         super().__init__(spec, tokenizer, text)
-        self.prompts = CachedPromptMaker(
+        self.prompts = PromptMaker(
             tokenizer,
             haystack or _haystack(spec.haystack, self.source, self.text_name),
             turns=chat_turns(tokenizer, spec.chat_template),
@@ -199,7 +199,7 @@ class EvalSuite(Suite):
     @property
     def tokens(self) -> int:
         """Number of tokens that one run reads, to which a progress bar counts."""
-        return tokens_to_read(self.spec, len(self.windows))
+        return tokens_to_read(replace(self.spec, windows=len(self.windows)))
 
     def run(
         self,
@@ -270,7 +270,7 @@ def as_suite(spec: EvalSpec | AnySuite, tokenizer: Any) -> AnySuite | EvalSuite:
 
 def _haystack(name: str | None, source: Source, text_name: str) -> str | Path | Haystack:
     if name is None:
-        return Haystack("\n\n".join(document.text for document in documents(source)), text_name)
+        return Haystack(whole_text(source), text_name)
     return name if name in ("builtin", "noise") else Path(name)
 
 

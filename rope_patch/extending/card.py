@@ -12,15 +12,14 @@ from rope_patch import __version__
 from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
-from rope_patch.evaluation.compare import UNPATCHED, Row, row_name
+from rope_patch.evaluation.compare import UNPATCHED, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
-from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH
 from rope_patch.extending.choose_method import RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
-from rope_patch.reports.comparison import before_after
+from rope_patch.reports.comparison import EXACT_MATCH, before_after
 from rope_patch.reports.page import markdown_table
-from rope_patch.runtime.captions import windows_text
+from rope_patch.runtime.captions import names_text, windows_text
 
 CARD_TEMPLATE = """---
 {head}---
@@ -103,7 +102,11 @@ def card(outcome: Extended) -> str:
     if chosen.trained:
         done += f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
     measured = {row.label: row for one in outcome.comparisons for row in one.rows}
-    others = [_name(row) for label, row in measured.items() if label not in (UNPATCHED, chosen.label)]
+    others = [
+        f"`{row_name(shortened(row.method), row.trained)}`"
+        for label, row in measured.items()
+        if label not in (UNPATCHED, chosen.label)
+    ]
     unconfirmed = ""
     if choice.unconfirmed:
         unconfirmed = f"\n\n**Unconfirmed**: {choice.unconfirmed}."
@@ -120,7 +123,7 @@ def card(outcome: Extended) -> str:
         reason=choice.reason,
         cost=choice.cost,
         unconfirmed=unconfirmed,
-        others=", ".join(f"`{name}`" for name in others) or "nothing else",
+        others=", ".join(others) or "nothing else",
         scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
         exact_match=EXACT_MATCH,
@@ -131,16 +134,11 @@ def card(outcome: Extended) -> str:
     )
 
 
-def _name(row: Row) -> str:
-    """Return the label of a row, in which a table does not state every number."""
-    return row_name(shortened(row.method), row.trained)
-
-
 def programs_of(outcome: Extended) -> str:
     """Return what other programs compute from the folder."""
     if not outcome.programs:
-        *names, last = (program.name for program in PROGRAMS.values())
-        return f"{', '.join(names)} and {last} compute the same table from its config."
+        names = names_text([program.name for program in PROGRAMS.values()])
+        return f"{names} compute the same table from its config."
     sentences = "".join(f"\n- {sentence.replace(str(outcome.output), 'THIS FOLDER')}" for sentence in outcome.programs)
     return f"Other programs (`rope-patch doctor` shows all):\n{sentences}"
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence, change_text
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
-from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.patching.verify import shortened
-from rope_patch.runtime.captions import count_text
+from rope_patch.runtime.captions import count_text, names_text
 
 REACHED_SHARE = 0.5
 """A method does not reach the target if prompts show that it answers less than this share of what the unpatched model
@@ -85,12 +83,6 @@ class EvaluatedMethod:
         """The label for a sentence, in which a table does not state every number."""
         return row_name(shortened(self.method), self.trained)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values for JSON; differences that no interval is known of are None."""
-        values = asdict(self) | {"method": self.label}
-        values["change"] = [x if math.isfinite(x) else None for x in self.change]
-        return values
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -146,15 +138,18 @@ class MethodEvaluator:
     Args:
         comparison: the comparison of the methods, with the unpatched model as ``"default"``, and of one task.
         tolerance: the relative rise of the perplexity within the trained context that a method may cost.
+        conditions: whether a method that loses more, or does not reach the target, is behind all others and cannot be
+            chosen; before a training it may.
     """
 
-    def __init__(self, comparison: Comparison, tolerance: float) -> None:
-        self.comparison, self.tolerance = comparison, tolerance
+    def __init__(self, comparison: Comparison, tolerance: float, *, conditions: bool = True) -> None:
+        self.comparison, self.tolerance, self.conditions = comparison, tolerance, conditions
         (self.task,) = comparison.spec.tasks
         self.target = comparison.spec.longest
         self.within = max(n for n in comparison.spec.lengths if n <= comparison.trained_length)
         self.rows = {row.label: row for row in comparison.rows}
         self.unpatched = self.rows[UNPATCHED]
+        self.methods = [self.evaluate(row) for label, row in self.rows.items() if label != UNPATCHED]
 
     def answers(self, row: Row, length: int) -> list[bool]:
         """Return whether each prompt of a length is answered."""
@@ -162,14 +157,16 @@ class MethodEvaluator:
 
     def perplexity(self, row: Row, stop: int) -> float:
         """Return the perplexity in the second half of the positions below ``stop``."""
-        perplexity = _text_of(row).between(self.half(stop), stop)
+        perplexity = METRICS["perplexity"].value(row.scores, Span(stop, self.half(stop)))
         if math.isnan(perplexity):
             return math.inf  # so that it sorts last
         return perplexity
 
     def half(self, stop: int) -> int:
         """Return the edge of the measured position ranges that is nearest to the middle of the positions up to here."""
-        starts = [bucket.start for bucket in _text_of(self.unpatched).buckets if bucket.start < stop]
+        text = self.unpatched.scores.perplexity
+        assert text is not None  # a run reads windows
+        starts = [bucket.start for bucket in text.buckets if bucket.start < stop]
         return min(starts, key=lambda start: abs(start - stop / 2))
 
     def positions(self, stop: int) -> str:
@@ -240,18 +237,16 @@ class MethodEvaluator:
         theirs = metric.values(self.unpatched.scores, Span(self.within, self.half(self.within)))
         return paired_means(ours, theirs, self.comparison.confidence)[0]
 
-    def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[EvaluatedMethod]:
-        """Return methods with the best first.
+    def order(self, *, conditions: bool) -> list[EvaluatedMethod]:
+        """Return the methods with the best first.
 
         Those that keep more of the conditions come first, then those that are not behind in retrieval at the target,
         then perplexity there decides.
 
         Args:
-            methods: the labels of the methods' rows.
             conditions: whether methods that fail fewer conditions come first.
         """
-        evaluated = [self.evaluate(self.rows[method]) for method in methods]
-        behind = {one.label for one in self.behind(evaluated)}
+        behind = {one.label for one in self.behind(self.methods)}
 
         def rank(one: EvaluatedMethod) -> tuple[float, ...]:
             failures = 0
@@ -260,7 +255,7 @@ class MethodEvaluator:
             lost = -one.logprob if one.label in behind else 0.0
             return failures, lost, one.perplexity
 
-        return sorted(evaluated, key=rank)
+        return sorted(self.methods, key=rank)
 
     def behind(self, evaluated: Sequence[EvaluatedMethod]) -> list[EvaluatedMethod]:
         """Return the methods that are significantly behind the one under which right answers are most probable."""
@@ -268,28 +263,29 @@ class MethodEvaluator:
         others = (one for one in evaluated if one is not best)
         return [one for one in others if self._sign(one.label, best.label, "logprob") < 0]
 
-    def leaders(self, methods: Sequence[str], count: int, *, conditions: bool = True) -> list[str]:
+    def leaders(self, count: int) -> list[str]:
         """Return the methods that are worth more windows and prompts, the best first.
 
         Few windows tell poorly whether a condition is kept, and methods that change nothing keep most of them. So the
         best with regard to the conditions and the best without take turns.
         """
-        # Where conditions are not regarded, the two orders are the same one.
-        orders = [self.order(methods, conditions=one) for one in dict.fromkeys((conditions, False))]
+        orders = self.order(conditions=self.conditions), self.order(conditions=False)
         turns = dict.fromkeys(evaluated.label for pair in zip(*orders, strict=True) for evaluated in pair)
         return list(turns)[:count]
 
-    def settled(self, methods: Sequence[str], *, conditions: bool = True) -> bool:
+    def settled(self) -> bool:
         """Tell whether more windows and prompts would hardly change the decision.
 
         The best is significantly ahead of all others, and of the unpatched model, it is not open whether it reaches the
         target, and the interval of what it loses within the trained context lies on one side of the tolerance.
         """
-        best, *others = self.order(methods, conditions=conditions)
+        best, *others = self.order(conditions=self.conditions)
         if best.doubt or not all(self.ahead(best.label, other.label) for other in others):
             return False
+        if not self.conditions:
+            return True
         tolerable = [relative(end) <= self.tolerance for end in (best.change.low, best.change.high)]
-        return not conditions or (tolerable[0] == tolerable[1] and self.better_than_unpatched(self.rows[best.label]))
+        return tolerable[0] == tolerable[1] and self.better_than_unpatched(self.rows[best.label])
 
     def ahead(self, method: str, other: str) -> bool:
         """Tell whether a method is significantly better than another at the target, in retrieval or in perplexity."""
@@ -322,31 +318,31 @@ class MethodEvaluator:
         remaining = [one for one in evaluated if one not in behind]
         best = min(remaining, key=lambda one: one.perplexity)
         worse = [one for one in remaining if self._sign(one.label, best.label, "perplexity") < 0]
-        metrics = (("the log-probability of right answers", behind), ("perplexity", worse))
-        by = [name for name, found in metrics if found]
+        by = []
+        if behind:
+            by.append("the log-probability of right answers")
+        if worse:
+            by.append("perplexity")
         return [one for one in remaining if one not in worse], " and ".join(by)
 
-    def choose(self, methods: Sequence[str], *, conditions: bool = True) -> Choice:
-        """Return the decision between methods.
-
-        Args:
-            methods: the labels of the rows to choose from, without the unpatched one.
-            conditions: whether methods that lose too much, or do not reach the target, are left out.
-        """
-        evaluated = self.order(methods, conditions=conditions)
-        fit = [one for one in evaluated if math.isfinite(one.perplexity) and not (conditions and one.failures)]
+    def choose(self) -> Choice:
+        """Return the decision between the methods."""
+        evaluated = self.order(conditions=self.conditions)
+        fit = [one for one in evaluated if math.isfinite(one.perplexity) and not (self.conditions and one.failures)]
         if not fit:
-            return Choice(None, self._why_none(evaluated), "", tuple(evaluated), tuple(self._advice(evaluated)))
+            reason = f"no method can be chosen; the best is {evaluated[0].name}, and {'; '.join(evaluated[0].failures)}"
+            return Choice(None, reason, "", tuple(evaluated), tuple(self._advice(evaluated)))
         remaining, by = self.level(fit)
         chosen = min(remaining, key=lambda one: one.change.estimate)
         reason = f"{chosen.name}: {chosen.answered} of {chosen.prompts} prompts of {self.target} tokens are answered"
         reason += f", the log-probability of right answers is {number_text(chosen.logprob)}"
         reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
         if by:
-            reason += f"; ahead of {_names(one for one in fit if one not in remaining)} in {by}"
+            reason += f"; ahead of {names_text([one.name for one in fit if one not in remaining])} in {by}"
         if len(remaining) > 1:
-            reason += f"; not significantly different from {_names(one for one in remaining if one is not chosen)}"
-            reason += ", and the least costly of them within the trained context"
+            others = names_text([one.name for one in remaining if one is not chosen])
+            reason += f"; not significantly different from {others}, and the least costly of them within the trained "
+            reason += "context"
             most = max(remaining, key=lambda one: one.answered)
             if most.answered > chosen.answered:
                 cost = change_text(METRICS["perplexity"], most.change.estimate)
@@ -383,10 +379,6 @@ class MethodEvaluator:
             training = "a longer training (--train-rows)"
         return f"{sentence}; {training} or a smaller --length than {self.target} lowers that"
 
-    def _why_none(self, evaluated: Sequence[EvaluatedMethod]) -> str:
-        best = evaluated[0]
-        return f"no method can be chosen; the best is {best.name}, and {'; '.join(best.failures)}"
-
     def _advice(self, evaluated: Sequence[EvaluatedMethod]) -> list[str]:
         """Return what would help, a sentence each, by what the methods fail at."""
         advice = ["training: --train"]
@@ -405,16 +397,3 @@ class MethodEvaluator:
             advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")
         return advice
-
-
-def _text_of(row: Row) -> PerplexityResult:
-    if row.scores.perplexity is None:
-        raise ValueError("no window of text was measured")
-    return row.scores.perplexity
-
-
-def _names(methods: Iterable[EvaluatedMethod]) -> str:
-    names = [method.name for method in methods]
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,11 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, compare, row_name
 from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.evaluation.smaller_specs import SMALLEST_WINDOWS
-from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, operations, speed
+from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, speed
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
-from rope_patch.extending.other_programs import describe_model
 from rope_patch.extending.result import Extended
-from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_of, rounds_within, windows_read
+from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_within, windows_read
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
 from rope_patch.methods import METHODS, as_method
@@ -30,6 +29,7 @@ from rope_patch.options.yaml_and_json import from_dict, to_yaml
 from rope_patch.patching.install import for_target, patched
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
+from rope_patch.planning import plan
 from rope_patch.runtime import progress
 from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.folders import locked_output, write_atomically
@@ -41,8 +41,6 @@ MEASURING_SHARE = 0.4
 """Share of a budget that is for measuring the candidates, where a training follows."""
 DEFAULT_PASSES = 15
 """Windows that are read at least where no budget is given: two rounds of the default candidates."""
-LONG_SECONDS = 1800
-"""Time of a run from which on it says what would take less [s]."""
 TRAINING_SHARE = 0.5
 """Share of a budget that is for the training."""
 
@@ -88,7 +86,7 @@ def extend(
     Example:
         ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
     """
-    name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
+    name = model.config.name_or_path or type(model).__name__
     settings = from_dict(ExtendSettings, {"model": name, **options})
     check_output(settings, Path(output), overwrite)
     run = Run(model, tokenizer, settings, Path(output), tokens)
@@ -123,8 +121,7 @@ class Run:
         tokens: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
-        if tokens is not None or options.budget is None:
-            self.tokens_in_budget = tokens
+        self.tokens_in_budget = tokens
         self.work = output.with_name(f"{output.name}.work")
         record = locate(model).record
         if record is not None:
@@ -198,9 +195,23 @@ class Run:
         return suite
 
     def say_what_the_model_is(self) -> None:
-        """Report what the model is, and what other programs compute from it."""
-        for line in describe_model(self.model, self.options, self.trained_length):
-            progress.say(line)
+        """Say what the model is, and how much memory an answer at the new length takes."""
+        length = self.options.length
+        inspection = inspect_model(self.model)
+        progress.say(
+            f"{self.options.model}: {inspection.model_class}, trained at {self.trained_length} tokens; to reach: "
+            f"{length} ({length / self.trained_length:g} times)"
+        )
+        for warning in inspection.warnings:
+            progress.say(f"note: {warning}")
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        try:
+            memory = plan(self.model, length=length, dtype=dtype).reading
+        except ValueError:  # the plan does not know the shapes of this family
+            return
+        answer, weights, cache = (memory[part] / 2**30 for part in ("retrieval", "weights", "KV cache"))
+        sizes = f"{answer:.2g} GiB in {dtype} (weights {weights:.2g}, KV cache {cache:.2g})"
+        progress.say(f"to answer a prompt of {length} tokens takes {sizes}")
 
     @cached_property
     def speed(self) -> float:
@@ -208,15 +219,14 @@ class Run:
         spec = self.suite.spec
         return speed(self.model, spec.longest, self.work / RESULT_CACHE, chunk=spec.chunk)
 
-    @cached_property
-    def tokens_in_budget(self) -> int | None:
-        """How many tokens may be read; None where the size of the model decides [tokens]."""
-        return int(FILLED_SHARE * float(self.options.budget or 0) * self.speed)
-
     def plan(self) -> tuple[tuple[Round, ...], Training | None]:
         """Return the rounds and the training that the budget has time for."""
         tokens, options = self.tokens_in_budget, self.options
-        rounds = tuple(self._capped(self._rounds(tokens)))
+        if tokens is None and options.budget is not None:
+            tokens = int(FILLED_SHARE * options.budget * self.speed)
+        # No larger than the suite; a round that would only repeat the one before is left out.
+        most = len(self.suite.windows)
+        rounds = tuple(dict.fromkeys(replace(one, windows=min(one.windows, most)) for one in self._rounds(tokens)))
         if not options.train:
             return rounds, None
         share = None if tokens is None else int(TRAINING_SHARE * tokens)
@@ -247,15 +257,6 @@ class Run:
             f"{most:,.0f} at the speed measured now: name fewer methods, or give {larger}"
         )
 
-    def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:
-        """Yield rounds no larger than the suite; one that would only repeat the round before is left out."""
-        before = None
-        for one in rounds:
-            capped = replace(one, windows=min(one.windows, len(self.suite.windows)))
-            if capped != before:
-                yield capped
-            before = capped
-
     def tokens(self, rounds: Sequence[Round]) -> int:
         """Return the new tokens of all rounds, with those that :meth:`choose_task` reads at least."""
         tokens = windows_read(tuple(rounds)) * self.suite.spec.longest
@@ -278,8 +279,6 @@ class Run:
             )
             total += tokens
         lines.append(f"in all: {total:,} tokens, about {self._time(total)} at the speed measured now")
-        if total / self.speed > LONG_SECONDS:
-            lines.append(self._what_takes_less(total))
         if rounds[-1].windows <= 2:
             lines.append(TOO_FEW)
         if training is not None:
@@ -295,19 +294,6 @@ class Run:
         if seconds < 2 * 3600:
             return count_text(round(seconds / 60), "minute")
         return count_text(round(seconds / 3600), "hour")
-
-    def _what_takes_less(self, tokens: int) -> str:
-        """Return what would take less time than a number of tokens, with the times from the measured speed."""
-        length = self.options.length
-        remedies = []
-        if len(self.methods) > 2:
-            two = rounds_of(2, 1)
-            remedies.append(f"two --methods ({self._time(self.tokens(two))})")
-        shorter = 2 * self.trained_length
-        if shorter < length:
-            faster = operations(self.model, length) / operations(self.model, shorter)
-            remedies.append(f"--length {shorter} ({self._time(tokens * shorter / length / faster)})")
-        return f"what takes less: {', '.join([*remedies, 'a GPU'])}; --budget TIME reads what fits into it"
 
     def choose_task(self) -> None:
         """Ask for the first of the tasks that the unpatched model answers within its context, in one window.
@@ -334,13 +320,8 @@ class Run:
                 f"answer {' or '.join(missed)}"
             )
 
-    def measure(self, rounds: Sequence[Round], *, conditions: bool) -> list[Comparison]:
-        """Measure the rounds, and return their comparisons.
-
-        Args:
-            rounds: the rounds to be measured, in order.
-            conditions: whether a method must keep the conditions to stay among the candidates.
-        """
+    def measure(self, rounds: Sequence[Round]) -> list[Comparison]:
+        """Measure the rounds in their order, and return their comparisons."""
         remaining, comparisons, started = list(self.methods), list[Comparison](), time.monotonic()
         for number, one in enumerate(rounds, 1):
             # The first process decides for all, since they have to measure the same rounds.
@@ -362,14 +343,18 @@ class Run:
                 resume=self.work / RESULT_CACHE,
             )
             comparisons.append(comparison)
-            evaluator = MethodEvaluator(comparison, self.options.tolerance)
-            if len(remaining) <= 2 and evaluator.settled(remaining, conditions=conditions):
+            evaluator = self._evaluator(comparison)
+            if len(remaining) <= 2 and evaluator.settled():
                 if number < len(rounds):
                     progress.say("more text and prompts would hardly change the choice: further rounds are left out")
                 break
             if number < len(rounds):
-                remaining = evaluator.leaders(remaining, rounds[number].candidates, conditions=conditions)
+                remaining = evaluator.leaders(rounds[number].candidates)
         return comparisons
+
+    def _evaluator(self, comparison: Comparison) -> MethodEvaluator:
+        # A method that will be trained may fail the conditions before.
+        return MethodEvaluator(comparison, self.options.tolerance, conditions=not self.options.train)
 
     def _has_no_time_for(self, rounds: Sequence[Round], started: float) -> bool:
         """Tell whether the last of these rounds, at the speed of those before it, would end behind the budget."""
@@ -395,10 +380,8 @@ class Run:
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", to_yaml(options))
         self.choose_task()
-        comparisons = self.measure(rounds, conditions=training is None)
-        # The first row is the unpatched model. A method that will be trained may fail the conditions before.
-        methods = [row.label for row in comparisons[-1].rows[1:]]
-        choice = MethodEvaluator(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
+        comparisons = self.measure(rounds)
+        choice = self._evaluator(comparisons[-1]).choose()
         adapter = None
         if training is not None and choice.method is not None:
             adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
@@ -413,9 +396,16 @@ class Run:
         outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, self.work, options)
         if choice.method is None or processes()[0] > 0:  # the first process writes for all
             return outcome
-        parts = self.output, self.model, self.tokenizer, adapter
         with alone():
-            return write_extended(outcome, *parts, overwrite=overwrite, add_report=add_report)
+            return write_extended(
+                outcome,
+                self.output,
+                self.model,
+                self.tokenizer,
+                adapter,
+                overwrite=overwrite,
+                add_report=add_report,
+            )
 
     def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
         """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
@@ -432,5 +422,4 @@ class Run:
         row = Row(method, scores, inspect_model(adapted).tables, trained=True)
         comparison = replace(comparison, rows=(*comparison.rows, row))
         # Now that the training is over, the conditions hold for the method with it and without.
-        labels = [row.label for row in comparison.rows if row.method != UNPATCHED]
-        return adapter, comparison, MethodEvaluator(comparison, self.options.tolerance).choose(labels)
+        return adapter, comparison, MethodEvaluator(comparison, self.options.tolerance).choose()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,19 +70,21 @@ def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_lengt
         tokens: the number of tokens that the model could read in the time of the training; None for
             :data:`DEFAULT_ROWS` [tokens].
     """
-    short = min(options.length, trained_length, LONGEST_ROW)
-    whole = options.length <= LONGEST_ROW or _fits(model, options.length)
-    # Whole rows come first: skipped positions only stand in for them where they do not fit.
-    for positions, row in (("full", options.length), ("pose", short)):
-        if positions == "full" and not whole:
-            continue
-        rows = options.train_rows or DEFAULT_ROWS
-        if not options.train_rows and tokens is not None:
-            rows = max(ROWS_PER_STEP, int(tokens / (STEP_COST * row)))
-        if positions == "full" and row > LONGEST_ROW and tokens is not None and rows < DEFAULT_ROWS:
-            continue  # more short rows teach more in the same time
-        return Training(positions, row, math.ceil(rows / ROWS_PER_STEP))
-    raise AssertionError("rows at skipped positions are always possible")
+
+    def rows(length: int) -> int:
+        if options.train_rows:
+            return options.train_rows
+        if tokens is None:
+            return DEFAULT_ROWS
+        return max(ROWS_PER_STEP, int(tokens / (STEP_COST * length)))
+
+    # Skipped positions stand in for whole rows where these do not fit, or are too few: more short ones teach more.
+    positions, row = "full", options.length
+    if row > LONGEST_ROW:
+        few = tokens is not None and rows(row) < DEFAULT_ROWS
+        if few or not _fits(model, row):
+            positions, row = "pose", min(trained_length, LONGEST_ROW)
+    return Training(positions, row, math.ceil(rows(row) / ROWS_PER_STEP))
 
 
 def _fits(model: PreTrainedModel, length: int) -> bool:
@@ -145,30 +145,28 @@ def train_adapter(
             "save_every": max(1, training.steps // 10),
         },
         # The caller evaluates, by the same protocol as before the training.
-        "evaluation": {"before": False, "every": 0, "lengths": str(training.row), "samples": 1, "windows": 0},
+        "evaluation": {
+            "before": False,
+            "every": 0,
+            "lengths": str(training.row),
+            "depths": [0.5],
+            "samples": 1,
+            "windows": 0,
+        },
     }
-    recipe["evaluation"]["depths"] = [0.5]
     if options.train_text is not None:
         recipe["data"]["source"] = options.train_text
     # Another training has another folder: a run goes on with an interrupted training only if it is the same.
     with patched(model, method, target_length=options.length):
         identity = key(recipe=recipe, model=model_hash(model), vocabulary=tokenizer.get_vocab())
     folder = work / f"adapter-{identity[:8]}"
-    with model_on_cpu(model):
-        finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
-    return folder
-
-
-@contextmanager
-def model_on_cpu(model: PreTrainedModel) -> Iterator[None]:
-    """Keep a model in the CPU's memory within a ``with`` block, so that another has room on the GPU."""
-    device = model.device
-    if device.type != "cpu":
-        model.to("cpu")  # type: ignore[arg-type]  # transformers wraps it without its types
-        # torch keeps freed memory for itself; the other model could not use it.
-        torch.cuda.empty_cache()
+    # The recipe loads a model of its own, which needs the room on the GPU; torch would keep what is freed for itself.
+    device: Any = model.device
+    to: Any = model.to  # transformers wraps it without its types
+    to("cpu")
+    torch.cuda.empty_cache()
     try:
-        yield
+        finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
     finally:
-        if device.type != "cpu":
-            model.to(device)  # type: ignore[arg-type]
+        to(device)
+    return folder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rope_patch import checkpoints
 from rope_patch.checkpoints.folder_patch import BASE_CARD, EXTEND_RECORD, check_folder_is_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
+from rope_patch.diagnosis.check import DIFFERS, UNKNOWN
+from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.errors import read_json
 from rope_patch.evaluation.smaller_specs import check_tasks
 from rope_patch.extending.card import base_card, card
-from rope_patch.extending.other_programs import other_programs
 from rope_patch.extending.result import Extended
 from rope_patch.methods import as_method
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.install import patched
 from rope_patch.runtime import progress
-from rope_patch.runtime.folders import (
-    folder_in_one_move,
-    is_gguf,
-    write_atomically,
-)
+from rope_patch.runtime.folders import folder_in_one_move, is_gguf, write_atomically
 from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 2
@@ -65,44 +62,68 @@ def write_extended(
     Raises:
         RuntimeError: plain transformers gives other logits from what was written.
     """
-    staged = outcome.work / "written" / out.name  # so that an interrupted run leaves no half of an output
-    shutil.rmtree(staged.parent, ignore_errors=True)
     loaded_in = model.config.dtype  # saving changes it
-    with extended_model(outcome, model, adapter) as chosen:
-        checkpoints.save(chosen, staged, tokenizer=tokenizer)
-        if adapter is None and chosen.dtype == torch.float32 and loaded_in in (torch.bfloat16, torch.float16):
-            # Computed in float32, because the CPU is faster then. Casting the model itself would round its table.
-            chosen = checkpoints.load(staged, dtype=loaded_in).to(chosen.device).eval()
-            checkpoints.save(chosen, staged, tokenizer=tokenizer)
-        ours, device = probe_logits(chosen), str(chosen.device)
-    progress.say("the checkpoint is saved; loading it in a process without rope_patch")
-    # A process of its own, in which no module of rope_patch can have changed transformers.
-    theirs = plain_logits(staged, ours.shape[-1], device=device)
-    if not torch.equal(ours, theirs):
-        largest = float((ours.float() - theirs.float()).abs().max())
-        raise RuntimeError(
-            f"{staged}: plain transformers gives other logits, by up to {largest:.3g}. Please report this; the folder "
-            "is not to be used"
-        )
-    progress.say("plain transformers gives the same logits, bit for bit")
-    programs = tuple(sentence.replace(str(staged), str(out)) for sentence in other_programs(staged))
-    for sentence in programs:
-        progress.say(f"note: {sentence}")
-    outcome = replace(outcome, output=out, programs=programs)
-    for path in Path(outcome.options.model).glob("*"):
-        if path.is_file() and any(word in path.name.upper() for word in TERMS):  # which go with the weights
-            shutil.copyfile(path, staged / path.name)
-    if (of_base := base_card(outcome.options.model)) is not None:
-        shutil.copyfile(of_base, staged / BASE_CARD)
-    write_atomically(staged / "extend.yaml", to_yaml(outcome.options))
-    write_atomically(staged / EXTEND_RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
-    write_atomically(staged / "README.md", card(outcome))
-    add_report(outcome, staged)
+    chosen: Any = model
+    table: AbstractContextManager[Any] = nullcontext()  # an adapter is loaded with its own
+    if adapter is None:
+        assert outcome.choice.method is not None  # a refusal writes nothing
+        table = patched(model, outcome.choice.method, target_length=outcome.options.length)
+    else:
+        adapted: Any = checkpoints.load(adapter, dtype=model.dtype)
+        chosen = adapted.to(model.device).merge_and_unload().eval()
     with folder_in_one_move(out, overwrite=overwrite) as folder:
-        for path in staged.iterdir():
-            shutil.move(path, folder / path.name)  # which copies where the output is on a disk of its own
-    shutil.rmtree(staged.parent)
+        with table:
+            checkpoints.save(chosen, folder, tokenizer=tokenizer)
+            if adapter is None and chosen.dtype == torch.float32 and loaded_in in (torch.bfloat16, torch.float16):
+                # Computed in float32, because the CPU is faster then. Casting the model itself would round its table.
+                chosen = checkpoints.load(folder, dtype=loaded_in).to(chosen.device).eval()
+                checkpoints.save(chosen, folder, tokenizer=tokenizer)
+            ours, device = probe_logits(chosen), str(chosen.device)
+        progress.say("the checkpoint is saved; loading it in a process without rope_patch")
+        # A process of its own, in which no module of rope_patch can have changed transformers.
+        theirs = plain_logits(folder, ours.shape[-1], device=device)
+        if not torch.equal(ours, theirs):
+            largest = float((ours.float() - theirs.float()).abs().max())
+            raise RuntimeError(
+                f"plain transformers gives other logits from what would be {out}, by up to {largest:.3g}. Please "
+                "report this; nothing was written"
+            )
+        progress.say("plain transformers gives the same logits, bit for bit")
+        programs = tuple(sentence.replace(str(folder), str(out)) for sentence in other_programs(folder))
+        for sentence in programs:
+            progress.say(f"note: {sentence}")
+        outcome = replace(outcome, output=out, programs=programs)
+        for path in Path(outcome.options.model).glob("*"):
+            if path.is_file() and any(word in path.name.upper() for word in TERMS):  # which go with the weights
+                shutil.copyfile(path, folder / path.name)
+        if (of_base := base_card(outcome.options.model)) is not None:
+            shutil.copyfile(of_base, folder / BASE_CARD)
+        write_atomically(folder / "extend.yaml", to_yaml(outcome.options))
+        write_atomically(folder / EXTEND_RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
+        write_atomically(folder / "README.md", card(outcome))
+        add_report(outcome, folder)
     return outcome
+
+
+def other_programs(source: str | Path) -> tuple[str, ...]:
+    """Return which programs compute another table than transformers 5, and what to run instead, a sentence each.
+
+    Args:
+        source: the folder of the checkpoint.
+    """
+    sentences: dict[str, list[str]] = {}
+    try:
+        for check in programs_agree(source):
+            if check.state in (DIFFERS, UNKNOWN):
+                meaning = check.meaning[:1].upper() + check.meaning[1:]
+                parts = [check.found, meaning, check.fix and f"Run: {check.fix}"]
+                sentence = ". ".join(part for part in parts if part)
+                # A fix that begins with "none: " says why no command writes what the program reads right.
+                sentence = sentence.replace("Run: none: ", "No command mends that: ")
+                sentences.setdefault(sentence, []).append(check.name)
+    except ValueError as error:  # a family that nothing is known of
+        return (f"what other programs compute from its config is not known: {error}",)
+    return tuple(f"{', '.join(names)}: {sentence}" for sentence, names in sentences.items())
 
 
 def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
@@ -132,18 +153,6 @@ def trained_by_extend(folder: str | Path) -> bool | None:
     return read_json(path).get("training") is not None
 
 
-@contextmanager
-def extended_model(outcome: Extended, model: PreTrainedModel, adapter: Path | None) -> Iterator[Any]:
-    """Give the chosen model within a ``with`` block: patched, or loaded with its adapter merged."""
-    if adapter is None:
-        assert outcome.choice.method is not None  # a refusal has no model to give
-        with patched(model, outcome.choice.method, target_length=outcome.options.length):
-            yield model
-        return
-    loaded: Any = checkpoints.load(adapter, dtype=model.dtype)
-    yield loaded.to(model.device).merge_and_unload().eval()
-
-
 def record(outcome: Extended) -> dict[str, Any]:
     """Return the choice and its evidence, for JSON."""
     choice = outcome.choice
@@ -159,7 +168,7 @@ def record(outcome: Extended) -> dict[str, Any]:
         "reason": choice.reason,
         "cost": choice.cost,
         "unconfirmed": choice.unconfirmed,
-        "evaluated": finite([one.to_dict() for one in choice.evaluated]),
+        "evaluated": finite([asdict(one) | {"method": one.label} for one in choice.evaluated]),
         "training": training,
         "plain_transformers": "equal logits",
         "other_programs": list(outcome.programs),

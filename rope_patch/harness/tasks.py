@@ -20,9 +20,8 @@ from rope_patch.evaluation.retrieval.chat_template import turns_of
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import documents, text_digest
+from rope_patch.evaluation.texts.documents import text_digest, whole_text
 from rope_patch.harness.lm_eval_versions import task_request
-from rope_patch.runtime.removed import removed
 
 TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows")
 """What ``--metadata`` may set."""
@@ -256,7 +255,7 @@ def words_of(arguments: TokenizerArguments, path: str | None) -> tuple[list[str]
     if path is None:
         text = builtin_text("heldout").text
     else:
-        text = "\n\n".join(document.text for document in documents(Path(path).expanduser()))
+        text = whole_text(Path(path).expanduser())
     words = re.findall(r"\s*\S+", text)
     coded = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
     return words, [0, *itertools.accumulate(len(ids) for ids in coded)]
@@ -268,9 +267,7 @@ def refuse_misspelled(rest: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is such a key.
     """
-    for key, value in rest.items():
-        if value and removed(key):
-            raise ValueError(f"unknown --metadata {key}=.{removed(key)}")
+    for key in rest:
         # Strict, since max_length, which looks like one of ours, is an argument of the model.
         close = difflib.get_close_matches(key, TASK_OPTIONS, n=1, cutoff=0.85)
         if close and key not in TASK_OPTIONS:

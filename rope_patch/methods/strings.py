@@ -11,7 +11,6 @@ from dataclasses import fields
 from typing import Any
 
 from rope_patch.methods.base import METHODS, Chain, Method
-from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import did_you_mean
 
 MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
@@ -27,8 +26,6 @@ def parse(text: str) -> Method:
         >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
         'abf:rope_theta=500000+p_rope:p=0.5'
     """
-    if "@" in text:
-        raise ValueError(f"{text!r} names two tables.{removed('two_tables')}")
     steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # the + of 1e+20 joins no methods
     return steps[0] if len(steps) == 1 else Chain(tuple(steps))
 
@@ -55,8 +52,6 @@ def create(name: str, /, **params: Any) -> Method:
     >>> create("p_rope", p="0.5")
     PRope(p=0.5)
     """
-    if name not in METHODS and removed(name):
-        raise ValueError(f"unknown method {name!r}.{removed(name)}")
     cls = METHODS.find(name)
     known = [f.name for f in fields(cls)]
     for key in params:

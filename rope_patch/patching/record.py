@@ -22,7 +22,6 @@ from rope_patch import __version__
 from rope_patch.errors import in_one_line
 from rope_patch.frequencies import fingerprint, table_of
 from rope_patch.methods import METHODS, Chain, Method, Table, from_dict
-from rope_patch.runtime.removed import removed
 from rope_patch.tables import RotaryTable, Tables
 
 logger = hf_logging.get_logger("rope_patch")
@@ -158,8 +157,10 @@ class PatchRecord:
         if changed not in (None, record.changed):
             raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
         if unregistered:
-            why = removed(unregistered) or " A method of your own is known with --import MODULE."
-            logger.warning_once(f"the patch record names {unregistered!r}: its recorded tables are used.{why}")
+            logger.warning_once(
+                f"the patch record names {unregistered!r}: its recorded tables are used. A method of your own is known "
+                "with --import MODULE."
+            )
             return record._as_table()
         return record
 

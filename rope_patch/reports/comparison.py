@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
 from rope_patch.evaluation.metrics import METRICS, Metric, Span, change_sentence, change_text, spans_at, value_text
 from rope_patch.evaluation.number_format import number_text
-from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH, few_answers
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import (
@@ -26,6 +27,8 @@ from rope_patch.reports.page import (
 from rope_patch.reports.plots import base as plots
 from rope_patch.runtime.captions import count_text
 
+EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right answer (exact match)"
+"""The sentence by which reports explain retrieval, without a full stop, because a sentence may continue it."""
 _NAMED_METHODS = 3  # methods that a sentence names before it counts the others
 
 
@@ -247,14 +250,21 @@ def _what(metric: Metric, span: Span) -> str:
 def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
     """Return the table of a few answers as they were given, or no table if there was no task.
 
+    It has a wrong answer and then a right one to the shortest and longest prompts of each task and result.
+
     Args:
         scores: the results of one spec, each with the name it is shown under.
     """
     columns = ("", "Task", "Length [tokens]", "Depth", "Asked for", "Answer", "Exact match")
     rows: list[Cells] = []
-    for name, one in few_answers(scores):
-        texts = [Cell(text, style="text") for text in (one.expected, one.quoted, one.verdict)]
-        rows.append([name, Cell(one.task, style="left"), str(one.length), f"{100 * one.depth:.3g} %", *texts])
+    spec = scores[0][1].spec
+    lengths = dict.fromkeys((spec.lengths[0], spec.lengths[-1]))
+    for task, length, (name, result) in itertools.product(spec.tasks, lengths, scores):
+        for depth, sample in result.retrieval[task].examples(length):
+            output = json.dumps(sample.output, ensure_ascii=False)  # in quotation marks, on one line
+            verdict = "right" if sample.correct else "wrong"
+            texts = [Cell(text, style="text") for text in (sample.expected, output, verdict)]
+            rows.append([name, Cell(task, style="left"), str(length), f"{100 * depth:.3g} %", *texts])
     if not rows:
         return []
     caption = (

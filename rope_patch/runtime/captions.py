@@ -26,6 +26,17 @@ def count_text(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+def names_text(names: Sequence[str]) -> str:
+    """Return names as a list within a sentence.
+
+    >>> names_text(["a", "b", "c"]), names_text(["a"])
+    ('a, b and c', 'a')
+    """
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def indices_text(what: str, indices: Sequence[int]) -> str:
     """Return indices with their noun.
 

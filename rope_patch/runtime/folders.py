@@ -26,9 +26,10 @@ NO_ROOM = 2**16
 
 CONFIG_FILES = ("config.json", "adapter_config.json")
 """The configs of a model and of an adapter: without its config a folder does not load as a checkpoint."""
-_FOLDERS = dict(
-    zip(CONFIG_FILES, ("a folder with config.json", "an adapter's folder with adapter_config.json"), strict=True)
-)
+_FOLDERS = {
+    "config.json": "a folder with config.json",
+    "adapter_config.json": "an adapter's folder with adapter_config.json",
+}
 
 # What an older checkpoint leaves in a folder that a loader would prefer to a model's new weights, or mix with them.
 _STALE_PATTERNS = (

@@ -233,7 +233,6 @@ def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--layers", "5"), "removed: analyze reads all layers"),
         (("--heads", "x"), "layer.head"),
         (("--p", "half"), "p"),
         (("--tokens", "1"), "tokens"),

@@ -322,12 +322,6 @@ def test_a_folder_without_texts(tmp_path):
     assert "holds no .txt file" in line
 
 
-@pytest.mark.parametrize(("command", "says"), [("analyze", "analyze reads all layers"), ("compare", "unknown option")])
-def test_what_one_command_had_is_removed_from_it_alone(tmp_path, command, says):
-    line = refused(tmp_path, command, BUNDLED, "--layers", "0", "-o", "out")
-    assert says in line and ("was removed" in line) == (command == "analyze")
-
-
 @pytest.mark.parametrize("command", ["apply", "analyze", "compare", "export"])
 def test_an_output_below_a_file(checkpoints, tmp_path, command):
     (tmp_path / "file").write_text("")

@@ -9,16 +9,11 @@ import pytest
 from support.commands import invoke
 from support.fresh import run_code
 
-import rope_patch
 from rope_patch.cli.parsing import parse, parse_given
-from rope_patch.methods import as_method
 from rope_patch.options import CompareOptions
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.fields import OptionSet, contained, flag, path, word
 from rope_patch.options.shared import Machine
-from rope_patch.options.yaml_and_json import from_dict
-from rope_patch.runtime.progress import listen
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,6 @@ def test_flags_and_null():
         ((*COMPARE, "--samples", "0"), "samples must be >= 1, got 0"),
         ((*COMPARE, "--chat-template", "yes"), "chat_template must be one of auto, on, off, got 'yes'"),
         ((*COMPARE, "other"), "unexpected argument 'other'"),
-        ((*COMPARE, "--longppl-evaluator", "m"), "unknown option --longppl-evaluator. It was removed"),
-        ((*COMPARE, "--longppl=true"), "unknown option --longppl=true. It was removed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -139,23 +132,6 @@ def test_an_argument_that_is_written_replaces_that_of_a_file(files):
 
 def test_a_value_behind_a_flag_is_no_key(files):
     assert parse(RunOptions, ["-c", "one.yaml", "--text", "samples=3"]).evaluation.text == "samples=3"
-
-
-def test_what_was_removed_is_named_and_files_that_do_not_use_it_are_read():
-    said = []
-    with listen(on_sentence=said.append):
-        options = from_dict(ExtendSettings, {"model": "m", "length": 512, "fit": False})
-    assert options.length == 512 and "fit is left out. It was removed" in said[0]
-    for name in ("fit", "longppl"):
-        with pytest.raises(ValueError, match="was removed"):
-            from_dict(ExtendSettings, {"model": "m", "length": 512, name: True})
-    assert "was removed" in invoke("fit", "m").stderr
-    for name in ("fit", "FittedPatch", "TwoTables"):
-        with pytest.raises(AttributeError, match="was removed"):
-            getattr(rope_patch, name)
-    for method in ("two_tables", {"method": "two_tables", "long": "yarn:factor=4", "switch_at": 8}):
-        with pytest.raises(ValueError, match="was removed"):
-            as_method(method)
 
 
 def test_a_reader_that_ends_is_no_error():

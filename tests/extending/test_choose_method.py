@@ -51,12 +51,13 @@ def row(method, within=2.0, end=2.0, right=(20, 20), spread=0.0, trained=False, 
 UNPATCHED = row("default", end=4.0, right=(20, 0))
 
 
-def evaluator(*rows, unpatched=UNPATCHED, tolerance=0.01):
-    return MethodEvaluator(Comparison((unpatched, *rows), unpatched.scores.spec, TRAINED, "", "text", None), tolerance)
+def evaluator(*rows, unpatched=UNPATCHED, tolerance=0.01, **options):
+    comparison = Comparison((unpatched, *rows), unpatched.scores.spec, TRAINED, "", "text", None)
+    return MethodEvaluator(comparison, tolerance, **options)
 
 
-def choose(*rows, unpatched=UNPATCHED, tolerance=0.01, **options):
-    return evaluator(*rows, unpatched=unpatched, tolerance=tolerance).choose([one.label for one in rows], **options)
+def choose(*rows, **options):
+    return evaluator(*rows, **options).choose()
 
 
 def test_retrieval_at_the_target_decides_first():
@@ -78,7 +79,7 @@ def test_what_answers_nothing_is_unconfirmed_and_more_is_asked():
         "at 32 tokens it answers 0 of 3 prompts, where the unpatched model answers 3 of 3 at 16"
     )
     scores = evaluator(idle, unpatched=unpatched)
-    assert not scores.settled(["p_rope"]), "the next round asks more"
+    assert not scores.settled(), "the next round asks more"
     many = row("p_rope", end=3.9, right=(20, 0), wrong=-14.0)
     assert choose(many, unpatched=row("default", end=4.0, right=(20, 0), wrong=-16.0)).method is None
 
@@ -114,7 +115,7 @@ def test_the_least_costly_wins_between_those_that_nothing_tells_apart():
 
 def test_one_prompt_fewer_does_not_drop_the_method_that_reads_better():
     found = evaluator(row("pi", right=(20, 4)), row("yarn", right=(20, 19)), row("ntk", end=2.5), row("abf", end=2.5))
-    assert [one.method for one in found.order(["pi", "yarn", "ntk", "abf"])] == ["yarn", "ntk", "abf", "pi"]
+    assert [one.method for one in found.order(conditions=True)] == ["yarn", "ntk", "abf", "pi"]
 
 
 def test_the_log_probability_of_right_answers_decides_where_exact_matches_do_not():
@@ -204,9 +205,10 @@ LEVEL = row("default", end=4.0)
 def test_methods_that_change_nothing_do_not_drive_out_those_that_reach_far():
     """The idle ones lose nothing within the context; the others lose 3 %, on the little text of a first round."""
     far = [row(name, within=2.03, end=end) for name, end in (("yarn", 2.2), ("ntk", 2.3))]
-    scores = evaluator(*IDLE, *far, unpatched=row("default", end=4.0, right=(20, 12)))
-    assert "yarn" in scores.leaders(["partial", "p_rope", "abf", "yarn", "ntk"], 2)
-    assert scores.leaders(["partial", "yarn", "ntk"], 2, conditions=False) == ["yarn", "ntk"], "before a training"
+    unpatched = row("default", end=4.0, right=(20, 12))
+    assert "yarn" in evaluator(*IDLE, *far, unpatched=unpatched).leaders(2)
+    before = evaluator(IDLE[0], *far, unpatched=unpatched, conditions=False)
+    assert before.leaders(2) == ["yarn", "ntk"], "before a training"
 
 
 def test_what_is_chosen_is_itself_better_than_the_unpatched_model():
@@ -225,9 +227,9 @@ def test_a_perplexity_that_is_no_number_is_never_chosen():
 
 def test_a_single_candidate_is_measured_until_its_loss_is_clearly_within_or_beyond_the_tolerance():
     """.009 nats are lost within the context; with .05 of noise in every window the interval is wider than the rest."""
-    assert evaluator(row("yarn", within=2.001)).settled(["yarn"])
-    assert not evaluator(row("yarn", within=2.009, spread=0.05)).settled(["yarn"])
-    assert not evaluator(row("yarn", end=4.0, right=(20, 0))).settled(["yarn"]), "no better than the unpatched model"
+    assert evaluator(row("yarn", within=2.001)).settled()
+    assert not evaluator(row("yarn", within=2.009, spread=0.05)).settled()
+    assert not evaluator(row("yarn", end=4.0, right=(20, 0))).settled(), "no better than the unpatched model"
 
 
 def test_a_trained_model_competes_with_the_untrained_one():

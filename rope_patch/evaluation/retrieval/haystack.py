@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import documents, text_digest
+from rope_patch.evaluation.texts.documents import text_digest, whole_text
 from rope_patch.options.evaluation import DEFAULT_HAYSTACK as DEFAULT_HAYSTACK
 
 NOISE = "The road goes on and on. The hill is far away. We walk all day. Then we rest a while, and walk on again. "
@@ -52,7 +52,7 @@ class Haystack:
             case "noise":
                 haystack = cls(NOISE, "noise", endless=True)
             case Path():
-                haystack = cls("\n\n".join(document.text for document in documents(source)), source.name)
+                haystack = cls(whole_text(source), source.name)
             case _:
                 raise ValueError(f"haystack must be 'builtin', 'noise' or a Path, got {source!r}")
         if not haystack.text.strip():

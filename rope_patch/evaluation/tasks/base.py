@@ -33,8 +33,6 @@ ADJECTIVES = """
 """
 """Adjectives of keys and words of two parts, such as ``quiet-river``."""
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
 TASKS: Registry[Task] = Registry("retrieval task", "rope_patch.tasks", ("source", "questions"))
 """Every retrieval task by name. A subclass of :class:`Task` with a name enters itself."""
 
@@ -78,12 +76,10 @@ class Draw:
     Attributes:
         tokenizer: the tokenizer that counts the tokens.
         rng: the source of randomness.
-        length: length of prompt and answer together [tokens].
     """
 
     tokenizer: Any
     rng: random.Random
-    length: int
 
     def numbers(self, count: int, digits: int) -> list[str]:
         """Return ``count`` different numbers with this number of digits, of which the first is not 0, as in RULER.
@@ -103,21 +99,6 @@ class Draw:
     def words(self, words: Sequence[str], count: int) -> list[str]:
         """Return ``count`` of these words, in random order."""
         return self.equally_long(self.rng.sample(words, len(words)), count)
-
-    def variables(self, count: int) -> list[str]:
-        """Return ``count`` different variable names of three capital letters."""
-        return self.equally_long(
-            list(dict.fromkeys("".join(self.rng.sample(LETTERS, 3)) for _ in range(64 + count))),
-            count,
-        )
-
-    def uuids(self, count: int) -> list[str]:
-        """Return ``count`` different UUIDs of version 4."""
-        return self.of_common_length(endless_uuids, count)
-
-    def pairs_of_words(self, count: int) -> list[str]:
-        """Return ``count`` different pairs of an adjective and a noun, such as ``quiet-river``."""
-        return self.of_common_length(endless_pairs, count)
 
     def of_common_length(self, endless: Callable[[random.Random], Iterator[str]], count: int) -> list[str]:
         """Return items that have the most common number of tokens, which is found with one fixed seed.
@@ -303,7 +284,7 @@ class UuidTask(CrowdedTask):
 
     def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
         """Return UUIDs as values, and UUIDs as the names that they belong to."""
-        return draw.uuids(count), draw.uuids(count)
+        return draw.of_common_length(endless_uuids, count), draw.of_common_length(endless_uuids, count)
 
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
         """Yield other names and values."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rope_patch.evaluation.tasks.base import Draw, Question, Task
+from rope_patch.runtime.captions import names_text
 
 
 class MultiQuery(Task, name="multiquery"):
@@ -21,6 +22,5 @@ class MultiQuery(Task, name="multiquery"):
             (depth, f" The magic number of {name} is {value}.")
             for depth, name, value in zip(depths, names, values, strict=True)
         ]
-        listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
-        text = f" What are the magic numbers of {listed}?"
+        text = f" What are the magic numbers of {names_text(names)}?"
         return [Question(tuple(hidden), text, " In this order, they are", tuple(values), tuple(depths))]

@@ -20,7 +20,7 @@ class NiahMultikey2(CrowdedTask, name="niah_multikey_2"):
 
     def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
         """Return numbers and words."""
-        return draw.numbers(count, self.digits), draw.pairs_of_words(count)
+        return draw.numbers(count, self.digits), draw.of_common_length(endless_pairs, count)
 
     def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
         """Yield other words and their numbers."""

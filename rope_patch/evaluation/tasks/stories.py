@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import ClassVar
 
 from rope_patch.evaluation.tasks.base import Draw, Question, Task
@@ -28,23 +28,6 @@ PEOPLE_IN_STORY = 4
 """Smallest number of people in a story: if there are fewer questions, the other people are distractors."""
 
 
-@dataclass(frozen=True)
-class Thread:
-    """The part of a story that is about one person.
-
-    Attributes:
-        facts: sentences about the person with their depths, which never fall.
-        question: question about the person.
-        answer_prefix: beginning of the answer.
-        answer: place that is asked for.
-    """
-
-    facts: tuple[tuple[float, str], ...]
-    question: str
-    answer_prefix: str
-    answer: str
-
-
 class StoryTask(Task):
     """A question about one person of a story; the last fact that the answer needs stands at the given depth.
 
@@ -64,8 +47,8 @@ class StoryTask(Task):
     places: ClassVar[int]
 
     @abstractmethod
-    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
-        """Return what a person does.
+    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Question:
+        """Return the question about a person, which hides what that person does.
 
         Args:
             depth: depth of the last fact that the answer needs.
@@ -86,11 +69,8 @@ class StoryTask(Task):
             self.thread(depth, person, thing, draw.rng.sample(places, self.places), draw)
             for depth, person, thing in zip([*depths, *extra], people, things, strict=True)
         ]
-        hidden = sorted((fact for thread in threads for fact in thread.facts), key=lambda fact: fact[0])
-        return [
-            Question(tuple(hidden), thread.question, thread.answer_prefix, (thread.answer,), (depth,))
-            for depth, thread in zip(depths, threads, strict=False)
-        ]
+        hidden = sorted((fact for thread in threads for fact in thread.hidden), key=lambda fact: fact[0])
+        return [replace(thread, hidden=tuple(hidden)) for thread in threads[: len(depths)]]
 
 
 def earlier_depths(depth: float, count: int, draw: Draw) -> list[float]:
@@ -103,11 +83,11 @@ class OneFact(StoryTask, name="qa1"):
 
     places = 2
 
-    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
+    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Question:
         """Return two facts, of which the second gives the answer."""
         (before,) = earlier_depths(depth, 1, draw)
         facts = ((before, f" {person} went to the {places[0]}."), (depth, f" {person} went to the {places[1]}."))
-        return Thread(facts, f" Where is {person}?", f" {person} is in the", places[1])
+        return Question(facts, f" Where is {person}?", f" {person} is in the", (places[1],), (depth,))
 
 
 class TwoFacts(StoryTask, name="qa2"):
@@ -115,7 +95,7 @@ class TwoFacts(StoryTask, name="qa2"):
 
     places = 3
 
-    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
+    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Question:
         """Return three or five facts; the last one needed says that the person goes there or leaves it there."""
         leaves = draw.rng.random() < 0.5
         before = earlier_depths(depth, 3 if leaves else 2, draw)
@@ -128,7 +108,7 @@ class TwoFacts(StoryTask, name="qa2"):
         if leaves:
             facts.append((depth, f" {person} put down the {thing}."))
             facts.append((draw.rng.uniform(depth, 1), f" {person} went to the {places[2]}."))
-        return Thread(tuple(facts), f" Where is the {thing}?", f" The {thing} is in the", places[1])
+        return Question(tuple(facts), f" Where is the {thing}?", f" The {thing} is in the", (places[1],), (depth,))
 
 
 class ThreeFacts(StoryTask, name="qa3"):
@@ -136,21 +116,16 @@ class ThreeFacts(StoryTask, name="qa3"):
 
     places = 4
 
-    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
+    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Question:
         """Return four or five facts; the last one needed says that the person goes to the third place."""
-        facts = [
-            *zip(
-                earlier_depths(depth, 3, draw),
-                (
-                    f" {person} went to the {places[0]}.",
-                    f" {person} took the {thing}.",
-                    f" {person} went to the {places[1]}.",
-                ),
-                strict=True,
-            ),
-            (depth, f" {person} went to the {places[2]}."),
+        texts = [
+            f" {person} went to the {places[0]}.",
+            f" {person} took the {thing}.",
+            f" {person} went to the {places[1]}.",
+            f" {person} went to the {places[2]}.",
         ]
+        facts = list(zip([*earlier_depths(depth, 3, draw), depth], texts, strict=True))
         if draw.rng.random() < 0.5:
             facts.append((draw.rng.uniform(depth, 1), f" {person} went to the {places[3]}."))
         question = f" Where was the {thing} before it was in the {places[2]}?"
-        return Thread(tuple(facts), question, f" Before that, the {thing} was in the", places[1])
+        return Question(tuple(facts), question, f" Before that, the {thing} was in the", (places[1],), (depth,))

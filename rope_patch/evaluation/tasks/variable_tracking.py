@@ -1,6 +1,7 @@
 """Variables that take their value from one another, in a chain through the text."""
 
 import itertools
+import string
 from collections.abc import Sequence
 
 from rope_patch.evaluation.tasks.base import Draw, Question, Task
@@ -18,7 +19,10 @@ class VariableTracking(Task, name="vt"):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for all variables of the chain."""
-        value, names = draw.numbers(len(depths), 5)[0], draw.variables(len(depths))
+        value = draw.numbers(len(depths), 5)[0]
+        # More than needed, because some repeat and some have another number of tokens.
+        pool = ["".join(draw.rng.sample(string.ascii_uppercase, 3)) for _ in range(64 + len(depths))]
+        names = draw.equally_long(list(dict.fromkeys(pool)), len(depths))
         links = [f" VAR {names[0]} = {value}."]
         links += [f" VAR {name} = VAR {before}." for before, name in itertools.pairwise(names)]
         text = f" Which {len(names)} variables have the value {value}?"

@@ -41,11 +41,6 @@ class TokenDocument:
     ends: Tensor | None = None
     prefix: tuple[int, ...] = ()
 
-    def beginning(self, length: int) -> TokenDocument:
-        """Return the document cut to its first ``length`` tokens."""
-        ends = None if self.ends is None else self.ends[:length]
-        return TokenDocument(self.name, self.ids[:length], ends, self.prefix)
-
 
 PIECE_CHARACTERS = 2**22
 """Longest piece of a text that is encoded in one call [characters]: until a call returns, a tokenizer holds some 200
@@ -59,8 +54,7 @@ def documents(source: Source) -> Iterator[Document]:
 
     Args:
         source: a text (``str``), a file or a folder of .txt files (``Path``), a built-in :class:`Corpus`, a
-            ``datasets`` dataset (streaming or not), or any iterable of texts, :class:`Document` or mappings with a
-            ``text``.
+            ``datasets`` dataset (streaming or not), or any iterable of texts or of mappings with a ``text``.
 
     Raises:
         FileNotFoundError: the file or folder does not exist.
@@ -105,18 +99,18 @@ def _documents(source: Source) -> Iterator[Document]:
             raise ValueError(f"a dataset with splits: choose one of {sorted(map(str, source))}")
         case _:
             for i, row in enumerate(source):
-                yield _row(row, i)
+                match row:
+                    case str(text) | {"text": str(text)}:
+                        yield Document(f"row {i}", text)
+                    case _:
+                        raise TypeError(
+                            f"row {i} must be a text, or a mapping with a text under 'text', got {row!r:.80}"
+                        )
 
 
-def _row(row: Any, number: int) -> Document:
-    match row:
-        case Document():
-            return row
-        case str():
-            return Document(f"row {number}", row)
-        case {"text": str(text)}:
-            return Document(f"row {number}", text)
-    raise TypeError(f"row {number} must be a text, or a mapping with a text under 'text', got {row!r:.80}")
+def whole_text(source: Source) -> str:
+    """Return the documents of a source, as :func:`documents` yields them, joined by blank lines."""
+    return "\n\n".join(document.text for document in documents(source))
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -125,14 +119,11 @@ def check_tokenizer(tokenizer: Any) -> None:
     Raises:
         ValueError: it is the name or the folder of a tokenizer, or anything else.
     """
-    if callable(tokenizer):
-        return
-    if isinstance(tokenizer, str | os.PathLike):
-        what = "a string" if isinstance(tokenizer, str) else "a path"
-        hint = f": load it with AutoTokenizer.from_pretrained({str(tokenizer)!r})"
-    else:
-        what, hint = type(tokenizer).__name__, ""
-    raise ValueError(f"tokenizer must be a transformers tokenizer, got {what}{hint}")
+    if not callable(tokenizer):
+        raise ValueError(
+            f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}: load one with "
+            "AutoTokenizer.from_pretrained"
+        )
 
 
 def prefix_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -185,7 +176,7 @@ def spread_windows(
     Raises:
         ValueError: the text is too short for the windows.
     """
-    whole = source.text if isinstance(source, Corpus) else "\n\n".join(d.text for d in documents(source))
+    whole = whole_text(source)
     # The special tokens are left out here, because every window gets them in front.
     (stream,) = encode(tokenizer, whole, prefix=())
     prefix = prefix_ids(tokenizer)
@@ -195,9 +186,11 @@ def spread_windows(
         # At least one, so that a text shorter than one window meets the error below, which says how much is needed.
         windows = max(1, min(16, total // size))
     if windows * size > total:
+        advice = "give a longer text (text, --text)"
+        if windows > 1:
+            advice = f"ask for fewer windows, or {advice}"
         raise ValueError(
-            f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: "
-            f"{'ask for fewer windows, or ' * (windows > 1)}give a longer text (text, --text)"
+            f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: {advice}"
         )
     rows = []
     for i, start in enumerate(spread_starts(total, size, windows)):

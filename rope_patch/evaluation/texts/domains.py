@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.texts.documents import Source, documents, encode, prefix_ids, spread_starts
+from rope_patch.evaluation.texts.documents import Source, encode, prefix_ids, spread_starts, whole_text
 from rope_patch.packaged import data_path
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
@@ -78,7 +78,7 @@ def read_rows(
     digest = hashlib.sha256()
     streams: dict[str, Tensor] = {}
     for name, source in named.items():
-        whole = "\n\n".join(document.text for document in documents(source))
+        whole = whole_text(source)
         # The zero byte marks where a text ends: otherwise the same characters, divided otherwise among the texts, would
         # have the same digest.
         digest.update(whole.encode("utf-8", "surrogatepass") + b"\0")
@@ -88,8 +88,9 @@ def read_rows(
     room = len(streams[shortest]) + len(prefix)
     size = min(context, LONGEST_ROW, room) if window is None else window
     if size < len(prefix) + 2:
-        cause = f"is {shortest!r} too short?" if window is None else "take a longer window"
-        raise ValueError(f"rows need at least 2 tokens beside the special ones, got {size} in all: {cause}")
+        raise ValueError(
+            f"rows need at least 2 tokens beside the special ones, got {size} in all: give a longer window or text"
+        )
     if size > room:
         raise ValueError(f"{shortest!r} holds {room} tokens, less than one row of {size}: take shorter rows")
     inner = size - len(prefix)
