@@ -89,17 +89,13 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         terms = {"its own key": shown.mean_terms(0), "the previous key": shown.mean_terms(1)}
     sums = ", ".join(f"{number_text(float(values.sum()))} with {name}" for name, values in terms.items())
     caption = f"{title}. The bars add up to a mean logit of {sums}, without features outside the table."
-    return figure(
-        plots.head_view,
-        {"queries": shown.norms(shown.query), "keys": shown.norms(shown.key)},
-        shown.pattern,
-        terms,
-        shown.inv_freq,
-        title=title,
-        caption=caption,
-        context=analysis.capture.layer(shown.layer).context,
-        window=shown.window,
-    )
+    rows = few([str(position) for position in range(len(shown.token_ids))])
+    context = analysis.capture.layer(shown.layer).context
+    norms = [
+        pair_map(f"Norms of the {name}", shown.norms(states), rows, shown.inv_freq, context)
+        for name, states in (("queries", shown.query), ("keys", shown.key))
+    ]
+    return figure(plots.head_view, norms, shown.pattern, terms, title=title, caption=caption, window=shown.window)
 
 
 def head_norms(analysis: Analysis) -> Figure:

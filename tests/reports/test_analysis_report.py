@@ -278,8 +278,6 @@ def test_heat_maps_show_their_values_and_clip_few():
     assert left.colorbar.extend == "max"
     assert right.norm.vmax == pytest.approx(0.5, abs=1e-12)
     assert [axes.get_ylim() for axes in figure.axes[:2]] == [(9.5, -0.5)] * 2  # layer 0 above
-    nothing = torch.full((2, 3), math.nan)
-    heat_maps([[Map("", nothing, {0: "0", 1: "1"}, {})]], title="t", xlabel="x", ylabel="y", label="one")
 
 
 def test_unrotated_pairs_are_named():
@@ -296,8 +294,8 @@ def test_a_view_shows_its_head():
     shown = analysis_figures.single_head(analysis, replace(view, window=6))
     drawn = shown.draw()
     query, key, *_ = [axes.images[0] for axes in drawn.axes if axes.images]
-    numpy.testing.assert_allclose(query.get_array().data, view.norms(view.query).T)
-    numpy.testing.assert_allclose(key.get_array().data, view.norms(view.key).T)
+    numpy.testing.assert_allclose(query.get_array().data, view.norms(view.query))
+    numpy.testing.assert_allclose(key.get_array().data, view.norms(view.key))
     pattern = next(axes.images[0] for axes in drawn.axes if axes.get_title(loc="left") == "Attention")
     numpy.testing.assert_array_equal(pattern.axes.images[1].get_array(), pattern.get_array()[:, :1])
     left, right, *_ = pattern.axes.images[1].get_extent()

@@ -26,7 +26,7 @@ CELLS = [
 
 def a_page(text="words", **table):
     shown = DataTable(**{"title": "Scores", "columns": list("abcde"), "rows": [CELLS], "caption": "How.", **table})
-    figure = Figure(lambda: new_figure("A figure")[0], "A figure", "How to read it, in a sentence of its own.")
+    figure = Figure(lambda: new_figure("A figure", 4.0), "A figure", "How to read it, in a sentence of its own.")
     return Page(text, [Section(text, [text, text], [Note(text), figure, shown]), Section("Empty", [], [])])
 
 
