@@ -23,9 +23,9 @@ from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.texts.domains import TextRows
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
-from rope_patch.reports import analysis_figures, analysis_tables
-from rope_patch.reports.analysis_tables import token_text
-from rope_patch.reports.layer_kinds import kinds
+from rope_patch.reports import analysis_figures
+from rope_patch.reports.analysis import token_text
+from rope_patch.reports.analysis_figures import kinds
 from rope_patch.reports.page import Figure, render, write
 from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 
@@ -192,7 +192,7 @@ def test_the_text_of_single_heads_fits_a_page():
     ids = torch.arange(256) % len(words)
     analysis = random_analysis()
     shown = replace(analysis, single_heads=(replace(analysis.single_heads[0], token_ids=ids),), token_texts=words)
-    columns = zip(*analysis_tables.tokens(shown).cells, strict=True)
+    columns = zip(*analysis_report.tokens(shown).cells, strict=True)
     assert sum(25.6 + 8.4 * max(len(cell.text) for cell in column) for column in columns) < 1144
 
 
@@ -353,10 +353,9 @@ def test_the_longest_pairs_are_drawn_over_distance_once_for_a_key_head():
 
 def test_layers_of_two_tables_are_apart():
     analysis = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)))
-    layer_kinds = kinds(analysis.capture)
-    assert [(kind.name, kind.rows) for kind in layer_kinds] == [
-        ("sliding_attention, 64 tokens", ["0", "2", "4"]),
-        ("full_attention, 4096 tokens", ["1", "3"]),
+    assert [(name, [layer.index for layer in layers]) for name, layers in kinds(analysis.capture)] == [
+        ("sliding_attention, 64 tokens", [0, 2, 4]),
+        ("full_attention, 4096 tokens", [1, 3]),
     ]
     shown = [axes for axes in analysis_figures.head_norms(analysis).draw().axes if axes.images]
     assert sorted(axes.images[0].get_array().shape for axes in shown) == [
