@@ -24,9 +24,7 @@ from rope_patch.reports.page import (
     short_names,
 )
 from rope_patch.reports.plots import base as plots
-from rope_patch.runtime.captions import count_text
-
-_NAMED_METHODS = 3  # methods that a sentence names before it counts the others
+from rope_patch.runtime.captions import count_text, names_text
 
 
 def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", folded: bool = False) -> Page:
@@ -36,18 +34,12 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", 
         comparisons: the comparisons, each of which becomes a section: a checkpoint, a task.
         title: the title of the page.
         folded: whether the changes from the unpatched model are folded, as beside a choice that has its own.
-
-    Raises:
-        ValueError: no comparison.
     """
-    if not comparisons:
-        raise ValueError("a report needs at least one comparison")
     return Page(title, [_section(comparison, folded=folded) for comparison in comparisons])
 
 
 def _section(comparison: Comparison, *, folded: bool) -> Section:
-    methods = [row.label for row in comparison.rows]
-    names = dict(zip(methods, short_names(methods), strict=True))
+    names = short_names(row.label for row in comparison.rows)
     columns = comparison.columns()
     scores = [(names[row.label], row.scores) for row in comparison.rows]
     parts = [
@@ -57,7 +49,6 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
         *_curves(comparison, names),
         *(figure for task in comparison.spec.tasks for figure in _map(comparison, names, task)),
         *answers(scores),
-        *_long_names(names),
         pages.facts(_facts(comparison), comparison.environment),
     ]
     text = comparison.rows[0].scores.perplexity
@@ -109,10 +100,7 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     elif len(equal) == len(values) - 1:
         text += f"the intervals separate no method from the best value ({value})"
     else:
-        others = ", ".join(equal[:_NAMED_METHODS])
-        if len(equal) > _NAMED_METHODS:
-            others += f" and {len(equal) - _NAMED_METHODS} more"
-        text += f"{names[best]} ({value}) is best, but not separable from {others}"
+        text += f"{names[best]} ({value}) is best, but not separable from {names_text(equal, 3)}"
     if UNPATCHED in values:
         text += f"; {_unpatched(comparison)} has {value_text(metric, values[UNPATCHED])}"
     return f"{text}."
@@ -132,9 +120,7 @@ def _unpatched(comparison: Comparison) -> str:
 def _table(
     title: str, names: Mapping[str, str], columns: Mapping[str, Sequence[Cell]], caption: str, *, folded: bool = False
 ) -> DataTable:
-    rows: list[Cells] = [
-        [name, *cells] for name, cells in zip(names.values(), zip(*columns.values(), strict=True), strict=True)
-    ]
+    rows: list[Cells] = [list(row) for row in zip(names.values(), *columns.values(), strict=True)]
     return DataTable(title, ["Method", *columns], rows, caption, folded)
 
 
@@ -179,12 +165,11 @@ def _changes(
     comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column], *, folded: bool
 ) -> list[DataTable]:
     """Return the table of how each method differs from the unpatched model, or from the first one."""
+    base = next(iter(names))
+    base_name = names[base]
     if UNPATCHED in names:
         base = UNPATCHED
         base_name = _unpatched(comparison)
-    else:
-        base = next(iter(names))
-        base_name = names[base]
     others = {label: name for label, name in names.items() if label != base}
     if not others:
         return []
@@ -217,10 +202,10 @@ def before_after(comparison: Comparison, chosen: str) -> DataTable:
         chosen: the label of the chosen method.
     """
     scores = {row.label: row.scores for row in comparison.rows}
+    before, after = scores[UNPATCHED], scores[chosen]
     rows: list[Cells] = []
     for length in comparison.lengths:
         for metric, span in spans_at(comparison.spec, length):
-            before, after = scores[UNPATCHED], scores[chosen]
             values = [_value(metric, span, before), _value(metric, span, after)]
             change = metric.difference(after, before, span)
             text = change_sentence(metric, change) if math.isfinite(change.estimate) else "–"
@@ -264,18 +249,13 @@ def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
     return [DataTable("A few answers", columns, rows, caption, folded=True)]
 
 
-def _long_names(names: Mapping[str, str]) -> list[DataTable]:
-    rows: list[Cells] = [[short, Cell(full, style="text")] for full, short in names.items() if short != full]
-    if not rows:
-        return []
-    caption = "Methods whose names are shortened above."
-    return [DataTable("Long names in full", ["Name", "Method"], rows, caption)]
-
-
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
     scores = comparison.rows[0].scores
-    facts = [("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch")]
+    facts = [
+        ("Methods", ", ".join(row.label for row in comparison.rows)),
+        ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
+    ]
     if scores.perplexity is not None:
         score = scores.perplexity
         windows = count_text(score.windows, "window")

@@ -116,9 +116,9 @@ def _bits(row: CheckRow, length: int) -> Cell:
 
 def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     """Return the figure of what each format costs in one metric at the longest length."""
-    names = _formats_of(check)
+    names = short_names(row.format for row in _quantized(check))
     panels = {}
-    for method, name in _methods(check).items():
+    for method, name in short_names(check.methods).items():
         base, *rows = check.of(method)
         costs = [plots.Cost("full precision", base.cache_bits[span.stop], 0.0, 0.0, 0.0, "")]
         for row in rows:
@@ -148,10 +148,11 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
 
 
 def _formats(check: KVCheck) -> DataTable:
-    # Reversed twice, the first row of each format stays, and so does their order.
-    first = {row.format: row for row in reversed(check.rows) if row.divergence is not None}
+    first: dict[str, CheckRow] = {}
+    for row in _quantized(check):
+        first.setdefault(row.format, row)
     rows: list[Cells] = []
-    for name, row in reversed(first.items()):
+    for name, row in first.items():
         preset = PRESETS.get(name)
         scheme = Scheme.parse(row.format_text)
         residual = Cell(str(scheme.residual))
@@ -244,14 +245,3 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
 
 def _quantized(check: KVCheck) -> list[CheckRow]:
     return [row for method in check.methods for row in check.of(method)[1:]]
-
-
-def _formats_of(check: KVCheck) -> dict[str, str]:
-    """The formats, and a name of each that fits a figure."""
-    names = list(dict.fromkeys(row.format for row in _quantized(check)))
-    return dict(zip(names, short_names(names), strict=True))
-
-
-def _methods(check: KVCheck) -> dict[str, str]:
-    """The methods, and a name of each that fits a figure."""
-    return dict(zip(check.methods, short_names(check.methods), strict=True))

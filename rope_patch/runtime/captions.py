@@ -26,6 +26,18 @@ def count_text(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+def names_text(names: Sequence[str], most: int) -> str:
+    """Return names, of which so many are written out at most.
+
+    >>> names_text(["a", "b"], 3), names_text(["a", "b", "c"], 1)
+    ('a, b', 'a and 2 more')
+    """
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
+
+
 def indices_text(what: str, indices: Sequence[int]) -> str:
     """Return indices with their noun.
 
