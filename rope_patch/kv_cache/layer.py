@@ -22,15 +22,12 @@ class SchemeRun:
     Attributes:
         plans: the plan of each layer, by its index.
         turns: cos and sin of the tokens that are being read, by layer type.
-        stored: the cache layer to which tokens were added last, by the index of the layer; an entry ends with its
-            cache.
         observe: function that is called with the index of each layer, its queries, keys and values, and the factor on
             its logits.
     """
 
     plans: Mapping[int, LayerPlan]
     turns: dict[str | None, Turn] = field(default_factory=dict)
-    stored: weakref.WeakValueDictionary[int, QuantizedLayer] = field(default_factory=weakref.WeakValueDictionary)
     observe: Callable[[int, Tensor, Tensor, Tensor, float], object] | None = None
 
     def turn(self, plan: LayerPlan) -> Turn | None:
@@ -46,8 +43,6 @@ class SchemeRun:
         """Return the keys and values of one pass as a cache layer that belongs to no cache."""
         layer = QuantizedLayer(self.plans[index], self)
         layer.update(key, value)
-        # `update` has entered it, but only layers of caches belong into `stored`.
-        self.stored.pop(index, None)
         return layer
 
 
@@ -97,9 +92,9 @@ class QuantizedLayer(DynamicLayer):
                 self.turn = cos, sin
         # The first of the new queries sees the tokens before it and itself.
         self.freeze(start + 1)
-        self.run.stored[self.plan.layer.index] = self
-        # Attention finds this layer by the very tensor that it is given as keys, and which lives no longer for that.
-        self.returned = weakref.ref(self.keys)
+        keys: Any = self.keys
+        # All that attention is given is this tensor. A reference that counted would keep both in memory.
+        keys.cache_layer = weakref.ref(self)
         return self.keys, self.values
 
     def freeze(self, visible_tokens: int) -> None:
@@ -159,29 +154,16 @@ class QuantizedLayer(DynamicLayer):
         """Repeat each row."""
         self._take(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows with the given indices."""
-        self._take(lambda x: x[indices.to(x.device)])
-
     def _take(self, rows: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
+        if self.padding is not None:
+            raise NotImplementedError("rows of a quantized cache that are padded on the left cannot be moved")
         count = self.keys.shape[0]
         for name in ("keys", "values", "raw_keys", "raw_values"):
             setattr(self, name, rows(getattr(self, name)))
         if self.turn is not None and len(self.turn[0]) == count:
             self.turn = rows(self.turn[0]), rows(self.turn[1])
-        # Rows with padding have block counts of their own, which move with them.
-        if self.padding is not None:
-            origin = rows(torch.arange(count)).tolist()
-            old = dict(self.frozen)
-            self.padding = rows(self.padding)
-            self.frozen = {
-                (name, new): old[name, row]
-                for new, row in enumerate(origin)
-                for name in ("keys", "values")
-                if (name, row) in old
-            }
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
         """Return a copy that shares the run and the tensors, none of which is ever written to in place."""
