@@ -118,23 +118,19 @@ class AttentionSums:
         self.sink_sum += torch.where(draws > SINK_WEIGHT, self.all, 0.0).sum(1)
         weight, position = draws.topk(min(SINKS_PER_HEAD, draws.shape[1]))
         self.sinks.append((weight, position, self.rows[self.row].to(self.device)[position]))
-        if len(self.sinks) > 1:
-            weight, position, token = (torch.cat(parts, 1) for parts in zip(*self.sinks, strict=True))
-            weight, keep = weight.topk(min(SINKS_PER_HEAD, weight.shape[1]))
-            self.sinks = [(weight, position.gather(1, keep), token.gather(1, keep))]
-        del self.far, self.all, self.far_count
 
     def result(self) -> LayerHeads:
         """Return the means."""
-        ((weight, position, token),) = self.sinks
+        weight, position, token = (torch.cat(parts, 1) for parts in zip(*self.sinks, strict=True))
+        weight, keep = weight.topk(min(SINKS_PER_HEAD, weight.shape[1]))
         drawn = weight > 0
         unknown = torch.full_like(self.induction, torch.nan)
         means = dict(
             offset_mass=self.offset / self.offset_count.clamp_min(1),
             first_mass=self.first / max(self.first_count, 1),
             sink_mass=self.sink_sum / self.queries,
-            sink_position=position.masked_fill(~drawn, -1),
-            sink_token=token.masked_fill(~drawn, -1),
+            sink_position=position.gather(1, keep).masked_fill(~drawn, -1),
+            sink_token=token.gather(1, keep).masked_fill(~drawn, -1),
             sink_weight=weight,
             induction_mass=self.induction / self.matched if self.matched else unknown,
             induction_chance=self.even / max(self.matched, 1),

@@ -137,20 +137,19 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
     """
     rows = token_rows(token_ids)
     captured: dict[tuple[int, str], list[Tensor]] = {}
-    sources: dict[int, AttentionLayer] = {}
 
     def visit(layer: AttentionLayer, role: str, states: Tensor, row: int, start: int) -> None:
-        sources[layer.index] = layer
         if role != "value":
             captured.setdefault((layer.index, role), []).append(states.cpu().double())
 
-    visit_states(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
+    read = visit_states(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
+    layers = {layer.index: layer for layer in read}
     single_heads = []
     for index, head in heads:
         query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))
         # Under grouped-query attention, neighbouring query heads share a key head.
         query, key = query[:, head], key[:, head * key.shape[1] // query.shape[1]]
-        source = sources[index]
+        source = layers[index]
         single_heads.append(
             SingleHead(
                 layer=index,

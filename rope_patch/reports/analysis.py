@@ -19,7 +19,7 @@ from rope_patch.reports.page import Cell, Cells, DataTable, Note, Page, Section
 from rope_patch.runtime.captions import ranges_text
 
 MOST_HEADS, MOST_SINKS = 40, 16
-"""Number of rows of a table at most; all are in analysis.json."""
+"""Number of rows of a table at most."""
 TOKENS_PER_LINE = 8
 """Number of tokens in a line of the text that single heads are shown on: more are cut at the edge of a page."""
 
@@ -160,7 +160,7 @@ def _head_types(analysis: Analysis) -> DataTable | Note:
     caption = (
         f"At the distance that draws most of a head: its mean attention, of which {TYPE_SHARE:g} makes a type, and the "
         "mean logit beside its Cauchy–Schwarz bound, the product of the norms of query and key (Barbero et al. 2024, "
-        f"tables 3 to 5).{_more(len(rows), MOST_HEADS)}"
+        f"tables 3 to 5). At most {MOST_HEADS} heads are listed, and all in analysis.json."
     )
     return DataTable("Positional heads, and heads that do induction", columns, rows[:MOST_HEADS], caption)
 
@@ -183,8 +183,8 @@ def _sinks(analysis: Analysis) -> DataTable | Note:
     rows.sort(key=lambda row: -int(str(row[2])))
     caption = (
         f"Tokens that draw more than {SINK_WEIGHT:g} of a head’s attention, averaged over the queries at least "
-        f"{SINK_DISTANCE} tokens behind them; bytes that are no whole character are written <0xE5>, and four positions "
-        f"are named at most.{_more(len(rows), MOST_SINKS)}"
+        f"{SINK_DISTANCE} tokens behind them; bytes that are no whole character are written <0xE5>. At most "
+        f"{MOST_SINKS} tokens and four positions of each are listed."
     )
     columns = ("Token", "Position [tokens]", "Heads", "Largest weight")
     return DataTable("Sinks", columns, rows[:MOST_SINKS], caption)
@@ -233,9 +233,3 @@ def token_text(analysis: Analysis, token: int) -> str:
     """Return the text of a token on one line; a space is shown as ␣."""
     # repr escapes what is not printable, and adds quotes.
     return repr(analysis.token_texts[token])[1:-1].replace(" ", "␣") or "(empty)"
-
-
-def _more(count: int, most: int) -> str:
-    if count <= most:
-        return ""
-    return f" The first {most} of {count} are shown; all are in analysis.json."

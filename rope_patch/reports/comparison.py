@@ -311,9 +311,7 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
             at = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
             curves[names[row.label]] = at, [bucket.perplexity for bucket in buckets]
     if not curves:
-        if comparison.rows[0].scores.perplexity is None:
-            return [Note("Perplexity was not measured.")]
-        return [Note("No method has a finite perplexity.")]
+        return [Note("No method has a finite perplexity that was measured.")]
     missing = [name for name in names.values() if name not in curves]
     caption = "Lower is better. All methods read the same windows, so they rise and fall together."
     if missing:

@@ -15,7 +15,7 @@ from rope_patch.evaluation.metrics import (
     value_text,
 )
 from rope_patch.evaluation.number_format import number_text, relative
-from rope_patch.kv_cache.schemes import PRESETS, Scheme
+from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
@@ -33,7 +33,7 @@ from rope_patch.reports.page import (
     figure,
     short_names,
 )
-from rope_patch.reports.plots import kv as plots
+from rope_patch.reports.plots import base as plots
 from rope_patch.runtime.captions import windows_text
 
 
@@ -154,18 +154,14 @@ def _formats(check: KVCheck) -> DataTable:
     rows: list[Cells] = []
     for name, row in first.items():
         preset = PRESETS.get(name)
-        scheme = Scheme.parse(row.format_text)
-        residual = Cell(str(scheme.residual))
-        if scheme.flush:
-            residual = Cell(str(scheme.residual), f"flush {scheme.flush}")
         source = Cell(preset.source if preset else "given as a text", style="text")
         bits = number_text(row.key_bits), number_text(row.value_bits)
-        rows.append([name, Cell(row.format_text, style="text"), *bits, residual, str(scheme.sinks), source])
+        rows.append([name, Cell(row.format_text, style="text"), *bits, source])
     caption = (
         "Effective bits per element of the quantized part, 16-bit scales and zero points included. The text of a "
         "format is explained in docs/kv-caches.md."
     )
-    columns = ("Format", "Text", "Bits of keys", "of values", "Residual [tokens]", "Sinks [tokens]", "Source")
+    columns = ("Format", "Text", "Bits of keys", "of values", "Source")
     return DataTable("What the formats mean", columns, rows, caption, folded=True)
 
 

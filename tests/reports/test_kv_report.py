@@ -18,7 +18,7 @@ from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
 from rope_patch.reports.page import render
-from rope_patch.reports.plots.kv import Cost, costs
+from rope_patch.reports.plots.base import Cost, costs
 
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 ASKED = {"windows": 3, "samples": 1, "haystack": "noise", "depths": (0.0, 1.0)}
@@ -76,7 +76,7 @@ def test_costs_by_hand():
     assert [[4, 2], [6, 2]] in bars and len(bars) == 1 + 2  # its interval, zero and what is tolerated
     assert len(second.lines) == 2 + 2 + 1
     legend = [text.get_text() for text in figure.legends[0].texts]
-    assert legend == ["undecided", "unsafe", "full precision"]
+    assert legend == ["full precision", "unsafe", "undecided"]
 
 
 def test_figures_show_the_check(checked, figures):
