@@ -84,10 +84,9 @@ class AttentionSums:
         queries = stop - start
         self.queries += queries
         for offset in range(OFFSETS):
-            # Otherwise no query of the block has a key that far back.
-            if start - low - offset > -queries:
-                self.offset[:, offset] += self._sum(weights.diagonal(start - low - offset, 1, 2))
-                self.offset_count[offset] += (~hidden).diagonal(start - low - offset).sum().to(self.device)
+            # It is empty where no query of the block has a key that far back.
+            self.offset[:, offset] += self._sum(weights.diagonal(start - low - offset, 1, 2))
+            self.offset_count[offset] += (~hidden).diagonal(start - low - offset).sum().to(self.device)
         if low == 0:
             seeing_first = max(0, min(stop, window) - start)
             self.first += self._sum(weights[:, :seeing_first, 0].contiguous())

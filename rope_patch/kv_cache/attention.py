@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,10 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from rope_patch.kv_cache.block_rounding import at_least_float
+from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.modeling.temporary_modes import attending_with
-
-if TYPE_CHECKING:
-    from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 
 ATTENTION_NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 22
@@ -174,7 +172,9 @@ def _store(runs: Sequence[SchemeRun], index: int, size: int, key: Any, value: Te
         return layer
     if key.shape[-2] != size and runs[-1].plans[index].layer.keys_of == index:
         raise ValueError("these keys come from another cache: use a cache of the factory, or none")
-    return runs[-1].alone(index, key, value)
+    layer = QuantizedLayer(runs[-1].plans[index], runs[-1])
+    layer.update(key, value)
+    return layer
 
 
 def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor) -> Tensor | None:

@@ -39,12 +39,6 @@ class SchemeRun:
             raise RuntimeError("the rotary module was not called: is this the model the cache was made for?")
         return self.turns[kind]
 
-    def alone(self, index: int, key: Tensor, value: Tensor) -> QuantizedLayer:
-        """Return the keys and values of one pass as a cache layer that belongs to no cache."""
-        layer = QuantizedLayer(self.plans[index], self)
-        layer.update(key, value)
-        return layer
-
 
 class QuantizedLayer(DynamicLayer):
     """The keys and values of one layer.

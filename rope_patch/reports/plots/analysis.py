@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rope_patch.analysis.outliers import KINDS, MeanPair
 from rope_patch.frequencies import offset_frequency_bound, wavelength
-from rope_patch.reports.plots.base import COLORS, mark_position, new_figure, plain_axes, wrapped_name
+from rope_patch.reports.plots.base import COLORS, mark_position, new_figure, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -264,8 +264,7 @@ def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
 
     values = numpy.ma.masked_invalid(panel.values.numpy())
     image = axes.imshow(values, cmap=_colors(), norm=norm, interpolation="none", aspect="auto")
-    name = "\n".join(wrapped_name(line, 80) for line in panel.name.split("\n"))
-    axes.set_title(name, loc="left", fontsize=9, pad=12 if panel.edges else 4)
+    axes.set_title(panel.name, loc="left", fontsize=9, pad=12 if panel.edges else 4)
     axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     axes.set_yticks(list(panel.rows), list(panel.rows.values()))
     axes.tick_params(labelsize=8)
