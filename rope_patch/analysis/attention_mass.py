@@ -63,7 +63,7 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
     root: Any = locate(model).model
     check_ids(rows, root.get_input_embeddings().num_embeddings)
     layers = root.config.get_text_config().num_hidden_layers
-    decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
+    decoder = root.get_decoder()
     device = device_of(root.get_input_embeddings())
     on_text = _Pass(rows, layers)
     on_repeated = _Pass(repeated_tokens(rows)[None], layers)

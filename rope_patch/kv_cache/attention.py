@@ -130,10 +130,8 @@ def attend(
         distance = visible_tokens - 1 - places[at]
         hidden = (distance < 0) | (distance >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
+        if attention_mask is not None:
             logits = logits.masked_fill(~attention_mask[:, :, low:high, at], -torch.inf)
-        elif attention_mask is not None:
-            logits = logits + attention_mask[:, :, low:high, at]
         dtype = torch.promote_types(logits.dtype, torch.float32)
         # A query of padding sees no key, and its softmax is NaN.
         weights = logits.softmax(-1, dtype=dtype).nan_to_num().to(value.dtype)
@@ -149,8 +147,7 @@ def attend(
 
 def _refuse_left_padding(attention_mask: Tensor) -> None:
     """Raise ValueError where the first token of a row is hidden: blocks would begin with the padding."""
-    seen_first = attention_mask[:, :, 0, 0]
-    if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
+    if not bool(attention_mask[:, :, 0, 0].all()):
         raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
 
 

@@ -30,14 +30,15 @@ class SchemeRun:
     turns: dict[str | None, Turn] = field(default_factory=dict)
     observe: Callable[[int, Tensor, Tensor, Tensor, float], object] | None = None
 
-    def turn(self, plan: LayerPlan) -> Turn | None:
-        """Return cos and sin of the tokens that are being read; None if the plan does not need them."""
+    def turn(self, plan: LayerPlan, rows: int) -> Turn | None:
+        """Return cos and sin of the tokens that are being read, for so many rows; None if the plan needs none."""
         kind = plan.layer.table.layer_type
         if not plan.needs_turn:
             return None
         if kind not in self.turns:
             raise RuntimeError("the rotary module was not called: is this the model the cache was made for?")
-        return self.turns[kind]
+        cos, sin = (part.expand(rows, -1, -1) for part in self.turns[kind])
+        return cos, sin
 
 
 class QuantizedLayer(DynamicLayer):
@@ -71,7 +72,7 @@ class QuantizedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add the states of new tokens, and return those of all tokens as the first of the new queries sees them."""
         start = self.get_seq_length()
-        turn = self.run.turn(self.plan)
+        turn = self.run.turn(self.plan, len(key_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.raw_keys, self.raw_values, self.turn = key_states, value_states, turn
@@ -82,7 +83,7 @@ class QuantizedLayer(DynamicLayer):
             self.keys = torch.cat((self.keys, key_states), dim=-2)
             self.values = torch.cat((self.values, value_states), dim=-2)
             if turn is not None and self.turn is not None:
-                cos, sin = (_joined(*pair) for pair in zip(self.turn, turn, strict=True))
+                cos, sin = (torch.cat(pair, dim=1) for pair in zip(self.turn, turn, strict=True))
                 self.turn = cos, sin
         # The first of the new queries sees the tokens before it and itself.
         self.freeze(start + 1)
@@ -117,11 +118,7 @@ class QuantizedLayer(DynamicLayer):
         blocks = blocks.transpose(1, 2).flatten(0, 1)  # (rows * blocks, heads, size, width)
         turn = None
         if self.turn is not None:
-            turn_rows = slice(None)
-            if len(self.turn[0]) > 1:
-                turn_rows = rows
-            parts = [part[turn_rows, low:high].expand(count, -1, -1) for part in self.turn]
-            cos, sin = (part.reshape(-1, size, part.shape[-1]) for part in parts)
+            cos, sin = (part[rows, low:high].reshape(-1, size, part.shape[-1]) for part in self.turn)
             turn = cos, sin
         quantized = self.plan.quantize(name, blocks, turn)
         quantized = quantized.reshape(count, -1, *quantized.shape[1:]).transpose(1, 2)
@@ -153,10 +150,9 @@ class QuantizedLayer(DynamicLayer):
             return
         if self.padding is not None:
             raise NotImplementedError("rows of a quantized cache that are padded on the left cannot be moved")
-        count = self.keys.shape[0]
         for name in ("keys", "values", "raw_keys", "raw_values"):
             setattr(self, name, rows(getattr(self, name)))
-        if self.turn is not None and len(self.turn[0]) == count:
+        if self.turn is not None:
             self.turn = rows(self.turn[0]), rows(self.turn[1])
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
@@ -164,9 +160,3 @@ class QuantizedLayer(DynamicLayer):
         copied = copy.copy(self)
         copied.frozen = dict(self.frozen)
         return copied
-
-
-def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """Join cos or sin, (rows or 1, tokens, pairs), of earlier and later tokens."""
-    rows = max(len(one), len(other))
-    return torch.cat([part.expand(rows, -1, -1) for part in (one, other)], dim=1)

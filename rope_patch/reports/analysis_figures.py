@@ -95,7 +95,7 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         pair_map(f"Norms of the {name}", shown.norms(states), rows, shown.inv_freq, context)
         for name, states in (("queries", shown.query), ("keys", shown.key))
     ]
-    return figure(plots.head_view, norms, shown.pattern, terms, title=title, caption=caption, window=shown.window)
+    return figure(plots.head_view, norms, shown.pattern, terms, title=title, caption=caption)
 
 
 def head_norms(analysis: Analysis) -> Figure:

@@ -6,7 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
-from rope_patch.evaluation.metrics import METRICS, Metric, Span, change_sentence, change_text, spans_at, value_text
+from rope_patch.evaluation.metrics import (
+    METRICS,
+    Metric,
+    PairedDifference,
+    Span,
+    change_sentence,
+    change_text,
+    spans_at,
+    value_text,
+)
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.retrieval.shown_answers import EXACT_MATCH, few_answers
 from rope_patch.evaluation.suite import EvalResult
@@ -179,19 +188,22 @@ def _changes(
         cells = []
         for label in others:
             change = comparison.difference(label, base, column.metric, column.span)
-            estimate, low, high = (change_text(metric, value) for value in change)
-            interval = "no interval"
-            if math.isfinite(change.high - change.low):
-                interval = f"{low} to {high}"
-            if not math.isfinite(change.estimate):
-                estimate = "–"
-            cells.append(Cell(estimate, interval, "" if change.significant else "tied"))
+            cells.append(change_cell(metric, change, "" if change.significant else "tied"))
         shown[column.heading] = cells
     caption = (
         f"On the same windows and prompts, with the {_percent(comparison)} interval of each change by itself; ppl in "
         "percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
     )
     return [_table(f"Change from {base_name}", others, shown, caption, folded=folded)]
+
+
+def change_cell(metric: Metric, change: PairedDifference, style: str = "") -> Cell:
+    """Return a change of a metric; below it stands its interval."""
+    estimate, low, high = (change_text(metric, value) for value in change)
+    interval = "no interval"
+    if math.isfinite(change.high - change.low):
+        interval = f"{low} to {high}"
+    return Cell(estimate, interval, style)
 
 
 def before_after(comparison: Comparison, chosen: str) -> DataTable:
@@ -277,7 +289,6 @@ def retrieval_facts(scores: EvalResult) -> list[tuple[str, str]]:
         return []
     retrieval = next(iter(scores.retrieval.values()))
     tasks = ", ".join(spec.tasks)
-    noun = "tasks" if len(spec.tasks) > 1 else "task"
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
     samples = f"{count_text(spec.samples, 'sample')} at each"
     lengths = ", ".join(map(str, spec.lengths))
@@ -286,7 +297,7 @@ def retrieval_facts(scores: EvalResult) -> list[tuple[str, str]]:
     if retrieval.prefix:
         special = f"ids {', '.join(map(str, retrieval.prefix))}"
     return [
-        ("Retrieval", f"{noun} {tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
+        ("Retrieval", f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
         ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {form}"),
         ("Special tokens", f"{special}, in front of each window and prompt"),
     ]

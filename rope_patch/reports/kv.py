@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from rope_patch.analysis.outliers import mean_pairs, outlier_sentence
 from rope_patch.evaluation.metrics import (
     SAFE_LOST_SHARE,
     Metric,
     Span,
-    change_text,
     column_heading,
     spans_at,
     value_text,
@@ -19,7 +16,7 @@ from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
-from rope_patch.reports.comparison import answers, retrieval_facts
+from rope_patch.reports.comparison import answers, change_cell, retrieval_facts
 from rope_patch.reports.page import (
     INTERVALS,
     Cell,
@@ -77,7 +74,7 @@ def _table(check: KVCheck, length: int) -> DataTable:
             columns_of_kl = f"{number_text(divergence.kl, 4)}", f"{number_text(100 * divergence.top1, 1)} %"
             cells: Cells = [_verdict(check, row, length), _bits(row, length), *columns_of_kl]
             for value, (metric, span) in zip(values, metrics, strict=True):
-                cells += [value, _change(check, row, metric, span)]
+                cells += [value, change_cell(metric, check.change(row, metric, span))]
             rows.append([row.format, *cells])
     limits = check.limits
     prompts = "".join(f" {sentence}." for sentence in check.prompts(length))
@@ -89,15 +86,6 @@ def _table(check: KVCheck, length: int) -> DataTable:
         f"those of its quantized part, where they differ.{prompts} {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
-
-
-def _change(check: KVCheck, row: CheckRow, metric: Metric, span: Span) -> Cell:
-    """Return a change from full precision; below it stands its interval, where there is one."""
-    change = check.change(row, metric, span)
-    estimate, low, high = (change_text(metric, value) for value in change)
-    if math.isfinite(change.high - change.low):
-        return Cell(estimate, f"{low} to {high}")
-    return Cell(estimate)
 
 
 def _verdict(check: KVCheck, row: CheckRow, length: int) -> Cell:

@@ -105,7 +105,7 @@ def test_the_page_is_whole_and_loads_nothing(checked):
         assert sentence in words
     facts = dict(page.table("What was measured")[1:])
     assert facts["Perplexity"].startswith("3 windows of 56 tokens, which do not overlap")
-    assert facts["Retrieval"].startswith("task passkey") and facts["Retrieval"].endswith("seed 0")
+    assert facts["Retrieval"].startswith("passkey; ") and facts["Retrieval"].endswith("seed 0")
     assert not re.search(r"\b(nan|inf|None)\b", words)
     assert words.count("Dotted: ") == 1, "what is tolerated is drawn for perplexity, and not for retrieval"
 

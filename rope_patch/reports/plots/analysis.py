@@ -95,9 +95,7 @@ def heat_maps(
     return figure
 
 
-def head_view(
-    norms: Sequence[Map], pattern: Tensor, terms: Mapping[str, Tensor], *, window: int | None, title: str
-) -> Figure:
+def head_view(norms: Sequence[Map], pattern: Tensor, terms: Mapping[str, Tensor], *, title: str) -> Figure:
     """Draw one head on one text: the norms of its pairs token by token, its attention, and what each pair adds.
 
     *Source*: Barbero et al., arXiv:2410.06205, figures 5 to 7 and 14 to 18.
@@ -106,7 +104,6 @@ def head_view(
         norms: two panels over pairs: the norms of the queries and of the keys, (tokens, pairs) each.
         pattern: (queries, keys) attention weights.
         terms: (pairs,) what each pair adds to the mean logit with a key, by the name of the key, for two of them.
-        window: the number of tokens that a query sees; None for all [tokens].
         title: the title of the figure.
     """
     figure = new_figure(title, 6.0)
@@ -117,7 +114,7 @@ def head_view(
         norm, extend = _scale([panel.values], None)
         add_bar(figure, _draw(axes[place], panel, norm), [axes[place]], "norm", extend)
     axes["queries"].set_ylabel("position [tokens]", fontsize=9)
-    _draw_pattern(figure, axes["attention"], pattern, window)
+    _draw_pattern(figure, axes["attention"], pattern)
     axes["second"].sharey(axes["first"])
     for place, (key, values) in zip(("first", "second"), terms.items(), strict=True):
         bars = axes[place]
@@ -204,14 +201,11 @@ def _plain(axes: Axes, title: str) -> None:
     plain_axes(axes)
 
 
-def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | None) -> None:
+def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor) -> None:
     """Draw attention weights (queries, keys); keys that a query does not see are grey."""
     from matplotlib.colors import PowerNorm
 
-    hidden = numpy.triu(numpy.ones(tuple(pattern.shape), dtype=bool), 1)
-    if window is not None:
-        hidden |= numpy.tril(numpy.ones_like(hidden), -window)
-    shown = numpy.ma.masked_array(pattern.numpy(), mask=hidden)
+    shown = numpy.ma.masked_equal(pattern.numpy(), 0)  # a weight is 0 only where a query does not see the key
     # Most weights are small, and the square root spreads them over the colours.
     norm = PowerNorm(0.5, vmin=0, vmax=1)
     image = axes.imshow(shown, cmap=_colors(), norm=norm, interpolation="none")
