@@ -11,15 +11,14 @@ arXiv:2410.10781, for sinks; Olsson et al., arXiv:2209.11895, for induction (the
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_patch.analysis.attention_sums import AttentionSums
-from rope_patch.analysis.heads import OFFSETS, Heads
+from rope_patch.analysis.heads import OFFSETS, AttentionSums, Heads
 from rope_patch.modeling.attention_probe import window_alone, window_of
 from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
 from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
@@ -65,8 +64,7 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
     layers = root.config.get_text_config().num_hidden_layers
     decoder = root.get_decoder()
     device = device_of(root.get_input_embeddings())
-    on_text = _Pass(rows, layers)
-    on_repeated = _Pass(repeated_tokens(rows)[None], layers)
+    on_text, on_repeated = _Pass(rows), _Pass(repeated_tokens(rows)[None])
     reads = rows.numel() + on_repeated.rows.numel()
     progress = Progress(rows.numel(), reads=reads)
     with in_eval_mode(model):
@@ -74,15 +72,20 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
         _check_reproduced(root, decoder, rows[0, :64].to(device))
         with attending_with(root, ATTENTION_NAME):
             for current in (on_text, on_repeated):
-                reset = _PASS.set(current)
-                try:
-                    for number, row in enumerate(current.rows):
-                        current.begin_row(number)
-                        with progress.within_pass(decoder, len(row)):
-                            decoder(input_ids=row[None].to(device), use_cache=False)
-                        current.end_row()
-                finally:
-                    _PASS.reset(reset)
+                for number, ids in enumerate(current.rows):
+                    current.row, current.layers_done = number, set()
+                    reset = _PASS.set(current)
+                    try:
+                        with progress.within_pass(decoder, len(ids)):
+                            decoder(input_ids=ids[None].to(device), use_cache=False)
+                    finally:
+                        _PASS.reset(reset)
+                    missing = sorted(set(range(layers)) - current.layers_done)
+                    if missing:
+                        raise ValueError(
+                            f"layers {ranges_text(missing)} did not attend through transformers' AttentionInterface: "
+                            "where they attend cannot be seen"
+                        )
     progress.finish()
     measured = tuple(on_text.sums[index].result() for index in sorted(on_text.sums))
     # In a shorter text the token to be found is among the nearest keys, where a head may attend by distance alone.
@@ -110,28 +113,21 @@ def repeated_tokens(rows: Tensor) -> Tensor:
 # --- the attention ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class _Pass:
     """One pass over a text: what is measured, and how far the pass has come.
 
-    Args:
+    Attributes:
         rows: (rows, tokens) the text that is read.
-        layers: the number of layers of the model.
+        sums: the sums over attention weights, by the index of the layer.
+        row: the index of the row that is being read.
+        layers_done: the indices of the layers that have attended in it.
     """
 
-    def __init__(self, rows: Tensor, layers: int) -> None:
-        self.rows, self.layers = rows, layers
-        self.sums: dict[int, AttentionSums] = {}
-
-    def begin_row(self, row: int) -> None:
-        self.row, self.layers_done = row, set[int]()
-
-    def end_row(self) -> None:
-        missing = set(range(self.layers)) - self.layers_done
-        if missing:
-            raise ValueError(
-                f"layers {ranges_text(sorted(missing))} did not attend through transformers' AttentionInterface: where "
-                "they attend cannot be seen"
-            )
+    rows: Tensor
+    sums: dict[int, AttentionSums] = field(default_factory=dict)
+    row: int = 0
+    layers_done: set[int] = field(default_factory=set)
 
     def begin_layer(self, module: nn.Module, query: Tensor) -> AttentionSums:
         """Return the sums that a layer's weights are added to."""

@@ -132,9 +132,8 @@ def attend(
         logits = logits.masked_fill(hidden, -torch.inf)
         if attention_mask is not None:
             logits = logits.masked_fill(~attention_mask[:, :, low:high, at], -torch.inf)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
         # A query of padding sees no key, and its softmax is NaN.
-        weights = logits.softmax(-1, dtype=dtype).nan_to_num().to(value.dtype)
+        weights = logits.softmax(-1).nan_to_num().to(value.dtype)
         frozen = _frozen(store, "values", visible_tokens, places[at])
         if frozen is None:
             output = weights.view(by_group) @ store.raw_values[:, :, at]

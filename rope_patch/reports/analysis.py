@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rope_patch.analysis.attention_sums import SINK_WEIGHT
-from rope_patch.analysis.heads import SINK_DISTANCE, TYPE_SHARE
+from rope_patch.analysis.heads import SINK_DISTANCE, SINK_WEIGHT, TYPE_SHARE
 from rope_patch.analysis.outliers import OUTLIER_RATIO, bounds
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.evaluation.number_format import number_text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
 from rope_patch.evaluation.metrics import (
@@ -48,51 +49,51 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", 
 
 
 def _section(comparison: Comparison, *, folded: bool) -> Section:
-    names = short_names(row.label for row in comparison.rows)
+    facts = _facts(comparison)
+    names = short_names(row.method for row in comparison.rows)
+    comparison = replace(comparison, rows=tuple(replace(row, method=names[row.method]) for row in comparison.rows))
     columns = comparison.columns()
-    scores = [(names[row.label], row.scores) for row in comparison.rows]
     parts = [
         *(Note(f"Note: {warning}.") for warning in comparison.warnings),
-        _scores(comparison, names, columns),
-        *_changes(comparison, names, columns, folded=folded),
-        *_curves(comparison, names),
-        *(figure for task in comparison.spec.tasks for figure in _map(comparison, names, task)),
-        *answers(scores),
-        pages.facts(_facts(comparison), comparison.environment),
+        _scores(comparison, columns),
+        *_changes(comparison, columns, folded=folded),
+        *_curves(comparison),
+        *(figure for task in comparison.spec.tasks for figure in _map(comparison, task)),
+        *answers([(row.label, row.scores) for row in comparison.rows]),
+        pages.facts(facts, comparison.environment),
     ]
     text = comparison.rows[0].scores.perplexity
     sizes = []
     if text:
         sizes.append(count_text(text.windows, "window"))
     sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in comparison.spec.tasks]
-    name = comparison.model.partition(" ")[2] or comparison.model or "Model without a name"
+    name = comparison.model.partition(" ")[2] or comparison.model
     title = f"{name}, trained at {comparison.trained_length} tokens: {', '.join(sizes)}"
-    return Section(title, summary(comparison, names, columns), parts)
+    return Section(title, summary(comparison, columns), parts)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
-def summary(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> list[str]:
+def summary(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
     """Return for each metric and task which method is best at the longest length.
 
     A metric that is no finite number for some method is left out.
 
     Args:
         comparison: the comparison, of any number of methods.
-        names: the name of each method in the report.
         columns: the columns of the comparison.
     """
     longest: dict[tuple[str, str | None], Column] = {}
     for column in columns:
         # Columns come in the order of their lengths, so that the longest one stays.
         longest[column.metric, column.span.task] = column
-    return [_best(comparison, column, names) for column in longest.values() if all(map(math.isfinite, column.values))]
+    return [_best(comparison, column) for column in longest.values() if all(map(math.isfinite, column.values))]
 
 
-def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> str:
+def _best(comparison: Comparison, column: Column) -> str:
     metric = METRICS[column.metric]
-    values = dict(zip(names, column.values, strict=True))
+    values = dict(zip([row.label for row in comparison.rows], column.values, strict=True))
     best = comparison.rows[column.best].label
     value = value_text(metric, values[best])
     where = "at positions" if metric.of_text else "in prompts of"
@@ -103,13 +104,13 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     text = f"{label} {where} {column.span} tokens: "
     if len(values) == 1:
         return f"{text}{value}."
-    equal = [names[method] for method, one in column.differences.items() if not one.significant]
+    equal = [method for method, one in column.differences.items() if not one.significant]
     if column.winner is not None:
-        text += f"{names[best]} is best ({value}), ahead of every other method by the intervals"
+        text += f"{best} is best ({value}), ahead of every other method by the intervals"
     elif len(equal) == len(values) - 1:
         text += f"the intervals separate no method from the best value ({value})"
     else:
-        text += f"{names[best]} ({value}) is best, but not separable from {names_text(equal, 3)}"
+        text += f"{best} ({value}) is best, but not separable from {names_text(equal, 3)}"
     if UNPATCHED in values:
         text += f"; {_unpatched(comparison)} has {value_text(metric, values[UNPATCHED])}"
     return f"{text}."
@@ -127,13 +128,14 @@ def _unpatched(comparison: Comparison) -> str:
 
 
 def _table(
-    title: str, names: Mapping[str, str], columns: Mapping[str, Sequence[Cell]], caption: str, *, folded: bool = False
+    title: str, labels: Sequence[str], columns: Mapping[str, Sequence[Cell]], caption: str, *, folded: bool = False
 ) -> DataTable:
-    rows: list[Cells] = [list(row) for row in zip(names.values(), *columns.values(), strict=True)]
+    rows: list[Cells] = [list(row) for row in zip(labels, *columns.values(), strict=True)]
     return DataTable(title, ["Method", *columns], rows, caption, folded)
 
 
-def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> DataTable:
+def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
+    labels = [row.label for row in comparison.rows]
     shown = {}
     for column in columns:
         metric = METRICS[column.metric]
@@ -160,26 +162,23 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
         "ppl: perplexity at these positions [tokens], lower is better; a task: the share of its prompts of this length "
         "[tokens] that are answered exactly; logprob: the log-probability of the right answer [nats]."
     )
-    if UNPATCHED in names:
+    if UNPATCHED in labels:
         caption = f"{UNPATCHED}: {_unpatched(comparison)}; {caption}"
-    if len(comparison.rows) > 1:
+    if len(labels) > 1:
         caption += (
             f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
             f"intervals; in a column without a sign they separate no method from the best. {INTERVALS}"
         )
-    return _table("Scores", names, shown, caption)
+    return _table("Scores", labels, shown, caption)
 
 
-def _changes(
-    comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column], *, folded: bool
-) -> list[DataTable]:
+def _changes(comparison: Comparison, columns: Sequence[Column], *, folded: bool) -> list[DataTable]:
     """Return the table of how each method differs from the unpatched model, or from the first one."""
-    base = next(iter(names))
-    base_name = names[base]
-    if UNPATCHED in names:
-        base = UNPATCHED
-        base_name = _unpatched(comparison)
-    others = {label: name for label, name in names.items() if label != base}
+    labels = [row.label for row in comparison.rows]
+    base = base_name = labels[0]
+    if UNPATCHED in labels:
+        base, base_name = UNPATCHED, _unpatched(comparison)
+    others = [label for label in labels if label != base]
     if not others:
         return []
     shown = {}
@@ -271,13 +270,12 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     if scores.perplexity is not None:
         score = scores.perplexity
         windows = count_text(score.windows, "window")
-        overlap = "no overlap" if score.stride >= score.window else "overlapping"
         chunk = "in one pass" if score.chunk >= score.window else f"in passes of {score.chunk} tokens"
         source = comparison.text_name
         if comparison.python_version:
             source += f", of the files of Python {comparison.python_version}"
         facts.append(("Text", f"{source}; SHA-256 {comparison.text[:16]}…"))
-        read = f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride} ({overlap})"
+        read = f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride}"
         facts.append(("Perplexity", f"{read}; {score.tokens} tokens scored"))
     return [*facts, *retrieval_facts(scores)]
 
@@ -310,7 +308,7 @@ def _percent(comparison: Comparison) -> str:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
+def _curves(comparison: Comparison) -> list[Figure | Note]:
     """Return the figure of perplexity by position, of the methods whose perplexity is a number."""
     curves = {}
     for row in comparison.rows:
@@ -320,10 +318,10 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
         buckets = [bucket for bucket in text.buckets if math.isfinite(bucket.nll)]
         if buckets:
             at = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
-            curves[names[row.label]] = at, [bucket.perplexity for bucket in buckets]
+            curves[row.label] = at, [bucket.perplexity for bucket in buckets]
     if not curves:
         return [Note("No method has a finite perplexity that was measured.")]
-    missing = [name for name in names.values() if name not in curves]
+    missing = [row.label for row in comparison.rows if row.label not in curves]
     caption = "Lower is better. All methods read the same windows, so they rise and fall together."
     if missing:
         caption += f" Not drawn, no value is finite: {', '.join(missing)}."
@@ -332,7 +330,7 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
     return [figure(draw, curves, title=title, caption=caption, trained_length=comparison.trained_length)]
 
 
-def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> list[Figure]:
+def _map(comparison: Comparison, task: str) -> list[Figure]:
     """Return the figure of exact match over lengths × depths of one task; none where a length has a single depth."""
     lengths = comparison.spec.lengths
     cells = comparison.rows[0].scores.retrieval[task].cells
@@ -342,7 +340,7 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> list[Fi
     grids = {}
     for row in comparison.rows:
         shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
-        grids[names[row.label]] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
+        grids[row.label] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
     title = f"Retrieval by length and depth, {task}"
     caption = (
         "Share of answers that are exactly right, by prompt length and depth of the needle: 0 % is the start of the "

@@ -72,7 +72,10 @@ def _table(check: KVCheck, length: int) -> DataTable:
                 continue
             divergence = row.divergences[length]
             columns_of_kl = f"{number_text(divergence.kl, 4)}", f"{number_text(100 * divergence.top1, 1)} %"
-            cells: Cells = [_verdict(check, row, length), _bits(row, length), *columns_of_kl]
+            verdict = check.verdict(row, length)
+            bits = Cell(number_text(row.cache_bits[length]), number_text(row.bits))
+            name = Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind)
+            cells: Cells = [name, bits, *columns_of_kl]
             for value, (metric, span) in zip(values, metrics, strict=True):
                 cells += [value, change_cell(metric, check.change(row, metric, span))]
             rows.append([row.format, *cells])
@@ -83,23 +86,9 @@ def _table(check: KVCheck, length: int) -> DataTable:
         f"{100 * limits.tolerance:g} %, at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost, and KL is at most "
         f"{limits.loss:.4f}; unsafe: KL is larger, an interval shows that one of the others is exceeded, or the change "
         f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. Below the bits of a cache stand "
-        f"those of its quantized part, where they differ.{prompts} {INTERVALS}"
+        f"those of its quantized part.{prompts} {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
-
-
-def _verdict(check: KVCheck, row: CheckRow, length: int) -> Cell:
-    verdict = check.verdict(row, length)
-    return Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind)
-
-
-def _bits(row: CheckRow, length: int) -> Cell:
-    """Return the bits of a cache; below them stand those of its quantized part, where they differ."""
-    whole = number_text(row.cache_bits[length])
-    part = number_text(row.bits)
-    if part == whole:
-        return Cell(whole)
-    return Cell(whole, part)
 
 
 def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:

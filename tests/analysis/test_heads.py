@@ -38,11 +38,11 @@ from transformers import (
 )
 
 import rope_patch
-from rope_patch.analysis import attention_mass, attention_sums
+from rope_patch.analysis import attention_mass
+from rope_patch.analysis import heads as head_module
 from rope_patch.analysis.analyze import _clearest
 from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads, repeated_tokens
-from rope_patch.analysis.attention_sums import SINKS_PER_HEAD
-from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, Heads
+from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, SINKS_PER_HEAD, Heads
 from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric
 from rope_patch.runtime.progress import listen
@@ -148,7 +148,7 @@ def loops(rows, layers, window):
         "offset_mass": numpy.stack([mean["offset", offset] for offset in range(OFFSETS)], 1),
         "first_mass": mean["first"],
         "sink_mass": [
-            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > attention_sums.SINK_WEIGHT) / queries
+            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > head_module.SINK_WEIGHT) / queries
             for h in range(heads)
         ],
         "sink_position": [[at[1] for at in row] for row in places],
@@ -195,7 +195,7 @@ def compare_to_loops(model, rows, windows, monkeypatch):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
-    monkeypatch.setattr(attention_sums, "SINK_WEIGHT", 0.08)  # random heads have no sinks of 0.3
+    monkeypatch.setattr(head_module, "SINK_WEIGHT", 0.08)  # random heads have no sinks of 0.3
     model, rows = model_for(name), few_kinds()
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
     for queries in (7, 40):

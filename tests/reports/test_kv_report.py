@@ -120,7 +120,7 @@ def test_the_tables_have_the_numbers(checked, figures):
         return f"{value:+.{2 if abs(value) < 10 else 1}f}".replace("-", "−")
 
     _, verdict, bits, kl, _, perplexity, moved, _, _ = rows["int4-token"]
-    assert (verdict, bits) == (checked.verdict(row, 40).kind, "6.00")
+    assert (verdict, bits) == (checked.verdict(row, 40).kind, "6.006.00")
     assert perplexity == f"{row.scores.perplexity.between(0, 40):.0f}"
     assert moved == f"{text(moved_by)} %{text(low)} % to {text(high)} %"
     assert kl == f"{row.divergences[40].kl:.4f}"
