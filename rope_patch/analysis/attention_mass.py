@@ -65,8 +65,7 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
     decoder = root.get_decoder()
     device = device_of(root.get_input_embeddings())
     on_text, on_repeated = _Pass(rows), _Pass(repeated_tokens(rows)[None])
-    reads = rows.numel() + on_repeated.rows.numel()
-    progress = Progress(rows.numel(), reads=reads)
+    progress = Progress(rows.numel(), reads=rows.numel() + on_repeated.rows.numel())
     with in_eval_mode(model):
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
         _check_reproduced(root, decoder, rows[0, :64].to(device))

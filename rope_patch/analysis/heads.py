@@ -190,8 +190,7 @@ class AttentionSums:
         weights, distance, hidden = weights[:, skip:], distance[skip:], hidden[skip:]
         start += skip
         stop = start + weights.shape[1]
-        queries = stop - start
-        self.queries += queries
+        self.queries += weights.shape[1]
         for offset in range(OFFSETS):
             # It is empty where no query of the block has a key that far back.
             self.offset[:, offset] += self._sum(weights.diagonal(start - low - offset, 1, 2))

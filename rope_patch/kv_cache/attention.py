@@ -101,8 +101,9 @@ def attend(
     if run.observe is not None:
         run.observe(index, query, key, value, scaling)
     window = run.plans[index].layer.window or total
-    if attention_mask is not None and size == total and store.padding is None:
-        _refuse_left_padding(attention_mask)
+    unpadded = size == total and store.padding is None  # so that blocks begin with the first token
+    if unpadded and attention_mask is not None and not bool(attention_mask[:, :, 0, 0].all()):
+        raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
     # In half precision, logits of long keys (a bias of 239 in Qwen2.5) would be rounded as coarsely as a cache rounds.
     raw_keys, keys, query = (at_least_float(states) for states in (store.raw_keys, store.keys, query))
     before = total - size
@@ -142,12 +143,6 @@ def attend(
             output += (weights * ~frozen).view(by_group) @ store.raw_values[:, :, at]
         out[:, low:high] = output.view(rows, heads, high - low, -1).transpose(1, 2)
     return out, None
-
-
-def _refuse_left_padding(attention_mask: Tensor) -> None:
-    """Raise ValueError where the first token of a row is hidden: blocks would begin with the padding."""
-    if not bool(attention_mask[:, :, 0, 0].all()):
-        raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
 
 
 def _store(runs: Sequence[SchemeRun], index: int, size: int, key: Any, value: Tensor) -> QuantizedLayer:

@@ -78,8 +78,8 @@ class QuantizedLayer(DynamicLayer):
             self.raw_keys, self.raw_values, self.turn = key_states, value_states, turn
             self.keys, self.values = key_states, value_states
         else:
-            pairs = ((self.raw_keys, key_states), (self.raw_values, value_states))
-            self.raw_keys, self.raw_values = (torch.cat(pair, dim=-2) for pair in pairs)
+            self.raw_keys = torch.cat((self.raw_keys, key_states), dim=-2)
+            self.raw_values = torch.cat((self.raw_values, value_states), dim=-2)
             self.keys = torch.cat((self.keys, key_states), dim=-2)
             self.values = torch.cat((self.values, value_states), dim=-2)
             if turn is not None and self.turn is not None:

@@ -321,7 +321,8 @@ def _with_part(scheme: Scheme, text: str) -> Scheme:
         raise ValueError(f"unknown part {text!r}. Known: k=, v=, {'=, '.join(_COUNTS)}=, skip=, rope=")
     if not re.fullmatch(r"[0-9]+", value):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return replace(scheme, **{name: int(value)})
+    count: dict[str, Any] = {name: int(value)}
+    return replace(scheme, **count)
 
 
 def _side(text: str, known: Collection[str]) -> Side:

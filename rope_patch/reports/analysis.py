@@ -77,9 +77,7 @@ def _p_sweep(analysis: Analysis) -> Section:
         "p-RoPE keeps the fastest share p of the pairs and stops the others. What these carry does not say what "
         "stopping them costs: rope-patch compare measures that."
     )
-    listed = []
-    if analysis.p_sweep:
-        listed.append(_sweep(analysis))
+    listed = [_sweep(analysis)] if analysis.p_sweep else []
     return Section("What p-RoPE would stop", [answer], listed)
 
 

@@ -166,8 +166,9 @@ def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
         caption = f"{UNPATCHED}: {_unpatched(comparison)}; {caption}"
     if len(labels) > 1:
         caption += (
-            f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
-            f"intervals; in a column without a sign they separate no method from the best. {INTERVALS}"
+            " ★ is ahead of every other method, ≈ is not separable from the best, by paired "
+            f"{100 * comparison.confidence:g} % intervals; in a column without a sign they separate no method from the "
+            f"best. {INTERVALS}"
         )
     return _table("Scores", labels, shown, caption)
 
@@ -190,8 +191,8 @@ def _changes(comparison: Comparison, columns: Sequence[Column], *, folded: bool)
             cells.append(change_cell(metric, change, "" if change.significant else "tied"))
         shown[column.heading] = cells
     caption = (
-        f"On the same windows and prompts, with the {_percent(comparison)} interval of each change by itself; ppl in "
-        "percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
+        f"On the same windows and prompts, with the {100 * comparison.confidence:g} % interval of each change by "
+        "itself; ppl in percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
     )
     return [_table(f"Change from {base_name}", others, shown, caption, folded=folded)]
 
@@ -291,18 +292,12 @@ def retrieval_facts(scores: EvalResult) -> list[tuple[str, str]]:
     samples = f"{count_text(spec.samples, 'sample')} at each"
     lengths = ", ".join(map(str, spec.lengths))
     form = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
-    special = "none"
-    if retrieval.prefix:
-        special = f"ids {', '.join(map(str, retrieval.prefix))}"
+    special = ", ".join(map(str, retrieval.prefix)) or "none"
     return [
         ("Retrieval", f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
         ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {form}"),
-        ("Special tokens", f"{special}, in front of each window and prompt"),
+        ("Special tokens", f"ids in front of each window and prompt: {special}"),
     ]
-
-
-def _percent(comparison: Comparison) -> str:
-    return f"{100 * comparison.confidence:g} %"
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def _table(check: KVCheck, length: int) -> DataTable:
             columns_of_kl = f"{number_text(divergence.kl, 4)}", f"{number_text(100 * divergence.top1, 1)} %"
             verdict = check.verdict(row, length)
             bits = Cell(number_text(row.cache_bits[length]), number_text(row.bits))
-            name = Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind)
-            cells: Cells = [name, bits, *columns_of_kl]
+            verdict_cell = Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind)
+            cells: Cells = [verdict_cell, bits, *columns_of_kl]
             for value, (metric, span) in zip(values, metrics, strict=True):
                 cells += [value, change_cell(metric, check.change(row, metric, span))]
             rows.append([row.format, *cells])
@@ -93,7 +93,6 @@ def _table(check: KVCheck, length: int) -> DataTable:
 
 def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     """Return the figure of what each format costs in one metric at the longest length."""
-    names = short_names(row.format for row in _quantized(check))
     panels = {}
     for method, name in short_names(check.methods).items():
         base, *rows = check.of(method)
@@ -103,7 +102,7 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
             if metric.is_perplexity:
                 value, low, high = (100 * relative(end) for end in (value, low, high))
             verdict = check.verdict(row, span.stop).kind
-            costs.append(plots.Cost(names[row.format], row.cache_bits[span.stop], value, low, high, verdict))
+            costs.append(plots.Cost(row.format, row.cache_bits[span.stop], value, low, high, verdict))
         panels[name] = costs
     better = "lower" if metric.lower_is_better else "higher"
     caption = f"Change from full precision with its interval; {better} is better."

@@ -108,7 +108,7 @@ def head_view(norms: Sequence[Map], pattern: Tensor, terms: Mapping[str, Tensor]
     """
     figure = new_figure(title, 6.0)
     # Each column has one axis of pairs, and the upper row one of tokens.
-    places = [["queries", "keys", "attention"], ["first", "second", "attention"]]
+    places: Any = [["queries", "keys", "attention"], ["first", "second", "attention"]]
     axes = figure.subplot_mosaic(places, width_ratios=(1, 1, 1.8), height_ratios=(1.7, 1))
     for place, panel in zip(("queries", "keys"), norms, strict=True):
         norm, extend = _scale([panel.values], None)
@@ -254,8 +254,6 @@ def bound_edges(inv_freq: Tensor, context: int) -> list[float]:
 
 
 def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
-    from matplotlib import patheffects
-
     values = numpy.ma.masked_invalid(panel.values.numpy())
     image = axes.imshow(values, cmap=_colors(), norm=norm, interpolation="none", aspect="auto")
     axes.set_title(panel.name, loc="left", fontsize=9, pad=12 if panel.edges else 4)
@@ -263,9 +261,7 @@ def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
     axes.set_yticks(list(panel.rows), list(panel.rows.values()))
     axes.tick_params(labelsize=8)
     for edge in panel.edges:
-        line = axes.axvline(edge, color="white", linewidth=1.1)
-        # A white line in black is seen on dark and on bright colours.
-        line.set_path_effects([patheffects.withStroke(linewidth=2.4, foreground="black")])
+        axes.axvline(edge, color=COLORS[1], linewidth=1.6)
         above: Any = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
         axes.annotate(BOUND_LABEL, (edge, 1.01), fontsize=7, color="0.25", **above)
     return image
@@ -304,12 +300,10 @@ def add_bar(figure: Figure, image: Any, axes: Sequence[Axes], label: str, extend
 
 
 def few(names: Sequence[str]) -> dict[int, str]:
-    """Return some names by their number, at an even step that people count in.
+    """Return about eight names by their number, at an even step.
 
     >>> list(few(["a"] * 6)), list(few(["a"] * 30))
     ([0, 1, 2, 3, 4, 5], [0, 4, 8, 12, 16, 20, 24, 28])
     """
-    from matplotlib.ticker import MaxNLocator
-
-    places = MaxNLocator(9, integer=True).tick_values(0, len(names) - 1)
-    return {int(place): names[int(place)] for place in places if place in range(len(names))}
+    step = max(1, round(len(names) / 8))
+    return {place: names[place] for place in range(0, len(names), step)}
