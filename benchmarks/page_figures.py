@@ -19,11 +19,10 @@ from rope_patch import frequencies
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.reports.plots.base import (
     COLORS,
-    WIDTH,
-    add_title,
     few_log_ticks,
     line_styles,
     mark_position,
+    new_figure,
     perplexity_by_position,
     plain_axes,
     shared_legend,
@@ -89,8 +88,7 @@ def before_after() -> Figure:
 
 def two_models() -> Figure:
     """Draw both models under several tables, a panel each."""
-    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
-    add_title(figure, "Perplexity by position in novels, no training")
+    figure = new_figure("Perplexity by position in novels, no training", 3.8)
     styles = line_styles(TABLES)
     for axes, model in zip(figure.subplots(1, 2), CONTEXTS, strict=True):
         for label, (old, table) in TABLES.items():
@@ -140,8 +138,7 @@ WITHIN = (
 
 def attention_factor() -> Figure:
     """Draw what YaRN costs within the trained context, by its attention factor, a row for each model and text."""
-    figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")
-    add_title(figure, "What YaRN for twice the context costs within the trained one, by its attention factor")
+    figure = new_figure("What YaRN for twice the context costs within the trained one, by its attention factor", 2.8)
     axes = figure.subplots()
     styles = line_styles(ATTENTION_FACTORS)
     for row, (_, cell) in enumerate(WITHIN):
@@ -185,8 +182,7 @@ def prices(model: str, where: str, values: Sequence[float]) -> Iterator[tuple[fl
 
 def angles() -> Figure:
     """Draw what p-RoPE costs against the angle of the fastest pair that it stops."""
-    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
-    add_title(figure, "What p-RoPE costs untrained, at equal angle")
+    figure = new_figure("What p-RoPE costs untrained, at equal angle", 4.2)
     axes = figure.subplots()
     for color, label, model, where, values in (
         (COLORS[1], LLAMA, "smollm2", "all", (0.9, 0.75, 0.5)),
@@ -212,8 +208,7 @@ def angles() -> Figure:
 def decoding() -> Figure:
     """Draw what formats of the cache cost by step while models write, in the longest run of each."""
     runs = [run for run in result("kv_decode")["runs"] if run["decode"] == LONGEST_DECODING]
-    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
-    add_title(figure, f"What a quantized cache costs while a model writes after {runs[0]['length']} tokens")
+    figure = new_figure(f"What a quantized cache costs while a model writes after {runs[0]['length']} tokens", 5.4)
     styles = line_styles([row["format"] for row in runs[0]["rows"]])
     panels = figure.subplots(2, len(runs), sharey=True, sharex=True)
     kinds = {"forced": "tokens of full precision", "own": "the format's own tokens"}

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch import EvalSpec
+from rope_patch.analysis import attention_mass
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.kv_cache.attention import BLOCK_BYTES
 from rope_patch.kv_cache.cache import quantized
@@ -137,11 +138,11 @@ def test_analyze_waits_twice_for_a_block_of_a_layer(tmp_path):
     model = small().to("cuda")
 
     def measure(block: int) -> int:
-        return counted(lambda: measure_heads(model, IDS[None, :256], block=block))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_mass, "BLOCK_BYTES", 4 * model.config.num_attention_heads * 256 * block)
+            return counted(lambda: measure_heads(model, IDS[None, :256]))
 
-    assert measure(64) - measure(128) == 2 * 3 * 2, (
-        gpu.waits
-    )  # 2 layers and 3 blocks more: 2 of the text, 1 of repeated tokens
+    assert measure(64) - measure(128) == 2 * 2 * 2, gpu.waits  # 2 layers and 2 blocks more
     rope_patch.analyze(model, TOKENIZER, TEXT, window=128, tokens=256, p_values=[0.5])
 
 

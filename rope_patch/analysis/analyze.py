@@ -130,18 +130,19 @@ def check_choices(config: PreTrainedConfig, *, heads: Sequence[tuple[int, int]],
     for p in p_values:
         if not 0 < p < 1:
             raise ValueError(f"p must be in (0, 1), got {p}")
+    layers, count = text.num_hidden_layers, text.num_attention_heads
     for layer, head in heads:
-        if not 0 <= layer < text.num_hidden_layers:
-            raise ValueError(f"the model has attention layers 0 to {text.num_hidden_layers - 1}, got {layer}")
-        if not 0 <= head < text.num_attention_heads:
-            raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
+        if not (0 <= layer < layers and 0 <= head < count):
+            raise ValueError(
+                f"the model has layers 0 to {layers - 1} with query heads 0 to {count - 1}, got {layer}.{head}"
+            )
 
 
 def _clearest(heads: Heads) -> list[tuple[int, int]]:
     """Return the clearest head of each type, each head once."""
-    best: dict[int, tuple[float, int, int]] = {}
+    masses, names = [], []
     for layer in heads.layers:
-        masses = torch.stack(
+        of_layer = torch.stack(
             (
                 layer.offset_mass[:, 0],
                 layer.offset_mass[:, 1],
@@ -152,10 +153,9 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
                 layer.content_mass / (1 + layer.entropy),
             )
         )
-        for head_type, head in enumerate(masses.argmax(1).tolist()):
-            candidate = (float(masses[head_type, head]), layer.index, head)
-            best[head_type] = max(best.get(head_type, candidate), candidate)
-    return list(dict.fromkeys((layer, head) for _, layer, head in best.values()))
+        masses.append(of_layer)
+        names += [(layer.index, head) for head in range(layer.heads)]
+    return list(dict.fromkeys(names[place] for place in torch.cat(masses, 1).argmax(1).tolist()))
 
 
 def _token_texts(tokenizer: Any, heads: Heads, single_heads: Sequence[SingleHead]) -> dict[int, str]:

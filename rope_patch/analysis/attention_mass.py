@@ -10,17 +10,15 @@ arXiv:2410.10781, for sinks; Olsson et al., arXiv:2209.11895, for induction (the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_patch.analysis.attention_sums import AttentionSums
-from rope_patch.analysis.heads import OFFSETS, Heads
+from rope_patch.analysis.heads import OFFSETS, AttentionSums, Heads
 from rope_patch.modeling.attention_probe import window_alone, window_of
 from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
 from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
@@ -41,13 +39,7 @@ much."""
 
 
 @torch.no_grad()
-def measure_heads(
-    model: nn.Module,
-    token_ids: Tensor,
-    *,
-    layers: Sequence[int] | None = None,
-    block: int | None = None,
-) -> Heads:
+def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
     """Measure where the heads of a model attend on a text.
 
     Args:
@@ -55,46 +47,44 @@ def measure_heads(
             meanwhile, and left as it was.
         token_ids: (tokens,) or (rows, tokens) the text, at least 2 tokens; rows are texts of their own, read one by
             one.
-        layers: the indices of the layers to measure; all by default.
-        block: the number of queries at a time; by default as many as ``BLOCK_BYTES`` of weights allow.
 
     Returns:
         Attention masses and sinks, by layer.
 
     Raises:
         TypeError: the model is not one of transformers.
-        ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have; a model without rotary
-            table, or whose attention this pass does not reproduce (learned sinks, biases or masks of its own); an
-            adapter that puts tokens of its own before the text; NaN or infinite logits, by layer and head.
+        ValueError: fewer than 2 tokens, ids the model does not know; a model without rotary table, or whose attention
+            this pass does not reproduce (learned sinks, biases or masks of its own); an adapter that puts tokens of its
+            own before the text; NaN or infinite logits, by layer and head.
     """
-    if block is not None and block < 1:
-        raise ValueError(f"block must be >= 1, got {block}")
     rows = token_rows(token_ids)
     refuse_prompts(model)
     root: Any = locate(model).model
     check_ids(rows, root.get_input_embeddings().num_embeddings)
-    total = root.config.get_text_config().num_hidden_layers
-    if layers is not None and (not layers or not all(0 <= index < total for index in layers)):
-        raise ValueError(f"{type(root).__name__} has attention layers {ranges_text(range(total))}, got {list(layers)}")
-    decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
+    layers = root.config.get_text_config().num_hidden_layers
+    decoder = root.get_decoder()
     device = device_of(root.get_input_embeddings())
-    on_text = _Pass(rows, block, layers, total)
-    on_repeated = _Pass(repeated_tokens(rows)[None], block, layers, total)
+    on_text, on_repeated = _Pass(rows), _Pass(repeated_tokens(rows)[None])
     reads = rows.numel() + on_repeated.rows.numel()
     with in_eval_mode(model), progress.work(rows.numel(), reads=reads):
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
         _check_reproduced(root, decoder, rows[0, :64].to(device))
         with attending_with(root, ATTENTION_NAME):
             for current in (on_text, on_repeated):
-                reset = _PASS.set(current)
-                try:
-                    for number, row in enumerate(current.rows):
-                        current.begin_row(number)
-                        with progress.forward_pass(decoder, len(row)):
-                            decoder(input_ids=row[None].to(device), use_cache=False)
-                        current.end_row()
-                finally:
-                    _PASS.reset(reset)
+                for number, ids in enumerate(current.rows):
+                    current.row, current.layers_done = number, set()
+                    reset = _PASS.set(current)
+                    try:
+                        with progress.forward_pass(decoder, len(ids)):
+                            decoder(input_ids=ids[None].to(device), use_cache=False)
+                    finally:
+                        _PASS.reset(reset)
+                    missing = sorted(set(range(layers)) - current.layers_done)
+                    if missing:
+                        raise ValueError(
+                            f"layers {ranges_text(missing)} did not attend through transformers' AttentionInterface: "
+                            "where they attend cannot be seen"
+                        )
     measured = tuple(on_text.sums[index].result() for index in sorted(on_text.sums))
     # In a shorter text the token to be found is among the nearest keys, where a head may attend by distance alone.
     if on_repeated.rows.shape[1] > 2 * OFFSETS:
@@ -121,45 +111,28 @@ def repeated_tokens(rows: Tensor) -> Tensor:
 # --- the attention ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class _Pass:
     """One pass over a text: what is measured, and how far the pass has come.
 
-    Args:
+    Attributes:
         rows: (rows, tokens) the text that is read.
-        block: the number of queries at a time; None for as many as memory allows.
-        layers: the indices of the layers to measure; None for all.
-        total: the number of layers of the model.
+        sums: the sums over attention weights, by the index of the layer.
+        row: the index of the row that is being read.
+        layers_done: the indices of the layers that have attended in it.
     """
 
-    def __init__(
-        self,
-        rows: Tensor,
-        block: int | None,
-        layers: Sequence[int] | None,
-        total: int,
-    ) -> None:
-        self.rows, self.block, self.layers, self.total = rows, block, layers, total
-        self.sums: dict[int, AttentionSums] = {}
+    rows: Tensor
+    sums: dict[int, AttentionSums] = field(default_factory=dict)
+    row: int = 0
+    layers_done: set[int] = field(default_factory=set)
 
-    def begin_row(self, row: int) -> None:
-        self.row, self.layers_done = row, set[int]()
-
-    def end_row(self) -> None:
-        missing = set(range(self.total) if self.layers is None else self.layers) - self.layers_done
-        if missing:
-            raise ValueError(
-                f"layers {ranges_text(sorted(missing))} did not attend through transformers' AttentionInterface: where "
-                "they attend cannot be seen"
-            )
-
-    def begin_layer(self, module: nn.Module, query: Tensor) -> AttentionSums | None:
-        """Return the sums that a layer's weights are added to; None for a layer that is not measured."""
+    def begin_layer(self, module: nn.Module, query: Tensor) -> AttentionSums:
+        """Return the sums that a layer's weights are added to."""
         index = int(module.layer_idx)  # type: ignore[arg-type]
         if index in self.layers_done:
             raise ValueError(f"attention layer {index} is called more than once in a pass")
         self.layers_done.add(index)
-        if self.layers is not None and index not in self.layers:
-            return None
         if index not in self.sums:
             self.sums[index] = AttentionSums(index, query.shape[1], self.rows, query.device)
         self.sums[index].begin_row(self.row)
@@ -186,15 +159,13 @@ def _attend(
     current = _PASS.get()
     heads, tokens, head_dim = query.shape[1:]  # without the dimension of rows, which are read one at a time
     sums = None
-    size = None
     if current is not None:
         sums = current.begin_layer(module, query)
-        size = current.block
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
     window = window_of(attention_mask) or tokens
     # Weights are float32, of 4 bytes each.
-    size = size or max(16, min(512, BLOCK_BYTES // (4 * heads * tokens)))
+    size = max(1, min(512, BLOCK_BYTES // (4 * heads * tokens)))
     out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     queries, keys, values = query[0].float(), key[0].float(), value[0].float()
     places = torch.arange(tokens, device=query.device)

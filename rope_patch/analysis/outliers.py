@@ -31,7 +31,7 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.captions import indices_text
 
 OUTLIER_RATIO = 5.0
-"""A pair is an outlier above this multiple of the median radius, where no other one is given."""
+"""A pair is an outlier above this multiple of the median radius."""
 RADII = (6.0, 9.0, 12.0)
 """Radii above which Jonasson's table 2 calls a pair an outlier."""
 
@@ -153,22 +153,19 @@ def mean_pairs(capture: Capture, states: str = "key") -> tuple[MeanPair, ...]:
     return tuple(sorted(pairs, key=lambda pair: pair.radius, reverse=True))
 
 
-def outlier_pairs(capture: Capture, states: str = "key", *, ratio: float = OUTLIER_RATIO) -> tuple[MeanPair, ...]:
-    """Return the pairs whose radius is many times the median of all pairs, the longest first.
+def outlier_pairs(capture: Capture, states: str = "key") -> tuple[MeanPair, ...]:
+    """Return the pairs whose radius is over :data:`OUTLIER_RATIO` times the median of all pairs, the longest first.
 
     Jonasson's thresholds are radii of the models it measured; the median makes one rule for models of any scale.
 
     Args:
         capture: the statistics of queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
         states: the states whose mean vectors are searched, ``"key"`` or ``"query"``.
-        ratio: the multiple of the median radius above which a pair is an outlier.
 
     Raises:
-        ValueError: a ratio that is not positive, or other states.
+        ValueError: other states.
     """
-    if not ratio > 0:
-        raise ValueError(f"ratio must be > 0, got {ratio}")
-    return tuple(pair for pair in mean_pairs(capture, states) if pair.ratio > ratio)
+    return tuple(pair for pair in mean_pairs(capture, states) if pair.ratio > OUTLIER_RATIO)
 
 
 def recall(outliers: Sequence[MeanPair], radius: float) -> dict[str, float]:

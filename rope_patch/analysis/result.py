@@ -26,6 +26,7 @@ from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.texts.domains import TextRows
 from rope_patch.modeling.state_statistics import Capture
+from rope_patch.runtime.captions import names_text
 from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 5
@@ -127,12 +128,7 @@ def _positional(analysis: Analysis) -> str:
                 heads.setdefault(head_type, []).append(f"{layer.index}.{head}")
     total = sum(layer.heads for layer in analysis.heads.layers)
     positional = analysis.heads.positional()
-    parts = []
-    for head_type, names in heads.items():
-        part = f"{head_type}: {', '.join(names[:8])}"
-        if len(names) > 8:
-            part += f" and {len(names) - 8} more"
-        parts.append(part)
+    parts = [f"{head_type}: {names_text(names, 8)}" for head_type, names in heads.items()]
     sentence = f"{len(positional)} of {total} heads are positional, with most of their attention at one distance."
     if parts:
         sentence += f" Heads by what they attend to, named by layer.head: {'; '.join(parts)}."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.analysis.heads import FIRST_COUNTED_QUERY
-from rope_patch.modeling.attention_layers import AttentionLayer
+from rope_patch.modeling.attention_layers import AttentionLayer, rotate
 from rope_patch.modeling.inputs import token_rows
 from rope_patch.modeling.state_statistics import pairs_of
 from rope_patch.modeling.visit_states import visit_states
@@ -99,25 +99,17 @@ class SingleHead:
 
     def _terms(self, products: Tensor) -> Tensor:
         """The sum over both features of a pair, averaged over tokens."""
-        rotary = products[:, : 2 * len(self.inv_freq)].mean(0)
-        return rotary.view(-1, 2).sum(-1) * self.scaling
+        return self._pairs(products).sum(-1).mean(0) * self.scaling
 
     def _pairs(self, states: Tensor) -> Tensor:
         return pairs_of(states, len(self.inv_freq), self.interleaved)
 
     @functools.cached_property
     def _rotated(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys as attention sees them, the features of a pair side by side: (tokens, head_dim) each."""
-        rotary_dim = 2 * len(self.inv_freq)
+        """Queries and keys as attention sees them: (tokens, head_dim) each."""
         angles = torch.arange(len(self.query))[:, None] * self.inv_freq.double()
-        turns = torch.polar(torch.ones_like(angles), angles) * self.attention_scaling
-        # view_as_complex needs the two features of a pair side by side in memory.
-        query, key = (
-            torch.view_as_real(torch.view_as_complex(self._pairs(states).contiguous()) * turns).flatten(1)
-            for states in (self.query, self.key)
-        )
-        # Features beyond the rotary dimension are multiplied as they are.
-        return torch.cat((query, self.query[:, rotary_dim:]), 1), torch.cat((key, self.key[:, rotary_dim:]), 1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return rotate(self.query, cos, sin, self.interleaved), rotate(self.key, cos, sin, self.interleaved)
 
 
 def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]]) -> tuple[SingleHead, ...]:
@@ -137,20 +129,19 @@ def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple
     """
     rows = token_rows(token_ids)
     captured: dict[tuple[int, str], list[Tensor]] = {}
-    sources: dict[int, AttentionLayer] = {}
 
     def visit(layer: AttentionLayer, role: str, states: Tensor, row: int, start: int) -> None:
-        sources[layer.index] = layer
         if role != "value":
             captured.setdefault((layer.index, role), []).append(states.cpu().double())
 
-    visit_states(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
+    read = visit_states(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
+    layers = {layer.index: layer for layer in read}
     single_heads = []
     for index, head in heads:
         query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))
         # Under grouped-query attention, neighbouring query heads share a key head.
         query, key = query[:, head], key[:, head * key.shape[1] // query.shape[1]]
-        source = sources[index]
+        source = layers[index]
         single_heads.append(
             SingleHead(
                 layer=index,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,10 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from rope_patch.kv_cache.block_rounding import at_least_float
+from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.modeling.temporary_modes import attending_with
-
-if TYPE_CHECKING:
-    from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 
 ATTENTION_NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 22
@@ -93,7 +91,8 @@ def attend(
             raise ValueError(f"{type(module).__name__} attends with {name}: quantized caches know logits of q·k alone")
     rows, heads, size, width = query.shape
     index = int(module.layer_idx)  # type: ignore[arg-type]
-    run, store = _store(reading.runs, index, size, key, value)
+    store = _store(reading.runs, index, size, key, value)
+    run = store.run
     total = store.raw_keys.shape[-2]
     # All blocks that the last query reads quantized; for earlier queries _frozen tells which of them already are.
     store.freeze(total)
@@ -102,8 +101,9 @@ def attend(
     if run.observe is not None:
         run.observe(index, query, key, value, scaling)
     window = run.plans[index].layer.window or total
-    if attention_mask is not None and size == total and store.padding is None:
-        _refuse_left_padding(attention_mask)
+    unpadded = size == total and store.padding is None  # so that blocks begin with the first token
+    if unpadded and attention_mask is not None and not bool(attention_mask[:, :, 0, 0].all()):
+        raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
     # In half precision, logits of long keys (a bias of 239 in Qwen2.5) would be rounded as coarsely as a cache rounds.
     raw_keys, keys, query = (at_least_float(states) for states in (store.raw_keys, store.keys, query))
     before = total - size
@@ -118,53 +118,35 @@ def attend(
         # The queries that share a key head follow each other, so that keys need not be repeated for them.
         queries = query[:, :, low:high].reshape(rows, groups, -1, width)
         at = slice(left, right)
-
-        def dot(states: Tensor, queries: Tensor = queries, at: slice = at, count: int = high - low) -> Tensor:
-            return (queries @ states[:, :, at].mT).view(rows, heads, count, -1)
-
+        by_head, by_group = (rows, heads, high - low, -1), (rows, groups, -1, right - left)
         visible_tokens = places[before + low : before + high, None] + 1
         # Logits are computed with both, and chosen from: which keys are quantized differs from query to query.
         frozen = _frozen(store, "keys", visible_tokens, places[at])
-        logits = dot(raw_keys)
+        logits = (queries @ raw_keys[:, :, at].mT).view(by_head)
         if frozen is not None:
-            logits = torch.where(frozen, dot(keys), logits)
+            logits = torch.where(frozen, (queries @ keys[:, :, at].mT).view(by_head), logits)
         logits = logits * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         distance = visible_tokens - 1 - places[at]
         hidden = (distance < 0) | (distance >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
+        if attention_mask is not None:
             logits = logits.masked_fill(~attention_mask[:, :, low:high, at], -torch.inf)
-        elif attention_mask is not None:
-            logits = logits + attention_mask[:, :, low:high, at]
-        dtype = torch.promote_types(logits.dtype, torch.float32)
         # A query of padding sees no key, and its softmax is NaN.
-        weights = logits.softmax(-1, dtype=dtype).nan_to_num().to(value.dtype)
-
-        def read(part: Tensor, states: Tensor, at: slice = at) -> Tensor:
-            return part.view(rows, groups, -1, part.shape[-1]) @ states[:, :, at]
-
+        weights = logits.softmax(-1).nan_to_num().to(value.dtype)
         frozen = _frozen(store, "values", visible_tokens, places[at])
         if frozen is None:
-            output = read(weights, store.raw_values)
+            output = weights.view(by_group) @ store.raw_values[:, :, at]
         else:
-            output = read(weights * frozen, store.values) + read(weights * ~frozen, store.raw_values)
+            output = (weights * frozen).view(by_group) @ store.values[:, :, at]
+            output += (weights * ~frozen).view(by_group) @ store.raw_values[:, :, at]
         out[:, low:high] = output.view(rows, heads, high - low, -1).transpose(1, 2)
     return out, None
 
 
-def _refuse_left_padding(attention_mask: Tensor) -> None:
-    """Raise ValueError where the first token of a row is hidden: blocks would begin with the padding."""
-    seen_first = attention_mask[:, :, 0, 0]
-    if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
-        raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
-
-
-def _store(
-    runs: Sequence[SchemeRun], index: int, size: int, key: Tensor, value: Tensor
-) -> tuple[SchemeRun, QuantizedLayer]:
-    """Return the run and the cache layer that a pass reads.
+def _store(runs: Sequence[SchemeRun], index: int, size: int, key: Any, value: Tensor) -> QuantizedLayer:
+    """Return the cache layer that a pass reads.
 
     It is the layer's own cache layer, one that the layer shares, or one that holds the given states alone.
 
@@ -175,13 +157,15 @@ def _store(
         key: the keys that the attention function is given.
         value: the values that the attention function is given.
     """
-    for run in reversed(runs):
-        for stored in run.stored.values():
-            if stored.returned() is key:
-                return run, stored
+    reference = getattr(key, "cache_layer", None)
+    layer: QuantizedLayer | None = reference and reference()
+    if layer is not None and layer.run in runs:
+        return layer
     if key.shape[-2] != size and runs[-1].plans[index].layer.keys_of == index:
         raise ValueError("these keys come from another cache: use a cache of the factory, or none")
-    return runs[-1], runs[-1].alone(index, key, value)
+    layer = QuantizedLayer(runs[-1].plans[index], runs[-1])
+    layer.update(key, value)
+    return layer
 
 
 def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor) -> Tensor | None:

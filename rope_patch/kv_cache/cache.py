@@ -21,15 +21,13 @@ from rope_patch.patching.locate import Location, locate
 
 
 class QuantizedCache(Cache):
-    """A cache of :class:`QuantizedLayer` objects, which the factory of :func:`quantized` makes."""
+    """A cache of :class:`QuantizedLayer` objects, which the factory of :func:`quantized` makes.
 
-    @property
-    def padding(self) -> list[int]:
-        """Number of padding tokens on the left of each row; empty if no row is padded."""
-        known = [layer.padding for layer in self.layers if isinstance(layer, QuantizedLayer)]
-        if not known or known[0] is None:
-            return []
-        return known[0].tolist()
+    Attributes:
+        padding: number of padding tokens on the left of each row; empty if no row is padded.
+    """
+
+    padding: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +60,10 @@ class CacheMaker:
         for i, layer in enumerate(layers):
             if type(layer) in kinds and i in plans:
                 layers[i] = QuantizedLayer(plans[i], self.run, count)
-        return QuantizedCache(layers=layers)
+        cache = QuantizedCache(layers=layers)
+        if count is not None:
+            cache.padding = count.tolist()
+        return cache
 
 
 @contextlib.contextmanager
@@ -92,7 +93,7 @@ def _check_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if not isinstance(cache, QuantizedCache) or cache.get_seq_length():
         return
     pads: list[int] = []
-    expected = cache.padding
+    expected = list(cache.padding)
     if isinstance(mask, Tensor) and mask.ndim == 2:
         pads = (mask.cumsum(-1) == 0).sum(-1).tolist()
         expected = [min(pad, mask.shape[1]) for pad in expected]  # a first chunk may be nothing but padding
@@ -137,8 +138,7 @@ def quantized(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(recording_turns(location, run))
-        decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
-        stack.callback(decoder.register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
+        stack.callback(root.get_decoder().register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
         # Full precision is computed by the model's own attention, so that it is the same bit for bit.
         if exact and {planned.key.format, planned.value.format} != {"none"}:
             stack.enter_context(attending_by(run, root))

@@ -57,10 +57,14 @@ class Format(ABC):
     tokens: int = 0
     rotated: int = 1
 
-    def __init_subclass__(cls, name: str = "") -> None:
-        """Enter a subclass with a name into :data:`FORMATS`."""
+    def __init_subclass__(cls, name: str = "", widths: Sequence[int] = ()) -> None:
+        """Enter a subclass with a name into :data:`FORMATS`; of several widths each, with its bits in place of {}."""
         super().__init_subclass__()
-        if name:
+        for bits in widths:
+            form = cls()
+            form.bits = bits
+            FORMATS.add(name.format(bits), form)
+        if name and not widths:
             FORMATS.add(name, cls())
 
     @abstractmethod
@@ -78,17 +82,10 @@ class FullPrecision(Format, name="none"):
         return x
 
 
-class Integer(Format):
-    """Integers that count equal steps from the smallest number of a group to the largest.
-
-    Args:
-        bits: number of bits of each element.
-    """
+class Integer(Format, name="int{}", widths=(8, 4, 3, 2)):
+    """Integers that count equal steps from the smallest number of a group to the largest."""
 
     scales = 2
-
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to the nearest step."""
@@ -99,11 +96,7 @@ class Integer(Format):
         return steps.mul_(scale).add_(low)
 
 
-for _bits in (8, 4, 3, 2):
-    FORMATS.add(f"int{_bits}", Integer(_bits))
-
-
-class HalfInteger(Integer):
+class HalfInteger(Integer, name="int{}-half", widths=(4, 2)):
     """Integers as KIVI computes them (``quant/new_pack.py``): every step of the arithmetic in float16."""
 
     def round(self, x: Tensor, dim: int) -> Tensor:
@@ -111,24 +104,14 @@ class HalfInteger(Integer):
         return super().round(x.half(), dim).to(x.dtype)
 
 
-for _bits in (4, 2):
-    FORMATS.add(f"int{_bits}-half", HalfInteger(_bits))
-
-
-class GGML(Format):
+class GGML(Format, name="q{}_0", widths=(8, 5, 4)):
     """A block format of ggml, as its reference quantizers round (``ggml-quants.c``): 32 features, a float16 scale.
 
     llama.cpp rotates heads whose size is a multiple of 64 (``llama-kv-cache.cpp``, pull request 21038). It refuses
     heads whose size is no multiple of 32, whose last block is short here; its AVX kernels round ties of q8_0 to even.
-
-    Args:
-        bits: number of bits of each element.
     """
 
     group, rotated = 32, 64
-
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to steps: 8 bits count the largest number as 127, fewer bits count it as the lowest step."""
@@ -143,23 +126,13 @@ class GGML(Format):
         return (steps * scale.half()).to(x.dtype)
 
 
-for _bits in (8, 5, 4):
-    FORMATS.add(f"q{_bits}_0", GGML(_bits))
-
-
-class TurboQuantKeys(Format):
+class TurboQuantKeys(Format, name="turboquant{}", widths=(4, 3)):
     """Rotated keys of vLLM's TurboQuant: the nearest Lloyd-Max level of each feature, times the norm in float16.
 
     *Source*: Zandieh et al., arXiv:2504.19874, without its residual (QJL), and with the levels of a key scaled to
     length 1, as ``triton_turboquant_store.py`` and ``_decode.py`` in vLLM do. The norm is taken after the rotation
     here, and before it there.
-
-    Args:
-        bits: number of bits of each element.
     """
-
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round the direction of each key; its features must lie along ``dim``."""
@@ -172,7 +145,7 @@ class TurboQuantKeys(Format):
         return (norm.half() * unit).to(x.dtype)
 
 
-class TurboQuantValues(Integer):
+class TurboQuantValues(Integer, name="uniform{}", widths=(4, 3)):
     """Values of vLLM's TurboQuant: integers whose scale and zero point are float16 once all numbers are rounded."""
 
     def round(self, x: Tensor, dim: int) -> Tensor:
@@ -182,11 +155,6 @@ class TurboQuantValues(Integer):
         scale = ((high - low) / most).clamp_min(1e-8)
         steps = ((work - low) / scale + 0.5).trunc().clamp(0, most)
         return (steps * scale.half() + low.half()).to(x.dtype)
-
-
-for _bits in (4, 3):
-    FORMATS.add(f"turboquant{_bits}", TurboQuantKeys(_bits))
-    FORMATS.add(f"uniform{_bits}", TurboQuantValues(_bits))
 
 
 @functools.cache
@@ -322,23 +290,17 @@ class NVFP4(MXFP4, name="nvfp4"):
         return (largest * (1 / 6)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn).float()
 
 
-class KVarN(Format):
+class KVarN(Format, name="kvarn{}", widths=(4, 2)):
     """Integers of a tile of tokens and features whose standard deviations were made equal along both axes before.
 
     *Source*: Müller et al., KVarN, arXiv:2606.03458, as ``sinkhorn.py`` and ``kvarn_store.py`` of vLLM's pull request
     46812 compute it, which are plain PyTorch; its Triton kernel computes the same standard deviations from sums of
     squares. Of the scales that alternate, those with the least imbalance are kept. They are stored in float16, that of
     the axis that the integers share together with theirs.
-
-    Args:
-        bits: number of bits of each element.
     """
 
     scales, tokens = 2, 128
     iterations = 8
-
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to the nearest step; ``dim`` is -2 if the tokens of a feature share steps, and -1 for the reverse."""
@@ -358,10 +320,6 @@ class KVarN(Format):
         scale = ((high - low) / most).clamp_min(1e-10)
         steps = ((balanced - low) / scale).round().clamp(0, most)
         return ((steps * (along * scale).half() + (along * low).half()) * across.half()).to(x.dtype)
-
-
-for _bits in (4, 2):
-    FORMATS.add(f"kvarn{_bits}", KVarN(_bits))
 
 
 def _balanced(tile: Tensor, logs: Sequence[Tensor]) -> Tensor:

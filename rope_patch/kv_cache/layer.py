@@ -22,33 +22,23 @@ class SchemeRun:
     Attributes:
         plans: the plan of each layer, by its index.
         turns: cos and sin of the tokens that are being read, by layer type.
-        stored: the cache layer to which tokens were added last, by the index of the layer; an entry ends with its
-            cache.
         observe: function that is called with the index of each layer, its queries, keys and values, and the factor on
             its logits.
     """
 
     plans: Mapping[int, LayerPlan]
     turns: dict[str | None, Turn] = field(default_factory=dict)
-    stored: weakref.WeakValueDictionary[int, QuantizedLayer] = field(default_factory=weakref.WeakValueDictionary)
     observe: Callable[[int, Tensor, Tensor, Tensor, float], object] | None = None
 
-    def turn(self, plan: LayerPlan) -> Turn | None:
-        """Return cos and sin of the tokens that are being read; None if the plan does not need them."""
+    def turn(self, plan: LayerPlan, rows: int) -> Turn | None:
+        """Return cos and sin of the tokens that are being read, for so many rows; None if the plan needs none."""
         kind = plan.layer.table.layer_type
         if not plan.needs_turn:
             return None
         if kind not in self.turns:
             raise RuntimeError("the rotary module was not called: is this the model the cache was made for?")
-        return self.turns[kind]
-
-    def alone(self, index: int, key: Tensor, value: Tensor) -> QuantizedLayer:
-        """Return the keys and values of one pass as a cache layer that belongs to no cache."""
-        layer = QuantizedLayer(self.plans[index], self)
-        layer.update(key, value)
-        # `update` has entered it, but only layers of caches belong into `stored`.
-        self.stored.pop(index, None)
-        return layer
+        cos, sin = (part.expand(rows, -1, -1) for part in self.turns[kind])
+        return cos, sin
 
 
 class QuantizedLayer(DynamicLayer):
@@ -82,24 +72,24 @@ class QuantizedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add the states of new tokens, and return those of all tokens as the first of the new queries sees them."""
         start = self.get_seq_length()
-        turn = self.run.turn(self.plan)
+        turn = self.run.turn(self.plan, len(key_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.raw_keys, self.raw_values, self.turn = key_states, value_states, turn
             self.keys, self.values = key_states, value_states
         else:
-            pairs = ((self.raw_keys, key_states), (self.raw_values, value_states))
-            self.raw_keys, self.raw_values = (torch.cat(pair, dim=-2) for pair in pairs)
+            self.raw_keys = torch.cat((self.raw_keys, key_states), dim=-2)
+            self.raw_values = torch.cat((self.raw_values, value_states), dim=-2)
             self.keys = torch.cat((self.keys, key_states), dim=-2)
             self.values = torch.cat((self.values, value_states), dim=-2)
             if turn is not None and self.turn is not None:
-                cos, sin = (_joined(*pair) for pair in zip(self.turn, turn, strict=True))
+                cos, sin = (torch.cat(pair, dim=1) for pair in zip(self.turn, turn, strict=True))
                 self.turn = cos, sin
         # The first of the new queries sees the tokens before it and itself.
         self.freeze(start + 1)
-        self.run.stored[self.plan.layer.index] = self
-        # Attention finds this layer by the very tensor that it is given as keys, and which lives no longer for that.
-        self.returned = weakref.ref(self.keys)
+        keys: Any = self.keys
+        # All that attention is given is this tensor. A reference that counted would keep both in memory.
+        keys.cache_layer = weakref.ref(self)
         return self.keys, self.values
 
     def freeze(self, visible_tokens: int) -> None:
@@ -128,11 +118,7 @@ class QuantizedLayer(DynamicLayer):
         blocks = blocks.transpose(1, 2).flatten(0, 1)  # (rows * blocks, heads, size, width)
         turn = None
         if self.turn is not None:
-            turn_rows = slice(None)
-            if len(self.turn[0]) > 1:
-                turn_rows = rows
-            parts = [part[turn_rows, low:high].expand(count, -1, -1) for part in self.turn]
-            cos, sin = (part.reshape(-1, size, part.shape[-1]) for part in parts)
+            cos, sin = (part[rows, low:high].reshape(-1, size, part.shape[-1]) for part in self.turn)
             turn = cos, sin
         quantized = self.plan.quantize(name, blocks, turn)
         quantized = quantized.reshape(count, -1, *quantized.shape[1:]).transpose(1, 2)
@@ -159,38 +145,18 @@ class QuantizedLayer(DynamicLayer):
         """Repeat each row."""
         self._take(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows with the given indices."""
-        self._take(lambda x: x[indices.to(x.device)])
-
     def _take(self, rows: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
-        count = self.keys.shape[0]
+        if self.padding is not None:
+            raise NotImplementedError("rows of a quantized cache that are padded on the left cannot be moved")
         for name in ("keys", "values", "raw_keys", "raw_values"):
             setattr(self, name, rows(getattr(self, name)))
-        if self.turn is not None and len(self.turn[0]) == count:
+        if self.turn is not None:
             self.turn = rows(self.turn[0]), rows(self.turn[1])
-        # Rows with padding have block counts of their own, which move with them.
-        if self.padding is not None:
-            origin = rows(torch.arange(count)).tolist()
-            old = dict(self.frozen)
-            self.padding = rows(self.padding)
-            self.frozen = {
-                (name, new): old[name, row]
-                for new, row in enumerate(origin)
-                for name in ("keys", "values")
-                if (name, row) in old
-            }
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
         """Return a copy that shares the run and the tensors, none of which is ever written to in place."""
         copied = copy.copy(self)
         copied.frozen = dict(self.frozen)
         return copied
-
-
-def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """Join cos or sin, (rows or 1, tokens, pairs), of earlier and later tokens."""
-    rows = max(len(one), len(other))
-    return torch.cat([part.expand(rows, -1, -1) for part in (one, other)], dim=1)

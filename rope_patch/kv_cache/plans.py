@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rope_patch.kv_cache.block_rounding import at_least_float, fake_quantize
 from rope_patch.kv_cache.schemes import Scheme, Side, effective_bits
-from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
+from rope_patch.modeling.attention_layers import AttentionLayer, rotate, split_pairs
+from rope_patch.runtime.captions import ranges_text
 
 Tokens = TypeVar("Tokens", int, Tensor)
 
@@ -135,18 +136,12 @@ class LayerPlan:
             back: whether to undo the rotation.
         """
         assert turn is not None
-        pairs = self.layer.table.pairs
-        cos, sin = (part[:, None, :, :pairs].to(x.device, x.dtype) for part in turn)
+        cos, sin = (part[:, None, :, : self.layer.table.pairs].to(x.device, x.dtype) for part in turn)
         if back:
             # The square of the attention scaling, as the rounded cos and sin have it: rotating again undoes this.
             size = cos.square() + sin.square()
             cos, sin = cos / size, -sin / size
-        out = x.clone()
-        first, second = split_pairs(x, pairs, self.layer.interleaved)
-        turned = split_pairs(out, pairs, self.layer.interleaved)
-        turned[0].copy_(first * cos - second * sin)
-        turned[1].copy_(second * cos + first * sin)
-        return out
+        return rotate(x, cos, sin, self.layer.interleaved)
 
 
 def plan_layers(layers: Sequence[AttentionLayer], scheme: Scheme) -> dict[int, LayerPlan]:
@@ -158,10 +153,9 @@ def plan_layers(layers: Sequence[AttentionLayer], scheme: Scheme) -> dict[int, L
     owners = {layer.index: layer.keys_of for layer in layers}
     skipped = {index if index >= 0 else max(owners) + 1 + index for index in scheme.skip}
     for index in skipped:
-        if index not in owners:
-            raise ValueError(f"skip names layer {index}: the model has layers {min(owners)} to {max(owners)}")
-        if owners[index] != index:
-            raise ValueError(f"skip names layer {index}, which reads the keys of layer {owners[index]}: name that one")
+        if owners.get(index) != index:
+            own = ranges_text([layer for layer, owner in owners.items() if layer == owner])
+            raise ValueError(f"skip names layer {index}: the layers with keys of their own are {own}")
     plans = {}
     for layer in layers:
         sides = {"keys": scheme.key, "values": scheme.value}

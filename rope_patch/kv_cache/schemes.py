@@ -175,12 +175,7 @@ class Scheme:
                 key = _side(first, [*PRESETS, *FORMATS])
                 scheme = cls(key, replace(key, pre=False))
             for part in parts:
-                if part.startswith("rope="):
-                    rope = part.removeprefix("rope=")
-                    side = Side() if rope == FULL else _side(rope, [FULL, *FORMATS])
-                    scheme = replace(scheme, key=replace(scheme.key, rope=side))
-                else:
-                    scheme = replace(scheme, **_part(part))
+                scheme = _with_part(scheme, part)
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from None
         return scheme
@@ -305,23 +300,29 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     }
 )
 
-_PARTS = {"k": "key", "v": "value"} | {name: name for name in ("residual", "flush", "sinks", "skip")}
+_COUNTS = ("residual", "flush", "sinks")
 
 
-def _part(text: str) -> dict[str, Any]:
-    """Return the field and the value that a part of a scheme, such as ``sinks=4``, states."""
+def _with_part(scheme: Scheme, text: str) -> Scheme:
+    """Return a scheme with what a part such as ``sinks=4`` states."""
     name, _, value = text.partition("=")
-    if name not in _PARTS:
-        raise ValueError(f"unknown part {text!r}. Known: {'=, '.join(_PARTS)}=, rope=")
-    if name in ("k", "v"):
-        return {_PARTS[name]: _side(value, FORMATS)}
+    if name == "k":
+        return replace(scheme, key=_side(value, FORMATS))
+    if name == "v":
+        return replace(scheme, value=_side(value, FORMATS))
+    if name == "rope":
+        side = Side() if value == FULL else _side(value, [FULL, *FORMATS])
+        return replace(scheme, key=replace(scheme.key, rope=side))
     if name == "skip":
         if not re.fullmatch(r"-?[0-9]+(\+-?[0-9]+)*", value):
             raise ValueError(f"skip must be a whole number, or several such as 0+-1, got {value!r}")
-        return {name: tuple(map(int, value.split("+")))}
+        return replace(scheme, skip=tuple(map(int, value.split("+"))))
+    if name not in _COUNTS:
+        raise ValueError(f"unknown part {text!r}. Known: k=, v=, {'=, '.join(_COUNTS)}=, skip=, rope=")
     if not re.fullmatch(r"[0-9]+", value):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return {name: int(value)}
+    count: dict[str, Any] = {name: int(value)}
+    return replace(scheme, **count)
 
 
 def _side(text: str, known: Collection[str]) -> Side:

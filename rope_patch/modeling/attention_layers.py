@@ -133,6 +133,16 @@ def split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tenso
     return x[..., :pairs], x[..., pairs : 2 * pairs]
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Return heads (..., head_dim) rotated as attention code does; cos and sin, (..., pairs), fit their other axes."""
+    first, second = split_pairs(x, cos.shape[-1], interleaved)
+    out = x.clone()
+    turned = split_pairs(out, cos.shape[-1], interleaved)
+    turned[0].copy_(first * cos - second * sin)
+    turned[1].copy_(second * cos + first * sin)
+    return out
+
+
 def find_attention_layers(model: nn.Module) -> DecoderLayers:
     """Find the modules that put out a model's queries, keys and values before rotation.
 
@@ -239,7 +249,7 @@ def _match(
             def turn(
                 x: Tensor, cos: Tensor = cos, sin: Tensor = sin, table: RotaryTable = table, odd: bool = interleaved
             ) -> Tensor:
-                return _rotate(x, cos, sin, table.pairs, odd)
+                return rotate(x.float(), cos[..., None, : table.pairs], sin[..., None, : table.pairs], odd)
 
             query = search("query", turn)
             if query is None:
@@ -321,17 +331,6 @@ def _arrangements(blocks: int, role: str, heads: Mapping[str, int]) -> Iterator[
         yield torch.arange(count) + sum(heads[earlier] for earlier in ROLES[:place])
         if blocks == 3 * count:
             yield torch.arange(count) * 3 + place
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool) -> Tensor:
-    """Rotate heads (rows, tokens, heads, head_dim) as attention code does; cos and sin: (1, tokens, pairs)."""
-    cos, sin = cos[..., None, :pairs], sin[..., None, :pairs]
-    first, second = split_pairs(x.float(), pairs, interleaved)
-    out = x.float().clone()
-    turned = split_pairs(out, pairs, interleaved)
-    turned[0].copy_(first * cos - second * sin)
-    turned[1].copy_(second * cos + first * sin)
-    return out
 
 
 def _close(got: Tensor, expected: Tensor) -> bool:

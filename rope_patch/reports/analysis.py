@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import torch
-
-from rope_patch.analysis.outliers import bounds
+from rope_patch.analysis.heads import SINK_DISTANCE, SINK_WEIGHT, TYPE_SHARE
+from rope_patch.analysis.outliers import OUTLIER_RATIO, bounds
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.frequencies import unrotated
+from rope_patch.modeling.state_statistics import LayerCapture
 from rope_patch.reports import analysis_figures as figures
-from rope_patch.reports import analysis_tables as tables
 from rope_patch.reports import page as pages
-from rope_patch.reports.layer_kinds import Kind, kinds
-from rope_patch.reports.page import Page, Section
+from rope_patch.reports.page import Cell, Cells, DataTable, Note, Page, Section
 from rope_patch.runtime.captions import ranges_text
+
+MOST_HEADS, MOST_SINKS = 40, 16
+"""Number of rows of a table at most."""
+TOKENS_PER_LINE = 8
+"""Number of tokens in a line of the text that single heads are shown on: more are cut at the edge of a page."""
 
 
 def page(analysis: Analysis) -> Page:
@@ -41,20 +44,11 @@ def _summary(analysis: Analysis) -> Section:
 
 
 def _heads(analysis: Analysis) -> Section:
-    positional = analysis.heads.positional()
-    shares: dict[bool, list[float]] = {True: [], False: []}
-    for layer in analysis.capture.layers:
-        norms = layer.query.mean_norm * layer.key_by_query_head.mean_norm
-        fast = ~bounds(layer.inv_freq, layer.context)[0]
-        for head, share in enumerate((norms[:, fast].sum(1) / norms.sum(1)).tolist()):
-            shares[(layer.index, head) in positional].append(share)
-    in_positional, in_others = (float(torch.tensor(values).mean()) for values in shares.values())
     answer = (
-        f"Positional heads have {number_text(in_positional)} of the products of their norms in pairs that make a full "
-        f"turn within the context, other heads {number_text(in_others)}; Barbero et al. (2024) find positional heads "
-        "in the fast pairs."
+        "A positional head has most of its attention at one distance. Barbero et al. (2024) find such heads in the "
+        "pairs that make full turns within the context: left of the bound in the figure of norms."
     )
-    parts = [figures.attention_masses, figures.head_norms, tables.head_types, tables.sinks]
+    parts = [figures.attention_masses, figures.head_norms, _head_types, _sinks]
     if len(set(analysis.rows.groups)) > 1:
         parts.insert(2, figures.norms_by_text)
     return Section("Which heads are positional", [answer], [part(analysis) for part in parts])
@@ -66,7 +60,7 @@ def _single(analysis: Analysis) -> Section:
         "head looks alike at every token, one that looks for content does not."
     )
     drawn = [figures.single_head(analysis, head) for head in analysis.single_heads]
-    return Section("Single heads", [answer], [*drawn, tables.tokens(analysis)])
+    return Section("Single heads", [answer], [*drawn, tokens(analysis)])
 
 
 def _outliers(analysis: Analysis) -> Section:
@@ -74,7 +68,7 @@ def _outliers(analysis: Analysis) -> Section:
         "An offset feature is a slow pair that lowers the logit at every distance from 1 on; a sink has a key that it "
         "lowers less (Jonasson 2025)."
     )
-    drawn = (figures.outliers, figures.by_distance, figures.largest_features, tables.recall)
+    drawn = (figures.outliers, figures.by_distance, figures.largest_features, _recall)
     return Section("Outliers and their bounds", [answer], [part(analysis) for part in drawn])
 
 
@@ -83,9 +77,7 @@ def _p_sweep(analysis: Analysis) -> Section:
         "p-RoPE keeps the fastest share p of the pairs and stops the others. What these carry does not say what "
         "stopping them costs: rope-patch compare measures that."
     )
-    listed = []
-    if analysis.p_sweep:
-        listed.append(tables.p_sweep(analysis))
+    listed = [_sweep(analysis)] if analysis.p_sweep else []
     return Section("What p-RoPE would stop", [answer], listed)
 
 
@@ -97,9 +89,9 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     if capture.chunk:
         shape += f", read {capture.chunk} tokens at a time"
     layers = []
-    for kind in kinds(capture):
-        name = f"Layers, {kind.name}" if kind.name else "Layers"
-        layers.append((name, _layers(kind)))
+    for kind, own in figures.kinds(capture):
+        name = f"Layers, {kind}" if kind else "Layers"
+        layers.append((name, _layers(own)))
     return [
         ("Model", f"{analysis.name}, {capture.model}"),
         ("Rotary table", analysis.table),
@@ -111,14 +103,119 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     ]
 
 
-def _layers(kind: Kind) -> str:
-    layer, zeroed = kind.layers[0], int(unrotated(kind.inv_freq).sum())
-    below, angle = bounds(kind.inv_freq, kind.context)
+def _layers(layers: Sequence[LayerCapture]) -> str:
+    first = layers[0]
+    zeroed = int(unrotated(first.inv_freq).sum())
+    below, angle = bounds(first.inv_freq, first.context)
     mean_angle = ""
     if zeroed < int(below.sum()):
         mean_angle = f", for which the angle bound is {number_text(float(angle[below].nanmean()))} rad on average"
     return (
-        f"{ranges_text([layer.index for layer in kind.layers])}; {layer.query.heads} query heads over "
-        f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {int(below.sum())} of them without a full turn "
-        f"within {kind.context} tokens ({zeroed} unrotated){mean_angle}"
+        f"{ranges_text([layer.index for layer in layers])}; {first.query.heads} query heads over "
+        f"{first.key.heads} key heads; {first.query.pairs} pairs, {int(below.sum())} of them without a full turn "
+        f"within {first.context} tokens ({zeroed} unrotated){mean_angle}"
     )
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _head_types(analysis: Analysis) -> DataTable | Note:
+    """Return the heads that are positional or do induction, with their masses, and their logits beside the bound."""
+    rows: list[Cells] = []
+    for layer in analysis.heads.layers:
+        for head in range(layer.heads):
+            types = [name for name in layer.head_types(head) if name not in ("first token", "sink")]
+            if types:
+                mass, distance = layer.offset_mass[head].max(0)
+                masses = [number_text(float(x)) for x in (mass, layer.induction_mass[head], layer.repeated_mass[head])]
+                logit = " of ".join(number_text(value, 1) for value in analysis.logits.get((layer.index, head), ()))
+                name = Cell(", ".join(types), style="left")
+                rows.append([f"{layer.index}.{head}", name, str(int(distance)), *masses, logit])
+    if not rows:
+        return Note("No head is positional or does induction.")
+    columns = (
+        "Head",
+        "Types",
+        "Distance [tokens]",
+        "Attention there",
+        "Induction, text",
+        "Induction, repeated",
+        "Logit there, of its bound",
+    )
+    caption = (
+        f"At the distance that draws most of a head: its mean attention, of which {TYPE_SHARE:g} makes a type, and the "
+        "mean logit beside its Cauchy–Schwarz bound, the product of the norms of query and key (Barbero et al. 2024, "
+        f"tables 3 to 5). At most {MOST_HEADS} heads are listed, and all in analysis.json."
+    )
+    return DataTable("Positional heads, and heads that do induction", columns, rows[:MOST_HEADS], caption)
+
+
+def _sinks(analysis: Analysis) -> DataTable | Note:
+    """Return the sinks, by the number of heads that attend to them."""
+    hits_of: dict[str, list[tuple[float, str, int]]] = {}
+    for layer in analysis.heads.layers:
+        for head, place in (layer.sink_weight > SINK_WEIGHT).nonzero().tolist():
+            token = token_text(analysis, int(layer.sink_token[head, place]))
+            name, position = f"{layer.index}.{head}", int(layer.sink_position[head, place])
+            hits_of.setdefault(token, []).append((float(layer.sink_weight[head, place]), name, position))
+    if not hits_of:
+        return Note(f"No head has a sink: none puts more than {SINK_WEIGHT:g} of its attention on one distant token.")
+    rows: list[Cells] = []
+    for token, hits in hits_of.items():
+        weights, names, positions = zip(*hits, strict=True)
+        places = Cell(", ".join(map(str, sorted(set(positions))[:4])), style="left")
+        rows.append([Cell(token, style="token"), places, str(len(set(names))), number_text(max(weights))])
+    rows.sort(key=lambda row: -int(str(row[2])))
+    caption = (
+        f"Tokens that draw more than {SINK_WEIGHT:g} of a head’s attention, averaged over the queries at least "
+        f"{SINK_DISTANCE} tokens behind them; bytes that are no whole character are written <0xE5>. At most "
+        f"{MOST_SINKS} tokens and four positions of each are listed."
+    )
+    columns = ("Token", "Position [tokens]", "Heads", "Largest weight")
+    return DataTable("Sinks", columns, rows[:MOST_SINKS], caption)
+
+
+def _recall(analysis: Analysis) -> DataTable:
+    """Return how many of the outliers lie inside the bounds, by the radius that makes an outlier."""
+    rows: list[Cells] = []
+    for states in ("key", "query"):
+        for row in analysis.recall(states):
+            shares = [number_text(row[name]) for name in ("below", "beyond")]
+            rows.append([figures.PLURAL_OF_ROLE[states], number_text(row["radius"], 1), f"{row['outliers']}", *shares])
+    columns = ("Of the mean", "Longer than", "Outliers", "Below the frequency bound", "Beyond the angle bound")
+    caption = (
+        "Recall of Jonasson’s bounds (2025, table 2) at the paper’s lengths, and at "
+        f"{OUTLIER_RATIO:g} times the median length; key heads count once for each query head."
+    )
+    return DataTable("Outliers inside the bounds", columns, rows, caption)
+
+
+def _sweep(analysis: Analysis) -> DataTable:
+    """Return for each p the pairs that p-RoPE would stop, and what they carry."""
+    rows: list[Cells] = []
+    for point in analysis.p_sweep:
+        shares = (point.query_share, point.key_share, point.logit_share, point.turned)
+        rows.append([f"{point.p:g}", Cell(str(point), style="left"), *(f"{100 * share:.1f} %" for share in shares)])
+    columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits", "By distance")
+    caption = (
+        "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs; by "
+        "distance: the most that stopping them can change."
+    )
+    return DataTable("The p sweep", columns, rows, caption)
+
+
+def tokens(analysis: Analysis) -> DataTable:
+    """Return the text that single heads are shown on, token by token."""
+    names = [token_text(analysis, token) for token in analysis.single_heads[0].token_ids.tolist()]
+    rows: list[Cells] = []
+    for start in range(0, len(names), TOKENS_PER_LINE):
+        rows.append([str(start), Cell("  ".join(names[start : start + TOKENS_PER_LINE]), style="token")])
+    columns = ("Position", "Tokens, two spaces apart")
+    return DataTable(f"The text of these figures, {len(names)} tokens", columns, rows, "", folded=True)
+
+
+def token_text(analysis: Analysis, token: int) -> str:
+    """Return the text of a token on one line; a space is shown as ␣."""
+    # repr escapes what is not printable, and adds quotes.
+    return repr(analysis.token_texts[token])[1:-1].replace(" ", "␣") or "(empty)"

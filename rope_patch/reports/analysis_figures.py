@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rope_patch.analysis.heads import TYPE_SHARE
-from rope_patch.analysis.outliers import contributions
+from rope_patch.analysis.outliers import contributions, once_per_key_head
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.number_format import number_text
-from rope_patch.modeling.state_statistics import pairs_of
-from rope_patch.reports.layer_kinds import Kind, kinds
+from rope_patch.modeling.state_statistics import Capture, LayerCapture, pairs_of
 from rope_patch.reports.page import Figure, figure
 from rope_patch.reports.plots import analysis as plots
 from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, few, pair_map
+from rope_patch.runtime.captions import ranges_text
 
 PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
 BOUND_CAPTION = (
@@ -89,28 +89,24 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         terms = {"its own key": shown.mean_terms(0), "the previous key": shown.mean_terms(1)}
     sums = ", ".join(f"{number_text(float(values.sum()))} with {name}" for name, values in terms.items())
     caption = f"{title}. The bars add up to a mean logit of {sums}, without features outside the table."
-    return figure(
-        plots.head_view,
-        {"queries": shown.norms(shown.query), "keys": shown.norms(shown.key)},
-        shown.pattern,
-        terms,
-        shown.inv_freq,
-        title=title,
-        caption=caption,
-        context=analysis.capture.layer(shown.layer).context,
-        window=shown.window,
-    )
+    rows = few([str(position) for position in range(len(shown.token_ids))])
+    context = analysis.capture.layer(shown.layer).context
+    norms = [
+        pair_map(f"Norms of the {name}", shown.norms(states), rows, shown.inv_freq, context)
+        for name, states in (("queries", shown.query), ("keys", shown.key))
+    ]
+    return figure(plots.head_view, norms, shown.pattern, terms, title=title, caption=caption)
 
 
 def head_norms(analysis: Analysis) -> Figure:
     """Return the figure of the mean norm of each pair by head; the rows of positional heads are named."""
     positional = analysis.heads.positional()
 
-    def panel(kind: Kind, role: str) -> tuple[Tensor, dict[int, str]]:
+    def panel(layers: Sequence[LayerCapture], role: str) -> tuple[Tensor, dict[int, str]]:
         heads: list[Tensor] = []
         names: dict[int, tuple[int, str]] = {}
-        most = 30 / sum(getattr(layer, role).heads for layer in kind.layers)
-        for layer in kind.layers:
+        most = 30 / sum(getattr(layer, role).heads for layer in layers)
+        for layer in layers:
             states = getattr(layer, role)
             for index, head in positional:
                 if index == layer.index:
@@ -135,7 +131,7 @@ def norms_by_text(analysis: Analysis) -> Figure:
     names = dict(enumerate(dict.fromkeys(analysis.rows.groups)))
     return _by_kind(
         analysis,
-        lambda kind, role: (torch.cat([getattr(layer, role).text_norm for layer in kind.layers]).mean(0), names),
+        lambda layers, role: (torch.cat([getattr(layer, role).text_norm for layer in layers]).mean(0), names),
         title="Mean norm of each pair, by text",
         caption="Means over tokens, heads and layers (Barbero et al. 2024, figure 19): a column of one colour is a "
         "pair that all texts use alike.",
@@ -146,10 +142,10 @@ def norms_by_text(analysis: Analysis) -> Figure:
 def largest_features(analysis: Analysis) -> Figure:
     """Return the figure of the largest magnitude of both features of each pair, by layer."""
 
-    def panel(kind: Kind, role: str) -> tuple[Tensor, dict[int, str]]:
-        largest = [getattr(layer, role).largest.amax(0) for layer in kind.layers]
-        pairs = pairs_of(torch.stack(largest), len(kind.inv_freq), kind.layers[0].query.interleaved)
-        return pairs.amax(-1), few(kind.rows)
+    def panel(layers: Sequence[LayerCapture], role: str) -> tuple[Tensor, dict[int, str]]:
+        largest = torch.stack([getattr(layer, role).largest.amax(0) for layer in layers])
+        pairs = pairs_of(largest, layers[0].query.pairs, layers[0].query.interleaved)
+        return pairs.amax(-1), few([str(layer.index) for layer in layers])
 
     return _by_kind(
         analysis,
@@ -164,7 +160,7 @@ def largest_features(analysis: Analysis) -> Figure:
 
 def _by_kind(
     analysis: Analysis,
-    panel: Callable[[Kind, str], tuple[Tensor, dict[int, str]]],
+    panel: Callable[[Sequence[LayerCapture], str], tuple[Tensor, dict[int, str]]],
     *,
     ylabel: str,
     title: str,
@@ -173,13 +169,31 @@ def _by_kind(
 ) -> Figure:
     """Return heat maps over pairs, a column for queries, keys and values and a row for each kind of layers."""
     grid = []
-    for kind in kinds(analysis.capture):
+    for kind, layers in kinds(analysis.capture):
         row: list[Map] = []
         for role, plural in PLURAL_OF_ROLE.items():
-            name = f"{kind.name}\n{plural}".strip()
-            row.append(pair_map(name, *panel(kind, role), kind.inv_freq, kind.context))
+            name = f"{kind}\n{plural}".strip()
+            row.append(pair_map(name, *panel(layers, role), layers[0].inv_freq, layers[0].context))
         grid.append(row)
     return figure(plots.heat_maps, grid, title=title, caption=caption, xlabel=PAIR_AXIS, ylabel=ylabel, label=label)
+
+
+def kinds(capture: Capture) -> list[tuple[str, list[LayerCapture]]]:
+    """Return the layers grouped by table and context, with a name for each group; "" where there is but one.
+
+    Those of a group share an axis of wavelengths and a bound.
+    """
+    groups: dict[tuple[object, ...], list[LayerCapture]] = {}
+    for layer in capture.layers:
+        groups.setdefault((layer.context, layer.query.mean.shape[1], *layer.inv_freq.tolist()), []).append(layer)
+    if len(groups) == 1:
+        return [("", list(capture.layers))]
+    named = []
+    for layers in groups.values():
+        types = " and ".join(dict.fromkeys(layer.layer_type for layer in layers if layer.layer_type))
+        label = types or f"layers {ranges_text([layer.index for layer in layers])}"
+        named.append((f"{label}, {layers[0].context} tokens", layers))
+    return named
 
 
 def outliers(analysis: Analysis) -> Figure:
@@ -195,26 +209,19 @@ def outliers(analysis: Analysis) -> Figure:
 
 def by_distance(analysis: Analysis) -> Figure:
     """Return the figure of what the longest outliers add to the mean logit of their heads, by distance."""
-    panels: dict[float, tuple[str, Tensor, Tensor, Tensor]] = {}
-    for pair in analysis.pairs["key"]:
-        # Query heads that share a key head have one key, of one length.
-        if len(panels) < MOST_CONTRIBUTIONS and pair.radius not in panels:
-            layer = analysis.capture.layer(pair.layer)
-            logits = contributions(layer, pair.head, torch.arange(layer.context))
-            # Fast pairs turn many times between two pixels of a logarithmic axis, which shows means over bins.
-            edges = torch.unique(torch.logspace(0, math.log10(layer.context), 60).round().long())
-            sums = torch.stack((logits[pair.pair], logits.sum(0))).cumsum(1)
-            one, every = sums[:, edges - 1].diff(dim=1) / edges.diff()
-            panels[pair.radius] = (
-                f"head {pair.layer}.{pair.head}, pair {pair.pair}:\n{pair.kind}",
-                edges[:-1],
-                one,
-                every,
-            )
+    panels = []
+    for pair in once_per_key_head(analysis.capture, analysis.pairs["key"])[:MOST_CONTRIBUTIONS]:
+        layer = analysis.capture.layer(pair.layer)
+        logits = contributions(layer, pair.head, torch.arange(layer.context))
+        # Fast pairs turn many times between two pixels of a logarithmic axis, which shows means over bins.
+        edges = torch.unique(torch.logspace(0, math.log10(layer.context), 60).round().long())
+        sums = torch.stack((logits[pair.pair], logits.sum(0))).cumsum(1)
+        one, every = sums[:, edges - 1].diff(dim=1) / edges.diff()
+        panels.append((f"head {pair.layer}.{pair.head}, pair {pair.pair}:\n{pair.kind}", edges[:-1], one, every))
     caption = (
         "Logit of the mean query with the mean key of a head, D(p), the part of one pair, d(p), and the rest "
         "(Jonasson 2025, figures 5, 6 and 10), as means over ever wider bins of distances. An offset feature adds less "
         "at every distance than at 0."
     )
     title = "What the longest pairs of the keys add, by distance"
-    return figure(plots.by_distance, list(panels.values()), title=title, caption=caption)
+    return figure(plots.by_distance, panels, title=title, caption=caption)

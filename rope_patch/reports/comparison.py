@@ -6,9 +6,19 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
-from rope_patch.evaluation.metrics import METRICS, Metric, Span, change_sentence, change_text, spans_at, value_text
+from rope_patch.evaluation.metrics import (
+    METRICS,
+    Metric,
+    PairedDifference,
+    Span,
+    change_sentence,
+    change_text,
+    spans_at,
+    value_text,
+)
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.reports import page as pages
@@ -25,11 +35,10 @@ from rope_patch.reports.page import (
     short_names,
 )
 from rope_patch.reports.plots import base as plots
-from rope_patch.runtime.captions import count_text
+from rope_patch.runtime.captions import count_text, names_text
 
 EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right answer (exact match)"
 """The sentence by which reports explain retrieval, without a full stop, because a sentence may continue it."""
-_NAMED_METHODS = 3  # methods that a sentence names before it counts the others
 
 
 def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", folded: bool = False) -> Page:
@@ -39,63 +48,56 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", 
         comparisons: the comparisons, each of which becomes a section: a checkpoint, a task.
         title: the title of the page.
         folded: whether the changes from the unpatched model are folded, as beside a choice that has its own.
-
-    Raises:
-        ValueError: no comparison.
     """
-    if not comparisons:
-        raise ValueError("a report needs at least one comparison")
     return Page(title, [_section(comparison, folded=folded) for comparison in comparisons])
 
 
 def _section(comparison: Comparison, *, folded: bool) -> Section:
-    methods = [row.label for row in comparison.rows]
-    names = dict(zip(methods, short_names(methods), strict=True))
+    facts = _facts(comparison)
+    names = short_names(row.method for row in comparison.rows)
+    comparison = replace(comparison, rows=tuple(replace(row, method=names[row.method]) for row in comparison.rows))
     columns = comparison.columns()
-    scores = [(names[row.label], row.scores) for row in comparison.rows]
     parts = [
         *(Note(f"Note: {warning}.") for warning in comparison.warnings),
-        _scores(comparison, names, columns),
-        *_changes(comparison, names, columns, folded=folded),
-        *_curves(comparison, names),
-        *(figure for task in comparison.spec.tasks for figure in _map(comparison, names, task)),
-        *answers(scores),
-        *_long_names(names),
-        pages.facts(_facts(comparison), comparison.environment),
+        _scores(comparison, columns),
+        *_changes(comparison, columns, folded=folded),
+        *_curves(comparison),
+        *(figure for task in comparison.spec.tasks for figure in _map(comparison, task)),
+        *answers([(row.label, row.scores) for row in comparison.rows]),
+        pages.facts(facts, comparison.environment),
     ]
     text = comparison.rows[0].scores.perplexity
     sizes = []
     if text:
         sizes.append(count_text(text.windows, "window"))
     sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in comparison.spec.tasks]
-    name = comparison.model.partition(" ")[2] or comparison.model or "Model without a name"
+    name = comparison.model.partition(" ")[2] or comparison.model
     title = f"{name}, trained at {comparison.trained_length} tokens: {', '.join(sizes)}"
-    return Section(title, summary(comparison, names, columns), parts)
+    return Section(title, summary(comparison, columns), parts)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
-def summary(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> list[str]:
+def summary(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
     """Return for each metric and task which method is best at the longest length.
 
     A metric that is no finite number for some method is left out.
 
     Args:
         comparison: the comparison, of any number of methods.
-        names: the name of each method in the report.
         columns: the columns of the comparison.
     """
     longest: dict[tuple[str, str | None], Column] = {}
     for column in columns:
         # Columns come in the order of their lengths, so that the longest one stays.
         longest[column.metric, column.span.task] = column
-    return [_best(comparison, column, names) for column in longest.values() if all(map(math.isfinite, column.values))]
+    return [_best(comparison, column) for column in longest.values() if all(map(math.isfinite, column.values))]
 
 
-def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> str:
+def _best(comparison: Comparison, column: Column) -> str:
     metric = METRICS[column.metric]
-    values = dict(zip(names, column.values, strict=True))
+    values = dict(zip([row.label for row in comparison.rows], column.values, strict=True))
     best = comparison.rows[column.best].label
     value = value_text(metric, values[best])
     where = "at positions" if metric.of_text else "in prompts of"
@@ -106,16 +108,13 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     text = f"{label} {where} {column.span} tokens: "
     if len(values) == 1:
         return f"{text}{value}."
-    equal = [names[method] for method, one in column.differences.items() if not one.significant]
+    equal = [method for method, one in column.differences.items() if not one.significant]
     if column.winner is not None:
-        text += f"{names[best]} is best ({value}), ahead of every other method by the intervals"
+        text += f"{best} is best ({value}), ahead of every other method by the intervals"
     elif len(equal) == len(values) - 1:
         text += f"the intervals separate no method from the best value ({value})"
     else:
-        others = ", ".join(equal[:_NAMED_METHODS])
-        if len(equal) > _NAMED_METHODS:
-            others += f" and {len(equal) - _NAMED_METHODS} more"
-        text += f"{names[best]} ({value}) is best, but not separable from {others}"
+        text += f"{best} ({value}) is best, but not separable from {names_text(equal, 3)}"
     if UNPATCHED in values:
         text += f"; {_unpatched(comparison)} has {value_text(metric, values[UNPATCHED])}"
     return f"{text}."
@@ -133,15 +132,14 @@ def _unpatched(comparison: Comparison) -> str:
 
 
 def _table(
-    title: str, names: Mapping[str, str], columns: Mapping[str, Sequence[Cell]], caption: str, *, folded: bool = False
+    title: str, labels: Sequence[str], columns: Mapping[str, Sequence[Cell]], caption: str, *, folded: bool = False
 ) -> DataTable:
-    rows: list[Cells] = [
-        [name, *cells] for name, cells in zip(names.values(), zip(*columns.values(), strict=True), strict=True)
-    ]
+    rows: list[Cells] = [list(row) for row in zip(labels, *columns.values(), strict=True)]
     return DataTable(title, ["Method", *columns], rows, caption, folded)
 
 
-def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> DataTable:
+def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
+    labels = [row.label for row in comparison.rows]
     shown = {}
     for column in columns:
         metric = METRICS[column.metric]
@@ -168,27 +166,24 @@ def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[
         "ppl: perplexity at these positions [tokens], lower is better; a task: the share of its prompts of this length "
         "[tokens] that are answered exactly; logprob: the log-probability of the right answer [nats]."
     )
-    if UNPATCHED in names:
+    if UNPATCHED in labels:
         caption = f"{UNPATCHED}: {_unpatched(comparison)}; {caption}"
-    if len(comparison.rows) > 1:
+    if len(labels) > 1:
         caption += (
-            f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
-            f"intervals; in a column without a sign they separate no method from the best. {INTERVALS}"
+            " ★ is ahead of every other method, ≈ is not separable from the best, by paired "
+            f"{100 * comparison.confidence:g} % intervals; in a column without a sign they separate no method from the "
+            f"best. {INTERVALS}"
         )
-    return _table("Scores", names, shown, caption)
+    return _table("Scores", labels, shown, caption)
 
 
-def _changes(
-    comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column], *, folded: bool
-) -> list[DataTable]:
+def _changes(comparison: Comparison, columns: Sequence[Column], *, folded: bool) -> list[DataTable]:
     """Return the table of how each method differs from the unpatched model, or from the first one."""
-    if UNPATCHED in names:
-        base = UNPATCHED
-        base_name = _unpatched(comparison)
-    else:
-        base = next(iter(names))
-        base_name = names[base]
-    others = {label: name for label, name in names.items() if label != base}
+    labels = [row.label for row in comparison.rows]
+    base = base_name = labels[0]
+    if UNPATCHED in labels:
+        base, base_name = UNPATCHED, _unpatched(comparison)
+    others = [label for label in labels if label != base]
     if not others:
         return []
     shown = {}
@@ -197,19 +192,22 @@ def _changes(
         cells = []
         for label in others:
             change = comparison.difference(label, base, column.metric, column.span)
-            estimate, low, high = (change_text(metric, value) for value in change)
-            interval = "no interval"
-            if math.isfinite(change.high - change.low):
-                interval = f"{low} to {high}"
-            if not math.isfinite(change.estimate):
-                estimate = "–"
-            cells.append(Cell(estimate, interval, "" if change.significant else "tied"))
+            cells.append(change_cell(metric, change, "" if change.significant else "tied"))
         shown[column.heading] = cells
     caption = (
-        f"On the same windows and prompts, with the {_percent(comparison)} interval of each change by itself; ppl in "
-        "percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
+        f"On the same windows and prompts, with the {100 * comparison.confidence:g} % interval of each change by "
+        "itself; ppl in percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
     )
     return [_table(f"Change from {base_name}", others, shown, caption, folded=folded)]
+
+
+def change_cell(metric: Metric, change: PairedDifference, style: str = "") -> Cell:
+    """Return a change of a metric; below it stands its interval."""
+    estimate, low, high = (change_text(metric, value) for value in change)
+    interval = "no interval"
+    if math.isfinite(change.high - change.low):
+        interval = f"{low} to {high}"
+    return Cell(estimate, interval, style)
 
 
 def before_after(comparison: Comparison, chosen: str) -> DataTable:
@@ -220,10 +218,10 @@ def before_after(comparison: Comparison, chosen: str) -> DataTable:
         chosen: the label of the chosen method.
     """
     scores = {row.label: row.scores for row in comparison.rows}
+    before, after = scores[UNPATCHED], scores[chosen]
     rows: list[Cells] = []
     for length in comparison.lengths:
         for metric, span in spans_at(comparison.spec, length):
-            before, after = scores[UNPATCHED], scores[chosen]
             values = [_value(metric, span, before), _value(metric, span, after)]
             change = metric.difference(after, before, span)
             text = change_sentence(metric, change) if math.isfinite(change.estimate) else "–"
@@ -274,28 +272,22 @@ def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
     return [DataTable("A few answers", columns, rows, caption, folded=True)]
 
 
-def _long_names(names: Mapping[str, str]) -> list[DataTable]:
-    rows: list[Cells] = [[short, Cell(full, style="text")] for full, short in names.items() if short != full]
-    if not rows:
-        return []
-    caption = "Methods whose names are shortened above."
-    return [DataTable("Long names in full", ["Name", "Method"], rows, caption)]
-
-
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
     scores = comparison.rows[0].scores
-    facts = [("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch")]
+    facts = [
+        ("Methods", ", ".join(row.label for row in comparison.rows)),
+        ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
+    ]
     if scores.perplexity is not None:
         score = scores.perplexity
         windows = count_text(score.windows, "window")
-        overlap = "no overlap" if score.stride >= score.window else "overlapping"
         chunk = "in one pass" if score.chunk >= score.window else f"in passes of {score.chunk} tokens"
         source = comparison.text_name
         if comparison.python_version:
             source += f", of the files of Python {comparison.python_version}"
         facts.append(("Text", f"{source}; SHA-256 {comparison.text[:16]}…"))
-        read = f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride} ({overlap})"
+        read = f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride}"
         facts.append(("Perplexity", f"{read}; {score.tokens} tokens scored"))
     return [*facts, *retrieval_facts(scores)]
 
@@ -307,29 +299,22 @@ def retrieval_facts(scores: EvalResult) -> list[tuple[str, str]]:
         return []
     retrieval = next(iter(scores.retrieval.values()))
     tasks = ", ".join(spec.tasks)
-    noun = "tasks" if len(spec.tasks) > 1 else "task"
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
     samples = f"{count_text(spec.samples, 'sample')} at each"
     lengths = ", ".join(map(str, spec.lengths))
     form = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
-    special = "none"
-    if retrieval.prefix:
-        special = f"ids {', '.join(map(str, retrieval.prefix))}"
+    special = ", ".join(map(str, retrieval.prefix)) or "none"
     return [
-        ("Retrieval", f"{noun} {tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
+        ("Retrieval", f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
         ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {form}"),
-        ("Special tokens", f"{special}, in front of each window and prompt"),
+        ("Special tokens", f"ids in front of each window and prompt: {special}"),
     ]
-
-
-def _percent(comparison: Comparison) -> str:
-    return f"{100 * comparison.confidence:g} %"
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
+def _curves(comparison: Comparison) -> list[Figure | Note]:
     """Return the figure of perplexity by position, of the methods whose perplexity is a number."""
     curves = {}
     for row in comparison.rows:
@@ -339,12 +324,10 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
         buckets = [bucket for bucket in text.buckets if math.isfinite(bucket.nll)]
         if buckets:
             at = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
-            curves[names[row.label]] = at, [bucket.perplexity for bucket in buckets]
+            curves[row.label] = at, [bucket.perplexity for bucket in buckets]
     if not curves:
-        if comparison.rows[0].scores.perplexity is None:
-            return [Note("Perplexity was not measured.")]
-        return [Note("No method has a finite perplexity.")]
-    missing = [name for name in names.values() if name not in curves]
+        return [Note("No method has a finite perplexity that was measured.")]
+    missing = [row.label for row in comparison.rows if row.label not in curves]
     caption = "Lower is better. All methods read the same windows, so they rise and fall together."
     if missing:
         caption += f" Not drawn, no value is finite: {', '.join(missing)}."
@@ -353,7 +336,7 @@ def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | N
     return [figure(draw, curves, title=title, caption=caption, trained_length=comparison.trained_length)]
 
 
-def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> list[Figure]:
+def _map(comparison: Comparison, task: str) -> list[Figure]:
     """Return the figure of exact match over lengths × depths of one task; none where a length has a single depth."""
     lengths = comparison.spec.lengths
     cells = comparison.rows[0].scores.retrieval[task].cells
@@ -363,7 +346,7 @@ def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> list[Fi
     grids = {}
     for row in comparison.rows:
         shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
-        grids[names[row.label]] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
+        grids[row.label] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
     title = f"Retrieval by length and depth, {task}"
     caption = (
         "Share of answers that are exactly right, by prompt length and depth of the needle: 0 % is the start of the "

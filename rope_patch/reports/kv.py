@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 from rope_patch.analysis.outliers import mean_pairs, outlier_sentence
 from rope_patch.evaluation.metrics import (
     SAFE_LOST_SHARE,
     Metric,
     Span,
-    change_text,
     column_heading,
     spans_at,
     value_text,
 )
 from rope_patch.evaluation.number_format import number_text, relative
-from rope_patch.kv_cache.schemes import PRESETS, Scheme
+from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
-from rope_patch.reports.comparison import answers, retrieval_facts
+from rope_patch.reports.comparison import answers, change_cell, retrieval_facts
 from rope_patch.reports.page import (
     INTERVALS,
     Cell,
@@ -33,7 +30,7 @@ from rope_patch.reports.page import (
     figure,
     short_names,
 )
-from rope_patch.reports.plots import kv as plots
+from rope_patch.reports.plots import base as plots
 from rope_patch.runtime.captions import windows_text
 
 
@@ -75,9 +72,12 @@ def _table(check: KVCheck, length: int) -> DataTable:
                 continue
             divergence = row.divergences[length]
             columns_of_kl = f"{number_text(divergence.kl, 4)}", f"{number_text(100 * divergence.top1, 1)} %"
-            cells: Cells = [_verdict(check, row, length), _bits(row, length), *columns_of_kl]
+            verdict = check.verdict(row, length)
+            bits = Cell(number_text(row.cache_bits[length]), number_text(row.bits))
+            verdict_cell = Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind)
+            cells: Cells = [verdict_cell, bits, *columns_of_kl]
             for value, (metric, span) in zip(values, metrics, strict=True):
-                cells += [value, _change(check, row, metric, span)]
+                cells += [value, change_cell(metric, check.change(row, metric, span))]
             rows.append([row.format, *cells])
     limits = check.limits
     prompts = "".join(f" {sentence}." for sentence in check.prompts(length))
@@ -86,39 +86,15 @@ def _table(check: KVCheck, length: int) -> DataTable:
         f"{100 * limits.tolerance:g} %, at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost, and KL is at most "
         f"{limits.loss:.4f}; unsafe: KL is larger, an interval shows that one of the others is exceeded, or the change "
         f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. Below the bits of a cache stand "
-        f"those of its quantized part, where they differ.{prompts} {INTERVALS}"
+        f"those of its quantized part.{prompts} {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
 
 
-def _change(check: KVCheck, row: CheckRow, metric: Metric, span: Span) -> Cell:
-    """Return a change from full precision; below it stands its interval, where there is one."""
-    change = check.change(row, metric, span)
-    estimate, low, high = (change_text(metric, value) for value in change)
-    if math.isfinite(change.high - change.low):
-        return Cell(estimate, f"{low} to {high}")
-    return Cell(estimate)
-
-
-def _verdict(check: KVCheck, row: CheckRow, length: int) -> Cell:
-    verdict = check.verdict(row, length)
-    return Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind)
-
-
-def _bits(row: CheckRow, length: int) -> Cell:
-    """Return the bits of a cache; below them stand those of its quantized part, where they differ."""
-    whole = number_text(row.cache_bits[length])
-    part = number_text(row.bits)
-    if part == whole:
-        return Cell(whole)
-    return Cell(whole, part)
-
-
 def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     """Return the figure of what each format costs in one metric at the longest length."""
-    names = _formats_of(check)
     panels = {}
-    for method, name in _methods(check).items():
+    for method, name in short_names(check.methods).items():
         base, *rows = check.of(method)
         costs = [plots.Cost("full precision", base.cache_bits[span.stop], 0.0, 0.0, 0.0, "")]
         for row in rows:
@@ -126,7 +102,7 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
             if metric.is_perplexity:
                 value, low, high = (100 * relative(end) for end in (value, low, high))
             verdict = check.verdict(row, span.stop).kind
-            costs.append(plots.Cost(names[row.format], row.cache_bits[span.stop], value, low, high, verdict))
+            costs.append(plots.Cost(row.format, row.cache_bits[span.stop], value, low, high, verdict))
         panels[name] = costs
     better = "lower" if metric.lower_is_better else "higher"
     caption = f"Change from full precision with its interval; {better} is better."
@@ -148,23 +124,20 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
 
 
 def _formats(check: KVCheck) -> DataTable:
-    # Reversed twice, the first row of each format stays, and so does their order.
-    first = {row.format: row for row in reversed(check.rows) if row.divergence is not None}
+    first: dict[str, CheckRow] = {}
+    for row in _quantized(check):
+        first.setdefault(row.format, row)
     rows: list[Cells] = []
-    for name, row in reversed(first.items()):
+    for name, row in first.items():
         preset = PRESETS.get(name)
-        scheme = Scheme.parse(row.format_text)
-        residual = Cell(str(scheme.residual))
-        if scheme.flush:
-            residual = Cell(str(scheme.residual), f"flush {scheme.flush}")
         source = Cell(preset.source if preset else "given as a text", style="text")
         bits = number_text(row.key_bits), number_text(row.value_bits)
-        rows.append([name, Cell(row.format_text, style="text"), *bits, residual, str(scheme.sinks), source])
+        rows.append([name, Cell(row.format_text, style="text"), *bits, source])
     caption = (
         "Effective bits per element of the quantized part, 16-bit scales and zero points included. The text of a "
         "format is explained in docs/kv-caches.md."
     )
-    columns = ("Format", "Text", "Bits of keys", "of values", "Residual [tokens]", "Sinks [tokens]", "Source")
+    columns = ("Format", "Text", "Bits of keys", "of values", "Source")
     return DataTable("What the formats mean", columns, rows, caption, folded=True)
 
 
@@ -244,14 +217,3 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
 
 def _quantized(check: KVCheck) -> list[CheckRow]:
     return [row for method in check.methods for row in check.of(method)[1:]]
-
-
-def _formats_of(check: KVCheck) -> dict[str, str]:
-    """The formats, and a name of each that fits a figure."""
-    names = list(dict.fromkeys(row.format for row in _quantized(check)))
-    return dict(zip(names, short_names(names), strict=True))
-
-
-def _methods(check: KVCheck) -> dict[str, str]:
-    """The methods, and a name of each that fits a figure."""
-    return dict(zip(check.methods, short_names(check.methods), strict=True))

@@ -8,9 +8,8 @@ A builder (``comparison``, ``kv``, ``analysis``) turns a result into a :class:`P
 from __future__ import annotations
 
 import base64
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from rope_patch.packaged import data_path
 from rope_patch.runtime.folders import write_atomically
 
 INTERVALS = "How intervals are made: docs/measure.md, “How sure a difference is”."
-_LONGEST_NAME = 80  # a method's name with more characters is shortened in tables and figures
+_LONGEST_NAME = 80  # what has more characters is cut in tables, figures and names of files
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Cell:
         text: the value, as text.
         note: a second line in small type, for example an interval; "" for none.
         style: the look of the cell: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"safe"``,
-            ``"undecided"``, ``"unsafe"``, ``"strong"``, ``"left"`` (on one line), ``"text"`` (on several lines),
+            ``"undecided"``, ``"unsafe"``, ``"left"`` (on one line), ``"text"`` (on several lines),
             ``"token"`` (with its white space) or ``""`` for a number.
     """
 
@@ -195,18 +194,14 @@ def facts(entries: Sequence[tuple[str, str]], environment: Mapping[str, str]) ->
     return DataTable("What was measured", ["", "Value"], rows, "The model, the texts and the versions.", folded=True)
 
 
-def short_names(names: Sequence[str]) -> list[str]:
-    """Return names that fit a table: very long ones are cut in the middle, and numbered where two would be equal."""
-    labels: list[str] = []
-    for name in names:
-        label = name
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return for each name one that fits a table: a very long one is cut, and numbered, so that no two are equal."""
+    short = {}
+    for number, name in enumerate(names, 1):
+        short[name] = name
         if len(name) > _LONGEST_NAME:
-            label = f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 4 :]}"
-        if label in labels:
-            twins = (f"{label} #{i}" for i in itertools.count(2))
-            label = next(twin for twin in twins if twin not in labels)
-        labels.append(label)
-    return labels
+            short[name] = f"{name[:_LONGEST_NAME]}… (number {number})"
+    return short
 
 
 def _breakable(name: str) -> list[str]:

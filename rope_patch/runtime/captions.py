@@ -26,15 +26,18 @@ def count_text(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def names_text(names: Sequence[str]) -> str:
-    """Return names as a list within a sentence.
+def names_text(names: Sequence[str], most: int | None = None) -> str:
+    """Return names as a list within a sentence, of which so many are written out at most.
 
-    >>> names_text(["a", "b", "c"]), names_text(["a"])
-    ('a, b and c', 'a')
+    >>> names_text(["a", "b", "c"]), names_text(["a", "b", "c"], 1)
+    ('a, b and c', 'a and 2 more')
     """
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    shown = list(names[:most])
+    if len(shown) < len(names):
+        shown.append(f"{len(names) - len(shown)} more")
+    if len(shown) == 1:
+        return shown[0]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def indices_text(what: str, indices: Sequence[int]) -> str:

@@ -38,11 +38,11 @@ from transformers import (
 )
 
 import rope_patch
-from rope_patch.analysis import attention_mass, attention_sums
+from rope_patch.analysis import attention_mass
+from rope_patch.analysis import heads as head_module
 from rope_patch.analysis.analyze import _clearest
 from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads, repeated_tokens
-from rope_patch.analysis.attention_sums import SINKS_PER_HEAD
-from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, Heads
+from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, SINKS_PER_HEAD, Heads
 from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric
 from rope_patch.runtime.progress import listen
@@ -148,7 +148,7 @@ def loops(rows, layers, window):
         "offset_mass": numpy.stack([mean["offset", offset] for offset in range(OFFSETS)], 1),
         "first_mass": mean["first"],
         "sink_mass": [
-            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > attention_sums.SINK_WEIGHT) / queries
+            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > head_module.SINK_WEIGHT) / queries
             for h in range(heads)
         ],
         "sink_position": [[at[1] for at in row] for row in places],
@@ -176,10 +176,15 @@ def assert_looped(layer, expected):
         numpy.testing.assert_allclose(got, values, rtol=2e-5, atol=2e-5, err_msg=f"{name} of layer {layer.index}")
 
 
-def compare_to_loops(model, rows, windows, monkeypatch, **options):
+def in_blocks(monkeypatch, rows, queries):
+    """Let attention over these rows be computed so many queries at a time, of models with 4 heads."""
+    monkeypatch.setattr(attention_mass, "BLOCK_BYTES", 4 * 4 * rows.shape[-1] * queries)
+
+
+def compare_to_loops(model, rows, windows, monkeypatch):
     """Measure heads and compare all numbers with those of loops over eager attention, by layer."""
     states = attended(model, rows, monkeypatch)
-    got = measure_heads(model, rows, **options)
+    got = measure_heads(model, rows)
     for layer, window in zip(got.layers, windows, strict=True):
         assert_looped(layer, loops(rows, [row[layer.index] for row in states], window))
     return got
@@ -190,11 +195,12 @@ def compare_to_loops(model, rows, windows, monkeypatch, **options):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
-    monkeypatch.setattr(attention_sums, "SINK_WEIGHT", 0.08)  # random heads have no sinks of 0.3
+    monkeypatch.setattr(head_module, "SINK_WEIGHT", 0.08)  # random heads have no sinks of 0.3
     model, rows = model_for(name), few_kinds()
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
-    for block in (7, None):
-        got = compare_to_loops(model, rows, windows, monkeypatch, block=block)
+    for queries in (7, 40):
+        in_blocks(monkeypatch, rows, queries)
+        got = compare_to_loops(model, rows, windows, monkeypatch)
     assert name in MORE or any(float(layer.sink_mass.max()) > 0 for layer in got.layers), "some keys count as sinks"
 
 
@@ -211,7 +217,8 @@ def test_a_patched_model_is_measured_with_its_table(name, method, monkeypatch):
 def test_short_texts_and_small_windows(window, tokens, monkeypatch):
     model = model_of("llama") if window is None else model_of("mistral", sliding_window=window)
     rows = few_kinds(1, tokens, seed=3)
-    for layer in compare_to_loops(model, rows, [window] * 2, monkeypatch, block=4).layers:
+    in_blocks(monkeypatch, rows, 4)
+    for layer in compare_to_loops(model, rows, [window] * 2, monkeypatch).layers:
         assert layer.repeated_mass.isnan().all() and layer.sink_position.shape == (4, min(SINKS_PER_HEAD, tokens))
 
 
@@ -247,18 +254,15 @@ def test_a_fixed_distance_is_not_taken_for_induction():
         assert not any("induction" in layer.head_types(head) for head in range(4))
 
 
-def test_rows_and_layers():
+def test_rows_are_read_one_by_one():
     model, rows, steps = model_of("gemma2"), few_kinds(3, 30), []
     with listen(lambda stage, tokens: steps.append(tokens)):
         whole = measure_heads(model, rows)
     assert sum(steps) == 90 and len(steps) > 3 and min(steps) > 0
-    one_layer = measure_heads(model, rows, layers=[1])
-    assert [layer.index for layer in one_layer.layers] == [1]
-    torch.testing.assert_close(one_layer.layer(1).sink_weight, whole.layer(1).sink_weight, rtol=0, atol=0)
     mean = torch.stack([measure_heads(model, row).layer(0).entropy for row in rows]).mean(0)
     torch.testing.assert_close(whole.layer(0).entropy, mean)
     with pytest.raises(ValueError, match="layers"):
-        one_layer.layer(0)
+        whole.layer(2)
 
 
 # --- states in, states out
@@ -291,15 +295,14 @@ def test_the_model_is_left_as_it_was(implementation):
 def test_nothing_is_as_large_as_the_weights(name, monkeypatch):
     model, row = model_of(name, max_position_embeddings=600), ids(600, 1)[0]
 
-    def largest(**options):
+    def largest(queries):
+        in_blocks(monkeypatch, row, queries)
         with Largest(lambda tensor: tensor.untyped_storage().nbytes() // tensor.element_size()) as seen:
-            measure_heads(model, row, **options)
+            measure_heads(model, row)
         return seen.largest
 
-    assert 4 * 16 * 40 < largest(block=16) < 600 * 600 / 2
-    assert largest(block=600) >= 4 * 600 * 600, "the measure sees what it should"
-    monkeypatch.setattr(attention_mass, "BLOCK_BYTES", 4 * 4 * 600 * 20)  # so 20 queries, by itself
-    assert 4 * 20 * 30 < largest() < 600 * 600 / 2
+    assert 4 * 16 * 40 < largest(16) < 600 * 600 / 2
+    assert largest(512) >= 4 * 512 * 512, "the measure sees what it should"
 
 
 def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
@@ -312,8 +315,10 @@ def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
             return function(*args, **(kwargs or {}))
 
     monkeypatch.setattr(attention_mass, "_check_reproduced", lambda *args: None)  # the model's own attention does
+    rows = few_kinds(1, 200)
+    in_blocks(monkeypatch, rows, 16)
     with Weights() as weights:
-        measure_heads(model_of("mistral"), ids(200, 1), block=16)
+        measure_heads(model_of("mistral"), rows)
     assert weights.keys == 16 + 31
 
 
@@ -523,7 +528,8 @@ def test_an_adapter_is_part_of_the_model():
 def test_a_model_in_bfloat16(monkeypatch):
     model, rows = model_of("gemma3").to(torch.bfloat16), few_kinds()
     states = attended(model, rows, monkeypatch)
-    for layer in measure_heads(model, rows, block=7).layers:
+    in_blocks(monkeypatch, rows, 7)
+    for layer in measure_heads(model, rows).layers:
         expected = loops(rows, [row[layer.index] for row in states], SLIDING["gemma3"][layer.index])
         for key in ("offset_mass", "entropy"):
             numpy.testing.assert_allclose(getattr(layer, key).numpy(), expected[key], rtol=0.03, atol=0.03, err_msg=key)
@@ -535,7 +541,7 @@ def test_a_model_in_bfloat16(monkeypatch):
 
 
 def test_heads_are_written_as_plain_arrays(tmp_path):
-    got = measure_heads(model_of("gemma2"), few_kinds(), layers=[1])
+    got = measure_heads(model_of("gemma2"), few_kinds())
     got.to_npz(tmp_path / "some.npz")
     with numpy.load(tmp_path / "some.npz", allow_pickle=False) as arrays:
         assert json.loads(str(arrays["outline"]))["schema"] == Heads.schema
@@ -548,18 +554,12 @@ def test_heads_are_written_as_plain_arrays(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "options", "message"),
-    [
-        ([5], {}, "got 1"),
-        ([0.5, 0.5], {}, "float32"),
-        ([5, 96], {}, "96"),
-        ([5, 6], {"layers": [2]}, "layers"),
-        ([5, 6], {"block": 0}, "block"),
-    ],
+    ("tokens", "message"),
+    [([5], "got 1"), ([0.5, 0.5], "float32"), ([5, 96], "96")],
 )
-def test_bad_input_of_measure_heads(tokens, options, message):
+def test_bad_input_of_measure_heads(tokens, message):
     with pytest.raises(ValueError, match=message):
-        measure_heads(tiny_model(), torch.tensor(tokens), **options)
+        measure_heads(tiny_model(), torch.tensor(tokens))
 
 
 def test_weights_that_are_no_numbers_are_named():
@@ -567,15 +567,15 @@ def test_weights_that_are_no_numbers_are_named():
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[20] = math.nan  # key head 1, which query heads 2 and 3 read
     with pytest.raises(ValueError, match=r"layer 1, query head 2 .* position 0"):
-        measure_heads(model, rows, block=7)
-    assert len(measure_heads(model, rows, layers=[0]).layers) == 1
+        measure_heads(model, rows)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
-def test_infinite_logits_are_named_where_they_appear():
+def test_infinite_logits_are_named_where_they_appear(monkeypatch):
     """Soft-capping hides infinity, and so does a softmax in which other logits are larger."""
     row = torch.full((40,), 9)
     row[25] = 7
+    in_blocks(monkeypatch, row, 16)
     for family in ("gemma2", "llama"):
         model = tiny_model(family)
         with torch.no_grad():
@@ -591,7 +591,7 @@ def test_infinite_logits_are_named_where_they_appear():
             attention.q_proj.weight.fill_(1e10)
         attention.k_proj.register_forward_hook(spoil)
         with pytest.raises(ValueError, match=r"layer 0, query head 2 .* position 2\d"):
-            measure_heads(model, row, block=16)
+            measure_heads(model, row)
 
 
 def halved(part, query, key, value, mask, scaling=None, **kwargs):

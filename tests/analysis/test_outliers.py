@@ -132,8 +132,8 @@ def test_bounds_of_a_scaled_table_are_not_taken_against_the_context_before_the_s
 
 
 def every_pair(capture, states="key"):
-    """Every pair of every head, by layer, head and pair: a tiny ratio makes all of them outliers."""
-    return {(pair.layer, pair.head, pair.pair): pair for pair in outlier_pairs(capture, states, ratio=1e-12)}
+    """Every pair of every head, by layer, head and pair."""
+    return {(pair.layer, pair.head, pair.pair): pair for pair in mean_pairs(capture, states)}
 
 
 def first_head(capture, layer=0):
@@ -222,11 +222,12 @@ def test_contributions_are_products_of_rotated_means(name):
         assert got.tolist() == pytest.approx(turned, rel=1e-5, abs=1e-7)
 
 
-def test_outliers_are_above_a_multiple_of_the_median_of_all_layers():
+def test_outliers_are_above_a_multiple_of_the_median_of_all_layers(monkeypatch):
+    monkeypatch.setattr(rope_patch.analysis.outliers, "OUTLIER_RATIO", 1.5)
     _, arrays = draw()
     got = capture(planted(*arrays), ids(8, 1))
     radius = arrays[2].repeat_interleave(GROUPS, 1).flatten()
-    outliers = outlier_pairs(got, ratio=1.5)
+    outliers = outlier_pairs(got)
     assert len(outliers) == int((radius > 1.5 * radius.median()).sum())
     assert [pair.radius for pair in outliers] == sorted((pair.radius for pair in outliers), reverse=True)
     assert outliers[0].ratio == pytest.approx(float(radius.max() / radius.median()), rel=1e-5)
@@ -280,9 +281,7 @@ def test_a_key_head_is_counted_once():
     assert "50 % make no full turn within the context (of all pairs 56 %)" in sentence
 
 
-def test_bad_states_and_ratio():
+def test_bad_states():
     got = capture(tiny_model(), ids(8, 1))
     with pytest.raises(ValueError, match="value"):
         outlier_pairs(got, "value")
-    with pytest.raises(ValueError, match="ratio"):
-        outlier_pairs(got, ratio=0)

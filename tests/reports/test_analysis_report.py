@@ -23,9 +23,9 @@ from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.evaluation.texts.domains import TextRows
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
-from rope_patch.reports import analysis_figures, analysis_tables
-from rope_patch.reports.analysis_tables import token_text
-from rope_patch.reports.layer_kinds import kinds
+from rope_patch.reports import analysis_figures
+from rope_patch.reports.analysis import token_text
+from rope_patch.reports.analysis_figures import kinds
 from rope_patch.reports.page import Figure, render, write
 from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 
@@ -192,7 +192,7 @@ def test_the_text_of_single_heads_fits_a_page():
     ids = torch.arange(256) % len(words)
     analysis = random_analysis()
     shown = replace(analysis, single_heads=(replace(analysis.single_heads[0], token_ids=ids),), token_texts=words)
-    columns = zip(*analysis_tables.tokens(shown).cells, strict=True)
+    columns = zip(*analysis_report.tokens(shown).cells, strict=True)
     assert sum(25.6 + 8.4 * max(len(cell.text) for cell in column) for column in columns) < 1144
 
 
@@ -278,8 +278,6 @@ def test_heat_maps_show_their_values_and_clip_few():
     assert left.colorbar.extend == "max"
     assert right.norm.vmax == pytest.approx(0.5, abs=1e-12)
     assert [axes.get_ylim() for axes in figure.axes[:2]] == [(9.5, -0.5)] * 2  # layer 0 above
-    nothing = torch.full((2, 3), math.nan)
-    heat_maps([[Map("", nothing, {0: "0", 1: "1"}, {})]], title="t", xlabel="x", ylabel="y", label="one")
 
 
 def test_unrotated_pairs_are_named():
@@ -296,8 +294,8 @@ def test_a_view_shows_its_head():
     shown = analysis_figures.single_head(analysis, replace(view, window=6))
     drawn = shown.draw()
     query, key, *_ = [axes.images[0] for axes in drawn.axes if axes.images]
-    numpy.testing.assert_allclose(query.get_array().data, view.norms(view.query).T)
-    numpy.testing.assert_allclose(key.get_array().data, view.norms(view.key).T)
+    numpy.testing.assert_allclose(query.get_array().data, view.norms(view.query))
+    numpy.testing.assert_allclose(key.get_array().data, view.norms(view.key))
     pattern = next(axes.images[0] for axes in drawn.axes if axes.get_title(loc="left") == "Attention")
     numpy.testing.assert_array_equal(pattern.axes.images[1].get_array(), pattern.get_array()[:, :1])
     left, right, *_ = pattern.axes.images[1].get_extent()
@@ -355,10 +353,9 @@ def test_the_longest_pairs_are_drawn_over_distance_once_for_a_key_head():
 
 def test_layers_of_two_tables_are_apart():
     analysis = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)))
-    layer_kinds = kinds(analysis.capture)
-    assert [(kind.name, kind.rows) for kind in layer_kinds] == [
-        ("sliding_attention, 64 tokens", ["0", "2", "4"]),
-        ("full_attention, 4096 tokens", ["1", "3"]),
+    assert [(name, [layer.index for layer in layers]) for name, layers in kinds(analysis.capture)] == [
+        ("sliding_attention, 64 tokens", [0, 2, 4]),
+        ("full_attention, 4096 tokens", [1, 3]),
     ]
     shown = [axes for axes in analysis_figures.head_norms(analysis).draw().axes if axes.images]
     assert sorted(axes.images[0].get_array().shape for axes in shown) == [

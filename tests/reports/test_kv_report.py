@@ -18,7 +18,7 @@ from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
 from rope_patch.reports.page import render
-from rope_patch.reports.plots.kv import Cost, costs
+from rope_patch.reports.plots.base import Cost, costs
 
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 ASKED = {"windows": 3, "samples": 1, "haystack": "noise", "depths": (0.0, 1.0)}
@@ -76,7 +76,7 @@ def test_costs_by_hand():
     assert [[4, 2], [6, 2]] in bars and len(bars) == 1 + 2  # its interval, zero and what is tolerated
     assert len(second.lines) == 2 + 2 + 1
     legend = [text.get_text() for text in figure.legends[0].texts]
-    assert legend == ["undecided", "unsafe", "full precision"]
+    assert legend == ["full precision", "unsafe", "undecided"]
 
 
 def test_figures_show_the_check(checked, figures):
@@ -105,7 +105,7 @@ def test_the_page_is_whole_and_loads_nothing(checked):
         assert sentence in words
     facts = dict(page.table("What was measured")[1:])
     assert facts["Perplexity"].startswith("3 windows of 56 tokens, which do not overlap")
-    assert facts["Retrieval"].startswith("task passkey") and facts["Retrieval"].endswith("seed 0")
+    assert facts["Retrieval"].startswith("passkey; ") and facts["Retrieval"].endswith("seed 0")
     assert not re.search(r"\b(nan|inf|None)\b", words)
     assert words.count("Dotted: ") == 1, "what is tolerated is drawn for perplexity, and not for retrieval"
 
@@ -120,7 +120,7 @@ def test_the_tables_have_the_numbers(checked, figures):
         return f"{value:+.{2 if abs(value) < 10 else 1}f}".replace("-", "−")
 
     _, verdict, bits, kl, _, perplexity, moved, _, _ = rows["int4-token"]
-    assert (verdict, bits) == (checked.verdict(row, 40).kind, "6.00")
+    assert (verdict, bits) == (checked.verdict(row, 40).kind, "6.006.00")
     assert perplexity == f"{row.scores.perplexity.between(0, 40):.0f}"
     assert moved == f"{text(moved_by)} %{text(low)} % to {text(high)} %"
     assert kl == f"{row.divergences[40].kl:.4f}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rope_patch.analysis.outliers import KINDS, MeanPair
 from rope_patch.frequencies import offset_frequency_bound, wavelength
-from rope_patch.reports.plots.base import COLORS, WIDTH, add_title, plain_axes, wrapped_name
+from rope_patch.reports.plots.base import COLORS, mark_position, new_figure, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,10 +80,8 @@ def heat_maps(
         label: the label of the colours, with their unit.
         limits: the values at the two ends of the colours; by default from 0 to the largest or nearly the largest.
     """
-    from matplotlib.figure import Figure
-
     heights = [min(3.4, max(0.85, 0.15 * max(len(panel.values) for panel in line))) for line in grid]
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(grid) + 1.3), layout="constrained")
+    figure = new_figure(title, sum(heights) + 0.75 * len(grid) + 1.3)
     axes = figure.subplots(len(grid), len(grid[0]), squeeze=False, height_ratios=heights)
     for i, column in enumerate(zip(*grid, strict=True)):
         norm, extend = _scale([panel.values for panel in column], limits)
@@ -94,68 +92,42 @@ def heat_maps(
             if j == len(grid) - 1:
                 axes[j][i].set_xlabel(xlabel, fontsize=9)
         add_bar(figure, image, list(axes[:, i]), label, extend)
-    add_title(figure, title)
     return figure
 
 
-def head_view(
-    norms: Mapping[str, Tensor],
-    pattern: Tensor,
-    terms: Mapping[str, Tensor],
-    inv_freq: Tensor,
-    *,
-    context: int,
-    window: int | None,
-    title: str,
-) -> Figure:
+def head_view(norms: Sequence[Map], pattern: Tensor, terms: Mapping[str, Tensor], *, title: str) -> Figure:
     """Draw one head on one text: the norms of its pairs token by token, its attention, and what each pair adds.
 
     *Source*: Barbero et al., arXiv:2410.06205, figures 5 to 7 and 14 to 18.
 
     Args:
-        norms: the norms of the pairs (tokens, pairs), of ``"queries"`` and of ``"keys"``.
+        norms: two panels over pairs: the norms of the queries and of the keys, (tokens, pairs) each.
         pattern: (queries, keys) attention weights.
         terms: (pairs,) what each pair adds to the mean logit with a key, by the name of the key, for two of them.
-        inv_freq: (pairs,) the table [rad/token].
-        context: the greatest distance that the frequency bound considers [tokens].
-        window: the number of tokens that a query sees; None for all [tokens].
         title: the title of the figure.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
-    spec = figure.add_gridspec(3, 2, width_ratios=(1.25, 1), height_ratios=(1, 1, 0.95))
-    ticks = pair_ticks(inv_freq)
-    for row, (name, values) in enumerate(norms.items()):
-        axes = figure.add_subplot(spec[row, 0])
-        norm, extend = _scale([values], None)
-        image = axes.imshow(_masked(values.T), cmap=_colors(), norm=norm, interpolation="none", aspect="auto")
-        axes.set_title(f"Norms of the {name}, token by token", loc="left", fontsize=9)
-        axes.set_yticks(list(ticks), [label.partition("\n")[0] for label in ticks.values()])
-        axes.set_ylabel("wavelength\n[tokens]", fontsize=9)
-        if row:
-            axes.set_xlabel("position [tokens]", fontsize=9)
-        axes.tick_params(labelsize=8)
-        for edge in bound_edges(inv_freq, context):
-            _outlined(axes.axhline(edge, color="white", linewidth=1.1))
-        add_bar(figure, image, [axes], "norm", extend, vertical=True)
-    _draw_pattern(figure, figure.add_subplot(spec[:2, 1]), pattern, window)
-    first: Axes | None = None
-    for column, (key, values) in enumerate(terms.items()):
-        axes = figure.add_subplot(spec[2, column], sharey=first)
-        axes.bar(range(len(values)), values.numpy(), width=0.85, color=COLORS[0])
-        axes.axhline(0, color="0.4", linewidth=0.8)
-        _plain(axes, f"What each pair adds to the logit with {key}", pad=12)
-        axes.set_xticks(list(ticks), list(ticks.values()))
-        axes.set_xlim(-0.6, len(inv_freq) - 0.4)
-        for edge in bound_edges(inv_freq, context):
-            axes.axvline(edge, color="0.25", linewidth=1, linestyle="--")
-            _name_bound(axes, edge)
-        axes.set_xlabel(PAIR_AXIS, fontsize=9)
-        if first is None:
-            axes.set_ylabel("logit", fontsize=9)
-            first = axes
-    add_title(figure, title)
+    figure = new_figure(title, 6.0)
+    # Each column has one axis of pairs, and the upper row one of tokens.
+    places: Any = [["queries", "keys", "attention"], ["first", "second", "attention"]]
+    axes = figure.subplot_mosaic(places, width_ratios=(1, 1, 1.8), height_ratios=(1.7, 1))
+    for place, panel in zip(("queries", "keys"), norms, strict=True):
+        norm, extend = _scale([panel.values], None)
+        add_bar(figure, _draw(axes[place], panel, norm), [axes[place]], "norm", extend)
+    axes["queries"].set_ylabel("position [tokens]", fontsize=9)
+    _draw_pattern(figure, axes["attention"], pattern)
+    axes["second"].sharey(axes["first"])
+    for place, (key, values) in zip(("first", "second"), terms.items(), strict=True):
+        bars = axes[place]
+        bars.bar(range(len(values)), values.numpy(), width=0.85, color=COLORS[0])
+        bars.axhline(0, color="0.4", linewidth=0.8)
+        _plain(bars, f"What each pair adds to the logit\nwith {key}")
+        bars.set_xticks(list(norms[0].ticks), list(norms[0].ticks.values()))
+        bars.set_xlim(-0.5, len(values) - 0.5)
+        bars.set_ymargin(0.2)  # for the name of the bound
+        for edge in norms[0].edges:
+            mark_position(bars, edge, BOUND_LABEL)
+        bars.set_xlabel(PAIR_AXIS, fontsize=9)
+    axes["first"].set_ylabel("logit", fontsize=9)
     return figure
 
 
@@ -168,15 +140,13 @@ def outliers(points: Mapping[str, Sequence[MeanPair]], *, title: str) -> Figure:
         points: the pairs of the ``"query"`` and of the ``"key"`` states, the longest first.
         title: the title of the figure.
     """
-    from matplotlib.figure import Figure
-
     labels = {
         "phi": "angle from query to key [rad]",
         "radius": "length of the mean",
         "turns": "turns within the context",
         "deviation": "circular deviation [rad]",
     }
-    figure = Figure(figsize=(WIDTH, 6.2), layout="constrained", dpi=160)
+    figure = new_figure(title, 6.2, dpi=160)
     for row, (role, pairs) in zip(figure.subplots(2, 3), points.items(), strict=True):
         for axes, x, y in zip(row, ("phi", "turns", "radius"), ("radius", "phi", "deviation"), strict=True):
             for kind, color in zip(KINDS, ("0.6", COLORS[0], COLORS[1], COLORS[2]), strict=True):
@@ -200,7 +170,6 @@ def outliers(points: Mapping[str, Sequence[MeanPair]], *, title: str) -> Figure:
         row[1].axvline(1, color="0.2", linewidth=1, linestyle=":")
         row[1].set_xlim(-0.05, 1.5)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=4, markerscale=3, frameon=False)
-    add_title(figure, title)
     return figure
 
 
@@ -213,12 +182,9 @@ def by_distance(panels: Sequence[tuple[str, Tensor, Tensor, Tensor]], *, title: 
         panels: of each pair its name, distances from 1 on [tokens], what it adds there, and what all pairs add.
         title: the title of the figure.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
-    for axes, (name, distances, one, every) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    figure = new_figure(title, 2.9)
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (name, distances, one, every) in zip(row, panels, strict=True):
         axes.plot(distances, every, color="black", label="all pairs, D(p)")
         axes.plot(distances, one, color=COLORS[1], label="the pair, d(p)")
         axes.plot(distances, every - one, color=COLORS[0], label="the others")
@@ -226,24 +192,20 @@ def by_distance(panels: Sequence[tuple[str, Tensor, Tensor, Tensor]], *, title: 
         _plain(axes, name)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False, fontsize=8)
     figure.supylabel("logit", fontsize=9)
-    add_title(figure, title)
     return figure
 
 
-def _plain(axes: Axes, title: str, pad: float = 6) -> None:
-    axes.set_title(title, loc="left", fontsize=9, pad=pad)
+def _plain(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=9)
     axes.tick_params(labelsize=8)
     plain_axes(axes)
 
 
-def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | None) -> None:
+def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor) -> None:
     """Draw attention weights (queries, keys); keys that a query does not see are grey."""
     from matplotlib.colors import PowerNorm
 
-    hidden = numpy.triu(numpy.ones(tuple(pattern.shape), dtype=bool), 1)
-    if window is not None:
-        hidden |= numpy.tril(numpy.ones_like(hidden), -window)
-    shown = numpy.ma.masked_array(pattern.numpy(), mask=hidden)
+    shown = numpy.ma.masked_equal(pattern.numpy(), 0)  # a weight is 0 only where a query does not see the key
     # Most weights are small, and the square root spreads them over the colours.
     norm = PowerNorm(0.5, vmin=0, vmax=1)
     image = axes.imshow(shown, cmap=_colors(), norm=norm, interpolation="none")
@@ -255,7 +217,7 @@ def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor, window: int | Non
     axes.set_xlabel("position of the key [tokens]", fontsize=9)
     axes.set_ylabel("of the query [tokens]", fontsize=9)
     axes.tick_params(labelsize=8)
-    bar = add_bar(figure, image, [axes], "weight (square-root scale)", "neither", vertical=True)
+    bar = add_bar(figure, image, [axes], "weight (square-root scale)", "neither")
     bar.set_ticks([0, 0.05, 0.2, 0.5, 1])
 
 
@@ -268,10 +230,8 @@ def pair_ticks(inv_freq: Tensor) -> dict[int, str]:
 
     waves = wavelength(inv_freq.double()).tolist()
     short = EngFormatter(places=1, sep="")
-    last = len(waves) - 1
-    most = 5 if len(waves) >= 12 else 4
     ticks = {}
-    for pair in sorted({round(i * last / (most - 1)) for i in range(most)}):
+    for pair in numpy.linspace(0, len(waves) - 1, 5).round().astype(int).tolist():
         wave = "∞"
         if not math.isinf(waves[pair]):
             wave = short(waves[pair])
@@ -294,41 +254,17 @@ def bound_edges(inv_freq: Tensor, context: int) -> list[float]:
 
 
 def _draw(axes: Axes, panel: Map, norm: Normalize) -> Any:
-    image = axes.imshow(_masked(panel.values), cmap=_colors(), norm=norm, interpolation="none", aspect="auto")
-    name = "\n".join(wrapped_name(line, 80) for line in panel.name.split("\n"))
-    axes.set_title(name, loc="left", fontsize=9, pad=12 if panel.edges else 4)
+    values = numpy.ma.masked_invalid(panel.values.numpy())
+    image = axes.imshow(values, cmap=_colors(), norm=norm, interpolation="none", aspect="auto")
+    axes.set_title(panel.name, loc="left", fontsize=9, pad=12 if panel.edges else 4)
     axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     axes.set_yticks(list(panel.rows), list(panel.rows.values()))
     axes.tick_params(labelsize=8)
     for edge in panel.edges:
-        _outlined(axes.axvline(edge, color="white", linewidth=1.1))
-        _name_bound(axes, edge)
+        axes.axvline(edge, color=COLORS[1], linewidth=1.6)
+        above: Any = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
+        axes.annotate(BOUND_LABEL, (edge, 1.01), fontsize=7, color="0.25", **above)
     return image
-
-
-def _name_bound(axes: Axes, edge: float) -> None:
-    axes.annotate(
-        BOUND_LABEL,
-        (edge, 1),
-        (0, 1),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=7,
-        color="0.25",
-    )
-
-
-def _outlined(line: Any) -> None:
-    """A white line is seen on dark and on bright colours."""
-    from matplotlib import patheffects
-
-    line.set_path_effects([patheffects.withStroke(linewidth=2.4, foreground="black")])
-
-
-def _masked(values: Tensor) -> Any:
-    return numpy.ma.masked_invalid(values.numpy())
 
 
 def _colors() -> Any:
@@ -343,26 +279,20 @@ def _scale(panels: Sequence[Tensor], limits: tuple[float, float] | None) -> tupl
 
     if limits is not None:
         return Normalize(*limits), "neither"
-    values = numpy.abs(numpy.concatenate([panel.numpy().ravel() for panel in panels]))
+    values = numpy.concatenate([panel.numpy().ravel() for panel in panels])
     # NaN stands for what was not measured, and has no place on the scale.
-    values = values[numpy.isfinite(values)]
-    top = float(values.max(initial=0.0))
-    quantile = float(numpy.quantile(values, COLOUR_QUANTILE)) if len(values) else 0.0
+    top, quantile = float(numpy.nanmax(values)), float(numpy.nanquantile(values, COLOUR_QUANTILE))
     if 0 < 1.5 * quantile < top:
         return Normalize(0.0, quantile), "max"
-    return Normalize(0.0, top or 1.0), "neither"
+    return Normalize(0.0, top), "neither"
 
 
-def add_bar(
-    figure: Figure, image: Any, axes: Sequence[Axes], label: str, extend: str, *, vertical: bool = False
-) -> Any:
-    """Add a colour bar to a figure, below its panels or beside them."""
+def add_bar(figure: Figure, image: Any, axes: Sequence[Axes], label: str, extend: str) -> Any:
+    """Add a colour bar below panels of a figure."""
     from matplotlib.ticker import MaxNLocator
 
-    place: dict[str, Any] = {"location": "bottom", "aspect": 30, "fraction": 0.06, "pad": 0.02, "ticks": MaxNLocator(4)}
-    if vertical:
-        place = {"location": "right", "aspect": 18, "fraction": 0.05, "pad": 0.01}
-    bar = figure.colorbar(image, ax=list(axes), extend=extend, **place)
+    place: Any = {"location": "bottom", "aspect": 30, "fraction": 0.06, "pad": 0.02}
+    bar = figure.colorbar(image, ax=list(axes), extend=extend, ticks=MaxNLocator(4), **place)
     bar.set_label(label, fontsize=9)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
@@ -370,12 +300,10 @@ def add_bar(
 
 
 def few(names: Sequence[str]) -> dict[int, str]:
-    """Return some names by their number, at an even step that people count in.
+    """Return about eight names by their number, at an even step.
 
     >>> list(few(["a"] * 6)), list(few(["a"] * 30))
     ([0, 1, 2, 3, 4, 5], [0, 4, 8, 12, 16, 20, 24, 28])
     """
-    from matplotlib.ticker import MaxNLocator
-
-    places = MaxNLocator(9, integer=True).tick_values(0, len(names) - 1)
-    return {int(place): names[int(place)] for place in places if place in range(len(names))}
+    step = max(1, round(len(names) / 8))
+    return {place: names[place] for place in range(0, len(names), step)}

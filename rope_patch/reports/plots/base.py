@@ -1,4 +1,4 @@
-"""Figures of tables and scores, and what all figures share: arrays in, matplotlib Figure out.
+"""Figures of scores and of costs, and what all figures share: arrays in, matplotlib Figure out.
 
 Nothing here touches a model. Every figure is :data:`WIDTH` inches wide, the width of a page of a report.
 Needs matplotlib (``pip install "rope_patch[plots]"``).
@@ -12,9 +12,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
+
+from rope_patch.evaluation.number_format import number_text
 
 if TYPE_CHECKING:  # a page is printed without matplotlib, which only drawing needs
     from matplotlib.axes import Axes
@@ -27,6 +29,11 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 METHOD_COLORS = dict(zip(("yarn", "p_rope", "abf", "pi", "mrrope", "ntk", "default"), COLORS, strict=True))
 """The colour of each common method, the same in all figures; other methods get what is left."""
 DASHES = ("-", "--", ":")
+
+VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": ("X", "#D55E00"), "": ("s", "0.35")}
+"""Marker and colour of each verdict; full precision has none."""
+LINEAR_LIMIT = 1.0
+"""A change of perplexity that is drawn in proportion; larger ones by their logarithm [%]."""
 
 Curves = Mapping[str, tuple[Any, Any]]
 """The x and y of each line, of equal length, by its name."""
@@ -43,7 +50,8 @@ def perplexity_by_position(curves: Curves, *, trained_length: int, title: str) -
         trained_length: the context that the model was trained with, drawn as a line if the curves get there [tokens].
         title: the title of the figure.
     """
-    figure, axes = new_figure(title)
+    figure = new_figure(title, 4.6)
+    axes = figure.subplots()
     styles = line_styles(curves)
     for name in sorted(curves, key=lambda name: curves[name][1][-1]):
         positions, values = curves[name]
@@ -55,7 +63,9 @@ def perplexity_by_position(curves: Curves, *, trained_length: int, title: str) -
         mark_position(axes, trained_length, "trained length")
     axes.set(xlabel="position [tokens]", ylabel="perplexity (log scale)", yscale="log")
     few_log_ticks(axes.yaxis)
-    add_legend(axes, "method (at the end)")
+    plain_axes(axes)
+    beside: Any = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "frameon": False, "fontsize": 9}
+    axes.legend(title="method (at the end)", alignment="left", **beside)
     return figure
 
 
@@ -74,27 +84,80 @@ def retrieval_heatmap(
         depths: the depths of the needle, top to bottom; 0 for the start of the prompt.
         title: the title of the figure.
     """
-    import matplotlib
-
     figure, panels = new_panels(list(grids), title, width=0.6 + 0.52 * len(lengths), height=0.5 + 0.27 * len(depths))
-    colors = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")
     for axes, grid in zip(panels, grids.values(), strict=True):
-        shares = numpy.asarray(grid, dtype=float)
-        values = numpy.ma.masked_invalid(shares)
-        mesh = axes.pcolormesh(values, cmap=colors, vmin=0, vmax=1, edgecolors="white", linewidth=1)
-        for (row, column), value in numpy.ndenumerate(shares):
-            text = f"{value:.2f}" if math.isfinite(value) else "–"
+        image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=1, interpolation="none", aspect="auto")
+        for (row, column), value in numpy.ndenumerate(grid):
             ink = "white" if value < 0.5 else "black"
-            axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
-        axes.set_xticks([i + 0.5 for i in range(len(lengths))], [_tokens(length) for length in lengths])
-        axes.set_yticks([i + 0.5 for i in range(len(depths))], [f"{100 * depth:.3g} %" for depth in depths])
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        # The first depth, the start of the prompt, is at the top.
-        axes.set_ylim(len(depths), 0)
+            axes.text(column, row, number_text(value), ha="center", va="center", fontsize=8, color=ink)
+        axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{100 * depth:.3g} %" for depth in depths])
     figure.supxlabel("prompt length [tokens]", fontsize=10)
     figure.supylabel("depth of the needle", fontsize=10)
-    figure.colorbar(mesh, ax=panels, label="exact match", aspect=30, fraction=0.04, pad=0.02).outline.set_visible(False)
+    figure.colorbar(image, ax=panels, label="exact match", aspect=30, fraction=0.04, pad=0.02)
+    return figure
+
+
+class Cost(NamedTuple):
+    """What a format costs.
+
+    Attributes:
+        format: the name of the format.
+        bits: the number of bits per element of the cache.
+        value: the change that the format causes; not finite where there is none.
+        low: the lower end of the change's interval; not finite where there is none.
+        high: the upper end of the change's interval.
+        verdict: the verdict: ``"safe"``, ``"undecided"`` or ``"unsafe"``; empty for full precision.
+    """
+
+    format: str
+    bits: float
+    value: float
+    low: float
+    high: float
+    verdict: str
+
+
+def costs(
+    panels: Mapping[str, Sequence[Cost]], *, title: str, xlabel: str, logarithmic: bool, limit: float | None = None
+) -> Figure:
+    """Draw what formats cost with its interval, a row per format from most to fewest bits, a panel per method.
+
+    Args:
+        panels: the costs of the formats, by method.
+        title: the title of the figure.
+        xlabel: the label of the costs, with their unit.
+        logarithmic: whether changes beyond ±:data:`LINEAR_LIMIT` are drawn by their logarithm.
+        limit: the largest change that is tolerated, drawn as a line.
+    """
+    bits = {cost.format: cost.bits for costs in panels.values() for cost in costs}
+    rows = {name: i for i, name in enumerate(sorted(bits, key=lambda name: -bits[name]))}
+    figure, grid = new_panels(list(panels), title, width=3.2, height=0.5 + 0.3 * len(rows))
+    signs: dict[str, Any] = {}
+    for axes, costs in zip(grid, panels.values(), strict=True):
+        axes.axvline(0, color="0.6", linewidth=0.8)
+        if limit is not None:
+            axes.axvline(limit, color="0.4", linewidth=1, linestyle=":")
+        for cost in costs:
+            marker, color = VERDICTS[cost.verdict]
+            # An interval without finite ends, or without a width, has no line to draw.
+            if -math.inf < cost.low < cost.high < math.inf:
+                axes.plot([cost.low, cost.high], [rows[cost.format]] * 2, color=color, linewidth=1.6, alpha=0.6)
+            if math.isfinite(cost.value):
+                (sign,) = axes.plot(
+                    cost.value, rows[cost.format], marker=marker, markersize=6, linestyle="", color=color
+                )
+                signs[cost.verdict or "full precision"] = sign
+        if logarithmic:
+            axes.set_xscale("symlog", linthresh=LINEAR_LIMIT)
+            signed_percent(axes.xaxis)
+        axes.margins(x=0.08)
+        plain_axes(axes)
+    names = [f"{wrapped_name(name, 28)} ({bits[name]:.3g} bits)" for name in rows]
+    grid[0].set_yticks(range(len(names)), names)
+    grid[0].set_ylim(len(names) - 0.5, -0.5)
+    figure.supxlabel(xlabel, fontsize=10)
+    shared_legend(figure, signs)
     return figure
 
 
@@ -114,16 +177,14 @@ def svg(figure: Figure) -> str:
     return out.getvalue()
 
 
-def new_figure(title: str) -> tuple[Figure, Axes]:
-    """Return an empty figure with a title, and its axes."""
+def new_figure(title: str, height: float, **options: Any) -> Figure:
+    """Return an empty figure under a title, which is its title in a report, too; the height is in inches."""
     from matplotlib.figure import Figure
 
     # Figure, not pyplot, which keeps figures alive and may look for a screen.
-    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
-    axes = figure.subplots()
-    add_title(figure, title)
-    plain_axes(axes)
-    return figure, axes
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", **options)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
 
 
 def new_panels(names: Sequence[str], title: str, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
@@ -135,13 +196,11 @@ def new_panels(names: Sequence[str], title: str, *, width: float, height: float)
         width: the least width of a panel [inches].
         height: the height of a panel [inches].
     """
-    from matplotlib.figure import Figure
-
     down = math.ceil(len(names) / max(1, min(4, int(WIDTH / width))))
     across = math.ceil(len(names) / down)
     labels = [wrapped_name(name, int(12 * (WIDTH - 1.2) / across)) for name in names]
     lines = max(label.count("\n") + 1 for label in labels)
-    figure = Figure(figsize=(WIDTH, down * (height + 0.16 * lines) + 0.9), layout="constrained")
+    figure = new_figure(title, down * (height + 0.16 * lines) + 0.9)
     panels = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
     for axes, label in zip(panels, labels, strict=False):
         axes.set_title(label, fontsize=9, loc="left")
@@ -149,13 +208,7 @@ def new_panels(names: Sequence[str], title: str, *, width: float, height: float)
     for i, axes in enumerate(panels[len(names) :], start=len(names)):  # the panel above such a hole ends its column
         axes.remove()
         panels[i - across].tick_params(labelbottom=True)
-    add_title(figure, title)
     return figure, panels[: len(names)]
-
-
-def add_title(figure: Figure, title: str) -> None:
-    """Write the title of a figure, which is its title in a report, too."""
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
 
 
 def plain_axes(axes: Axes) -> None:
@@ -203,11 +256,6 @@ def line_styles(names: Sequence[str] | Mapping[str, Any]) -> dict[str, dict[str,
     return styles
 
 
-def add_legend(axes: Axes, title: str) -> None:
-    """Add a legend beside the axes."""
-    axes.legend(title=title, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, alignment="left")
-
-
 def shared_legend(figure: Figure, lines: Mapping[str, Any]) -> None:
     """Add one legend beside all panels: names to what is drawn."""
     names = [wrapped_name(name, 24) for name in lines]
@@ -222,10 +270,3 @@ def wrapped_name(name: str, width: int) -> str:
             lines.append("")
         lines[-1] += piece
     return "\n".join(lines).replace("$", r"\$")
-
-
-def _tokens(length: int) -> str:
-    """Return a length in short form: 4096 is 4k."""
-    if length >= 4096 and length % 1024 == 0:
-        return f"{length // 1024}k"
-    return str(length)
