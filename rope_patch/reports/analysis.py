@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from rope_patch.analysis.heads import SINK_DISTANCE, SINK_WEIGHT, TYPE_SHARE
 from rope_patch.analysis.outliers import OUTLIER_RATIO, bounds
 from rope_patch.analysis.result import Analysis, findings
@@ -44,9 +46,18 @@ def _summary(analysis: Analysis) -> Section:
 
 
 def _heads(analysis: Analysis) -> Section:
+    positional = analysis.heads.positional()
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for layer in analysis.capture.layers:
+        norms = layer.query.mean_norm * layer.key_by_query_head.mean_norm
+        fast = ~bounds(layer.inv_freq, layer.context)[0]
+        for head, share in enumerate((norms[:, fast].sum(1) / norms.sum(1)).tolist()):
+            shares[(layer.index, head) in positional].append(share)
+    in_positional, in_others = (float(torch.tensor(values).mean()) for values in shares.values())
     answer = (
-        "A positional head has most of its attention at one distance. Barbero et al. (2024) find such heads in the "
-        "pairs that make full turns within the context: left of the bound in the figure of norms."
+        f"Positional heads have {number_text(in_positional)} of the products of their norms in pairs that make a full "
+        f"turn within the context, other heads {number_text(in_others)}; Barbero et al. (2024) find positional heads "
+        "in the fast pairs."
     )
     parts = [figures.attention_masses, figures.head_norms, _head_types, _sinks]
     if len(set(analysis.rows.groups)) > 1:
