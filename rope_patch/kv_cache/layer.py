@@ -145,6 +145,10 @@ class QuantizedLayer(DynamicLayer):
         """Repeat each row."""
         self._take(lambda x: x.repeat_interleave(repeats, dim=0))
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows with the given indices."""
+        self._take(lambda x: x[indices.to(x.device)])
+
     def _take(self, rows: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return

@@ -408,9 +408,10 @@ def test_generation_of_padded_rows_equals_decoding_each_by_hand(name, exact):
     ("act", "came"),
     [
         (lambda past: past.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda past: past.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
         (lambda past: past.reorder_cache(torch.tensor([2, 2, 1])), [2, 2, 1]),
     ],
-    ids=["repeated", "reordered"],
+    ids=["repeated", "picked", "reordered"],
 )
 def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
     model, rows, new = model_for("llama"), ids(TOKENS, 3), ids(8, len(came), seed=5)
