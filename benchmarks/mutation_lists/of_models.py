@@ -14,7 +14,7 @@ METHODS = (
     Mutation(
         "method_of_another_scaling_alone_counts_as_the_identity",
         "rope_patch/methods/base.py",
-        "table.inv_freq) and scaling == table.attention_scaling:",
+        "table.inv_freq) and new.attention_scaling == table.attention_scaling:",
         "table.inv_freq):",
     ),
     Mutation(
@@ -49,7 +49,7 @@ METHODS = (
     ),
     Mutation(
         "giraffe_keeps_the_pair_at_the_low_cutoff",
-        "rope_patch/methods/clipping.py",
+        "rope_patch/methods/p_rope.py",
         "inv_freq > self.cutoff_low,",
         "inv_freq >= self.cutoff_low,",
     ),
@@ -61,7 +61,7 @@ METHODS = (
     ),
     Mutation(
         "longrope_drops_the_scaling_of_the_checkpoint",
-        "rope_patch/methods/longrope.py",
+        "rope_patch/methods/table.py",
         "return math.sqrt(grown) * table.attention_scaling",
         "return math.sqrt(grown)",
     ),

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import Method, Scaling
-from rope_patch.methods.parameters import number
+from rope_patch.methods.base import Method, Scaling, number
 from rope_patch.methods.scaled import restated
 from rope_patch.tables import RotaryTable
 
