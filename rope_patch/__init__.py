@@ -91,7 +91,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: ``import rope_patch`` itself does no work."""
     if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"rope_patch.{_MODULE_OF[name]}"), name)
+        found = getattr(importlib.import_module(f"rope_patch.{_MODULE_OF[name]}"), name)
+        globals()[name] = found  # the next use finds it there
+        return found
     from rope_patch.runtime.removed import removed
 
     raise AttributeError(f"module 'rope_patch' has no attribute {name!r}.{removed(name)}")
