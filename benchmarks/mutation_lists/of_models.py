@@ -44,8 +44,8 @@ METHODS = (
     Mutation(
         "stopped_pairs_turn_again",
         "rope_patch/methods/base.py",
-        "return stopped_as(table, whole(plain_before(table, original)))",
-        "return whole(plain_before(table, original))",
+        "return stopped_as(table, whole(plain))",
+        "return whole(plain)",
     ),
     Mutation(
         "giraffe_keeps_the_pair_at_the_low_cutoff",
@@ -88,7 +88,7 @@ PATCHING = (
     ),
     Mutation(
         "verify_allows_a_hundred_times_the_error",
-        "rope_patch/patching/measured.py",
+        "rope_patch/patching/verify.py",
         "(2e-6 + 2e-7 * angles)",
         "(2e-6 + 2e-5 * angles)",
     ),
@@ -106,7 +106,7 @@ PATCHING = (
     ),
     Mutation(
         "dynamic_table_shrinks_below_its_context",
-        "rope_patch/patching/table_at_length.py",
+        "rope_patch/patching/locate.py",
         'encoding["factor"] * max(length, table.max_position_embeddings) /',
         'encoding["factor"] * length /',
     ),

@@ -24,7 +24,6 @@ from rope_patch.patching.locate import (
     device_of,
     holds_adapters_twice,
 )
-from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
     TableRecord,
     key_of,
@@ -32,7 +31,7 @@ from rope_patch.patching.record import (
     silent_transformers,
 )
 from rope_patch.patching.rotary import original_tables
-from rope_patch.patching.verify import edits_since, shortened
+from rope_patch.patching.verify import edits_since, measure, shortened
 from rope_patch.tables import RotaryTable
 
 LOAD_AGAIN = "load the patched folder again"

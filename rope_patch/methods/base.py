@@ -21,7 +21,6 @@ from rope_patch.methods.scaled import (
     context_before,
     context_reached,
     is_known,
-    plain_before,
     raised,
     stopped_as,
 )
@@ -331,7 +330,8 @@ class Scaling(Method):
         if all(both) and getattr(self, "attention_factor", 0) is None and not getattr(self, "mscale", None):
             kept: dict[str, Any] = {"attention_factor": frequencies.yarn_scaling(whole.stretch, *both)}
             whole = replace(whole, **kept)
-        return stopped_as(table, whole(plain_before(table, original)))
+        plain = replace(table.plain(), original_max_position_embeddings=original)
+        return stopped_as(table, whole(plain))
 
     @property
     def needs_target(self) -> bool:

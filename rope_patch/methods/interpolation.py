@@ -83,8 +83,8 @@ class Yarn(_ByTurns, name="yarn"):
 
     own_types: ClassVar[tuple[str, ...]] = ("yarn",)
     truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: float | None = number(None, above=0)
+    mscale_all_dim: float | None = number(None, above=0)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the NTK-by-parts table of the checkpoint's base."""

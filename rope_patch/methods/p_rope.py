@@ -79,7 +79,8 @@ class PRope(Method, name="p_rope"):
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies, zero from pair ``int(p * rotary_dim // 2)`` on."""
         rotated = int(self.p * table.rotary_dim // 2)
-        inv_freq = torch.where(_index(table) < rotated, table.inv_freq, 0)
+        inv_freq = table.inv_freq.clone()
+        inv_freq[rotated:] = 0
         if 0 < rotated < table.pairs and self.rope_parameters(table) is not None:
             computed = frequencies.geometric(table.rope_theta, table.rotary_dim, rotated)
             # A proportional table whose factor is not 1, or one that was edited, has other frequencies, which are kept.
@@ -106,7 +107,9 @@ class PRopeReversed(Method, name="p_rope_reversed"):
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies, all but the last ``int(p * rotary_dim // 2)`` zero."""
-        return torch.where(_index(table) >= table.pairs - int(self.p * table.rotary_dim // 2), table.inv_freq, 0)
+        inv_freq = table.inv_freq.clone()
+        inv_freq[: table.pairs - int(self.p * table.rotary_dim // 2)] = 0
+        return inv_freq
 
 
 @dataclass(frozen=True)
@@ -165,10 +168,6 @@ class Truncated(Method, name="truncated"):
         inv_freq = table.inv_freq
         if self.cutoff_low is None or self.cutoff_high is None:
             bound = frequencies.offset_frequency_bound(self.context or table.context)
-            return torch.where(inv_freq < bound, 0, inv_freq)
+            return inv_freq.masked_fill(inv_freq < bound, 0)
         below = torch.where(inv_freq > self.cutoff_low, torch.full_like(inv_freq, self.floor), 0)
         return torch.where(inv_freq >= self.cutoff_high, inv_freq, below)
-
-
-def _index(table: RotaryTable) -> Tensor:
-    return torch.arange(table.pairs, device=table.inv_freq.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,17 +115,12 @@ def is_known(table: RotaryTable) -> bool:
     return table.attention_scaling == 1.0 and torch.allclose(table.inv_freq[turning], plain[turning], rtol=1e-6, atol=0)
 
 
-def plain_before(table: RotaryTable, original: int) -> RotaryTable:
-    """Return the plain table of the base, trained at a context before any scaling [tokens]."""
-    return replace(table.plain(), original_max_position_embeddings=original)
-
-
 def stopped_as(table: RotaryTable, new: RotaryTable) -> RotaryTable:
     """Return a new table in which the pairs that a checkpoint does not rotate stay unrotated."""
     still = frequencies.unrotated(table.inv_freq)
     if not bool((still & ~frequencies.unrotated(new.inv_freq)).any()):
         return new
-    return new.becomes(torch.where(still, torch.zeros_like(new.inv_freq), new.inv_freq))
+    return new.becomes(new.inv_freq.masked_fill(still, 0))
 
 
 def _computed(table: RotaryTable, parameters: Mapping[str, Any]) -> Tensor | None:
@@ -137,12 +131,11 @@ def _computed(table: RotaryTable, parameters: Mapping[str, Any]) -> Tensor | Non
         case "linear":
             return frequencies.geometric(theta, width) / factor
         case "llama3":
-            low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
             return frequencies.llama3(
                 frequencies.geometric(theta, width),
                 factor=factor,
-                low_freq_factor=low,
-                high_freq_factor=high,
+                low_freq_factor=parameters["low_freq_factor"],
+                high_freq_factor=parameters["high_freq_factor"],
                 context=parameters[ORIGINAL],
             )
         case "yarn":

@@ -48,14 +48,6 @@ class PatchRequest:
         if length is not None and (type(length) is not int or length < 1):
             raise ValueError(f"target_length must be a whole number of tokens >= 1, got {length!r}")
 
-    @classmethod
-    def of(cls, record: PatchRecord) -> PatchRequest:
-        """Return the options that repeat the patch of a record."""
-        kinds = None
-        if record.layer_types != (None,):
-            kinds = [str(kind) for kind in record.layer_types]
-        return cls(kinds, record.target_length, True, record.freeze_at)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TableChange:
@@ -85,7 +77,7 @@ class TableChange:
             f"target_length={furthest} (--target-length) states the longer one"
         )
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Return the tables before and after, a line each."""
         lines = [f"patch {self.method}"]
         for kind, table in self.after.items():
@@ -122,8 +114,6 @@ class TableChange:
         if None not in (whole, original) and original != reached:
             line += f", {whole:g} over the {original} before any scaling"
         return [line]
-
-    __str__ = describe
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.method}>"
@@ -162,10 +152,7 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
     chosen = choose_layer_types(before, options.layer_types, method.named_layer_types)
     if not recorded:
         method = method.extended_to([before[kind] for kind in chosen], options.target_length)
-    after = dict(before)
-    for kind, table in before.items():
-        if kind in chosen:
-            after[kind] = method(table)
+    after = {**before, **{kind: method(before[kind]) for kind in chosen}}
     config = location.base_config
     base_settings = settings_of(config)
     length = options.target_length or int(config.max_position_embeddings)
@@ -198,7 +185,8 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
 
 def plan_from_record(location: Location, record: PatchRecord) -> PatchPlan:
     """Return the plan of the patch that a record describes, computed again from the base tables."""
-    options = PatchRequest.of(record)
+    kinds = [kind for kind in record.layer_types if kind is not None]
+    options = PatchRequest(kinds or None, record.target_length, freeze_at=record.freeze_at)
     return encode(location, record.to_method(), options, recorded=True)
 
 

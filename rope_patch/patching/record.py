@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import json
 import logging
 import re
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -191,7 +191,18 @@ def records_of(tables: Tables) -> dict[str, TableRecord]:
 
 def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]) -> bool:
     """Tell whether two sets of tables hold the same layer types and the same tables."""
-    return set(one) == set(other) and all(one[key].matches(other[key]) for key in one)
+    return not differences(one, other, "table")
+
+
+def differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, TableRecord], what: str) -> list[str]:
+    """Return the differences of tables from those of a record, a sentence each; ``what`` says what the tables are."""
+    if set(recorded) != set(tables):
+        return [f"{what}: layer types are {sorted(tables)}, the record has {sorted(recorded)}"]
+    return [
+        f"{what} [{key}]: table {tables[key].hash}, the record says {recorded[key].hash}"
+        for key in recorded
+        if not recorded[key].matches(tables[key])
+    ]
 
 
 def hashes(tables: Mapping[str, TableRecord]) -> str:
@@ -354,22 +365,22 @@ def build_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.
 _OUR_KEYS = re.compile(r"Unrecognized keys in .*: \{'(?:short|long)_mscale', '(?:short|long)_mscale'\}")
 logging.getLogger("transformers.modeling_rope_utils").addFilter(lambda r: not _OUR_KEYS.fullmatch(r.getMessage()))
 
-_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
-
-
-def _unless_silent(record: logging.LogRecord) -> bool:
-    return not _silent.get()
-
 
 @contextlib.contextmanager
 def silent_transformers() -> Iterator[None]:
     """Silence transformers' logging of trial configs and models, in this thread alone."""
+    thread = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    filtered: list[logging.Filterer] = [*logging.getLogger("transformers").handlers]
     for name in ("modeling_rope_utils", "configuration_utils", "modeling_utils"):
-        logging.getLogger(f"transformers.{name}").addFilter(_unless_silent)
-    for handler in logging.getLogger("transformers").handlers:
-        handler.addFilter(_unless_silent)
-    token = _silent.set(True)
+        filtered.append(logging.getLogger(f"transformers.{name}"))
+    for each in filtered:
+        each.addFilter(is_of_another_thread)
     try:
         yield
     finally:
-        _silent.reset(token)
+        for each in filtered:
+            each.removeFilter(is_of_another_thread)
