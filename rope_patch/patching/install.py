@@ -27,8 +27,7 @@ from rope_patch.patching.record import (
     PatchRecord,
     build_rotary,
     config_with,
-    hashes,
-    same_tables,
+    differences,
     set_rotary_settings,
     settings_of,
 )
@@ -267,13 +266,12 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
     location = locate(model)
     location.check_base()
     plan = plan_from_record(location, record)
-    for name in ("base_tables", "tables"):
-        recorded, rebuilt = getattr(record, name), getattr(plan.record, name)
-        if not same_tables(recorded, rebuilt):
-            raise PatchError(
-                f"the record of {record.to_method()} was made on another model, or altered: its "
-                f"{name.replace('_', ' ')} ({hashes(recorded)}) are not this model's ({hashes(rebuilt)})"
-            )
+    problems = differences(record.base_tables, plan.record.base_tables, "base tables")
+    problems += differences(record.tables, plan.record.tables, "tables")
+    if problems:
+        raise PatchError(
+            f"the record of {record.to_method()} was made on another model, or altered: {'; '.join(problems)}"
+        )
     _check(location, plan, [], logger.warning)
     return install(location, plan)
 

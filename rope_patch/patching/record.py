@@ -239,12 +239,9 @@ def _read(key: str, value: Any) -> Any:
                 _check_length(value)
         return value
     except Exception as error:
-        own = ""
-        if key == "method":
-            own = ". A method of your own needs its module: rope_patch.registry.import_modules, or --import MODULE"
         raise ValueError(
             f"the rope_patch record cannot be read, its {key!r} is wrong ({in_one_line(error)}): restore the file from "
-            f"its source{own}"
+            "its source"
         ) from error
 
 

@@ -240,7 +240,6 @@ class PatchedRotary(nn.Module):
         self.config = original.config
         self.max_seq_len_cached = self.original_max_seq_len = next(iter(tables.values())).max_position_embeddings
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
-        self._scaling = {kind: float(table.attention_scaling) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
         self._original = (original,)
@@ -250,8 +249,9 @@ class PatchedRotary(nn.Module):
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)
-        for kind, scaling in self._scaling.items():
-            setattr(self, "attention_scaling" if kind is None else f"{kind}_attention_scaling", scaling)
+        for kind, table in tables.items():
+            name = "attention_scaling" if kind is None else f"{kind}_attention_scaling"
+            setattr(self, name, table.attention_scaling)
 
     @property
     def original(self) -> nn.Module:
@@ -294,12 +294,12 @@ class PatchedRotary(nn.Module):
             position_ids: (batch, tokens) positions, or (axes, batch, tokens) if there are several axes [tokens].
             layer_type: layer type whose table is used, on a model with several tables.
         """
+        inv_freq, scaling = self.table(layer_type, x.device), self.tables[layer_type].attention_scaling
         if self.by_original is not None:
-            table = self.table(layer_type, x.device)
-            return self.by_original(x, position_ids, layer_type, table, self._scaling[layer_type])
-        angles = position_ids[..., None].float() * self.table(layer_type, x.device)
+            return self.by_original(x, position_ids, layer_type, inv_freq, scaling)
+        angles = position_ids[..., None].float() * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        cos, sin, scaling = angles.cos(), angles.sin(), self._scaling[layer_type]
+        cos, sin = angles.cos(), angles.sin()
         # Most tables have a factor of 1, for which two multiplications in each forward pass are saved.
         if scaling != 1.0:
             cos, sin = cos * scaling, sin * scaling
@@ -308,10 +308,7 @@ class PatchedRotary(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A cached tensor may be on a device that the reading machine does not have.
-        return {
-            **self.__dict__,
-            "_cached": {},
-        }
+        return {**self.__dict__, "_cached": {}}
 
     def extra_repr(self) -> str:
         """Show the tables in ``print(model)``."""

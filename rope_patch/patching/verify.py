@@ -29,7 +29,7 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """A description of a model's rotary tables; ``print`` shows all of it.
+    """A description of a model's rotary tables, which shows all of it when it is printed.
 
     Attributes:
         model_class: name of the model's class.
@@ -49,10 +49,6 @@ class Inspection:
         return None if self.record is None else str(self.record.to_method())
 
     def __repr__(self) -> str:
-        state = "not patched" if self.method is None else f"patched with {shortened(self.method)}"
-        return f"<Inspection of {self.model_class}: {state}, warnings: {len(self.warnings)}>"
-
-    def __str__(self) -> str:
         state = "not patched"
         if self.method is not None:
             state = f"patched, {self.method}"
@@ -246,15 +242,11 @@ def measure(
 
 
 def _measured(module: nn.Module, layout: RotaryLayout, key: str, table: TableRecord, positions: Tensor) -> Measured:
-    device = positions.device
     kind = None if key == key_of(None) else key
     try:
         cos, sin = layout.pairs(call(module, kind, positions))
     except Exception as error:
         return Measured(key, table, f"[{key}] cannot be called: {error}")
-    if cos.dtype != torch.float32 or cos.device.type != device.type:
-        wrong_type = f"[{key}] cos is {cos.dtype} on {cos.device}, expected torch.float32 on {device}"
-        return Measured(key, table, wrong_type)
     inv_freq = frequencies.table_of(table.inv_freq)
     if cos.shape[-1] != len(inv_freq):
         return Measured(key, table, f"[{key}] has {cos.shape[-1]} pairs, expected {len(inv_freq)}")
