@@ -290,8 +290,8 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
                 "the same text gives other logits than before, and keys that were cached before have another table",
                 f"{RELOAD}, or rope_patch.apply(model, 'default', freeze_at=LENGTH) for one table at all lengths",
             )
-    records = {key_of(kind): TableRecord.of(table)}
-    (measured,) = measure(module, location.layout, records, device_of(location.model), context=context)
+    device, record = device_of(location.model), TableRecord.of(table)
+    measured = measure(module, location.layout, key_of(kind), record, device, context=context)
     if measured.problem is None:
         yield Check(
             name,

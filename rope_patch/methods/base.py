@@ -142,10 +142,10 @@ class Method:
     """
 
     name: ClassVar[str] = ""
+    # Without an annotation it is no parameter of a method that does not declare it.
+    replace_scaling = False
     recomputes: ClassVar[bool] = False
     """Whether the table is computed anew from ``rope_theta``; a table that is not plain RoPE is then refused."""
-    own_types: ClassVar[tuple[str, ...]] = ()
-    """The types of transformers whose factor the method raises where a checkpoint has one of them already."""
     extends: ClassVar[bool] = False
     """Whether the table reaches further by numbers that do not tell how far (a base, a list). In a chain with such a
     method no factor is checked against a target."""
@@ -189,10 +189,10 @@ class Method:
 
     def __call__(self, table: RotaryTable) -> RotaryTable:
         """Return the new table; if nothing changes, return the same object, which keeps its encoding."""
-        if getattr(self, "replace_scaling", False):
+        if self.replace_scaling:
             table = table.plain()
         new = None
-        if (self.recomputes or self.own_types) and not table.is_geometric:
+        if not table.is_geometric:
             new = self.on_scaled(table)
             if new is None and self.recomputes:
                 raise ValueError(
@@ -256,7 +256,7 @@ class Method:
         """Return the result of :meth:`on_tables`, and refuse a target that the checkpoint reaches without a patch."""
         # If the checkpoint's scaling is dropped, only the context before that scaling is reached without the method.
         least = tables[0].context
-        if not getattr(self, "replace_scaling", False):
+        if not self.replace_scaling:
             least = max(least, tables[0].max_position_embeddings)
         if target_length is not None and target_length < least:
             raise ValueError(
@@ -298,11 +298,13 @@ class Scaling(Method):
     which the factor counts from that context.
     """
 
+    own_types: ClassVar[tuple[str, ...]] = ()
+    """The types of transformers whose factor the method raises where a checkpoint has one of them already."""
     factor: float | None = number(None, least=1)
 
     def context_of(self, table: RotaryTable) -> int:
         """Return the context that the factor multiplies [tokens]: the stated one, on a plain table the original one."""
-        if getattr(self, "replace_scaling", False) or table.is_geometric:
+        if self.replace_scaling or table.is_geometric:
             return getattr(self, ORIGINAL, None) or table.context
         return context_reached(table)
 
@@ -418,20 +420,18 @@ class Chain(Method):
         # The base or list of such a step may reach the target, so the factors alone need not.
         if not without_factor and any(step.extends for step in self.steps):
             return self
-        # The other steps have no factor for a target to fill in.
-        steps = [step if isinstance(step, Scaling) else step.for_target(table, None) for step in self.steps]
-        if scaling:
-            # If no factor is missing, the last one is checked, given the others.
-            chosen = (without_factor or scaling)[-1]
-            others = math.prod(step.stretch for step in scaling if step is not chosen)
-            filled = chosen.stretched(scaling[0].context_of(table) * others, target_length)
-            steps = [filled if step is chosen else step for step in steps]
-        return Chain(tuple(steps))
+        if not scaling:
+            return self
+        # If no factor is missing, the last one is checked, given the others.
+        chosen = (without_factor or scaling)[-1]
+        others = math.prod(step.stretch for step in scaling if step is not chosen)
+        filled = chosen.stretched(scaling[0].context_of(table) * others, target_length)
+        return Chain(tuple(filled if step is chosen else step for step in self.steps))
 
     def reach(self, table: RotaryTable) -> int | None:
         """Return the context that all factors together reach [tokens]; None if no step has one."""
         scaling = [step for step in self.steps if isinstance(step, Scaling)]
-        if not scaling or self.needs_target or any(step.extends for step in self.steps):
+        if not scaling or any(step.extends for step in self.steps):
             return None
         return round(scaling[0].context_of(table) * math.prod(step.stretch for step in scaling))
 

@@ -13,8 +13,26 @@ from rope_patch.methods.scaled import restated
 from rope_patch.tables import RotaryTable
 
 
+class _OtherBase(Method):
+    """Base class of the methods that compute plain RoPE of another base."""
+
+    recomputes: ClassVar[bool] = True
+
+    def base(self, table: RotaryTable) -> float:
+        """Return the new base."""
+        raise NotImplementedError
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Return the geometric table of the new base."""
+        return frequencies.geometric(self.base(table), table.rotary_dim)
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
+        """Return the parameters of plain RoPE with the new base."""
+        return {"rope_type": "default", "rope_theta": self.base(table)}
+
+
 @dataclass(frozen=True)
-class ABF(Method, name="abf"):
+class ABF(_OtherBase, name="abf"):
     """Adjusted base frequency: recompute the table from a larger base.
 
     Give ``rope_theta``, or ``factor`` to multiply the base found. *Source*: Xiong et al., arXiv:2309.16039
@@ -25,7 +43,6 @@ class ABF(Method, name="abf"):
     factor: float | None = number(None, above=0)
     replace_scaling: bool = False
     extends: ClassVar[bool] = True
-    recomputes: ClassVar[bool] = True
 
     def check(self) -> None:
         """Raise unless at most one of the two is given; without either, the base is 500000."""
@@ -44,33 +61,16 @@ class ABF(Method, name="abf"):
         """Return the table of the checkpoint's own type under the new base."""
         return restated(table, rope_theta=self.base(table))
 
-    def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return the geometric table of the new base."""
-        return frequencies.geometric(self.base(table), table.rotary_dim)
-
-    def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
-        """Return the parameters of plain RoPE with the new base."""
-        return {"rope_type": "default", "rope_theta": self.base(table)}
-
 
 @dataclass(frozen=True)
-class NTK(Scaling, name="ntk"):
+class NTK(Scaling, _OtherBase, name="ntk"):
     """Static NTK-aware scaling: base ``rope_theta * factor ** (d / (d - 2))``.
 
     *Source*: "NTK-aware scaled RoPE" (bloc97, 2023), described in YaRN, arXiv:2309.00071, sec. 3.1.
     """
 
     replace_scaling: bool = False
-    recomputes: ClassVar[bool] = True
 
     def base(self, table: RotaryTable) -> float:
         """Return the new base."""
         return frequencies.ntk_theta(table.rope_theta, self.stretch, table.rotary_dim)
-
-    def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return the geometric table of the new base."""
-        return frequencies.geometric(self.base(table), table.rotary_dim)
-
-    def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
-        """Return the parameters of plain RoPE with the new base."""
-        return {"rope_type": "default", "rope_theta": self.base(table)}

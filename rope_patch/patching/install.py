@@ -140,7 +140,7 @@ def plan_patch(
         )
     elif location.patched is not None:
         raise PatchError(f"{location.name} is patched, but its config has lost the record: load the model again")
-    dropping = True in [getattr(step, "replace_scaling", False) for step in getattr(method, "steps", (method,))]
+    dropping = any(step.replace_scaling for step in getattr(method, "steps", (method,)))
     # Of a table that is not known (frozen, or of numbers alone) nothing else drops the scaling.
     if dropping and all(is_known(table) for table in location.tables.values()):
         warnings.append(

@@ -368,8 +368,6 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
             f"{location.name} has a rotary embedding of another kind ({location.rotary_class.__name__}): rope_patch "
             f"needs cos and sin of position x inv_freq, one angle per pair ({error})"
         ) from error
-    if context is None:
-        raise ValueError(f"the config of {location.name} states no max_position_embeddings: not supported")
     if type(context) is not int or not 1 <= context < 2**63:  # torch has no larger integers
         source = config.name_or_path or location.name
         raise ValueError(f"{source}: max_position_embeddings must be a number of tokens from 1 on, got {context!r}")
@@ -397,7 +395,6 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
 def _described(location: Location) -> dict[str | None, RotaryTable]:
     """Return the tables of a module that was built from the base config, with what that config says about them."""
     config: Any = location.base_config
-    context: Any = getattr(config, "max_position_embeddings", None)
     module, tables = location.rebuilt, {}
     for kind, buffer in original_tables(module).items():
         encoding = encoding_of(config, kind)
@@ -406,7 +403,7 @@ def _described(location: Location) -> dict[str | None, RotaryTable]:
             attention_scaling=scaling_of(module, kind),
             rope_theta=float(encoding["rope_theta"]),
             rope_type=_rope_type(module, kind, encoding),
-            max_position_embeddings=context,  # the caller checks it
+            max_position_embeddings=getattr(config, "max_position_embeddings", None),  # the caller checks it
             original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
             layer_type=kind,
             path=location.path,

@@ -162,11 +162,8 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
     try:
         forward = OriginalForward(original)
         returned = forward(x, steps, layer_type, table, 1.0)
-        names: tuple[str, ...] = (HALVES, NEIGHBOURS, ONCE)
-        if isinstance(returned, Tensor) and returned.is_complex():
-            names = (COMPLEX,)
         angles = steps[..., None].float() * table
-        for features in names:
+        for features in (HALVES, NEIGHBOURS, ONCE, COMPLEX):
             if _fits(RotaryLayout(features), returned, angles[None]):
                 break
         else:
@@ -193,6 +190,8 @@ def _fits(layout: RotaryLayout, returned: Any, angles: Tensor) -> bool:
         returned: the value that the module returned.
         angles: (axes, batch, tokens, pairs) expected angles [rad].
     """
+    if isinstance(returned, Tensor) and layout.features != COMPLEX:
+        return False
     fits = torch.ones((), dtype=torch.bool, device="cpu")
     spread = layout.spread(angles)
     for got, want in zip(layout.parts(returned), (spread.cos(), spread.sin()), strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -163,8 +162,10 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
         if stated != own.stated_length:
             problems.append(f"max_position_embeddings is {stated}, the record says {own.stated_length}")
     if not location.without_numbers:
-        measured = measure(location.module, location.layout, expected.tables, device_of(location.model))
-        problems += [f"in use: {one.problem}" for one in measured if one.problem is not None]
+        for key, table in expected.tables.items():
+            measured = measure(location.module, location.layout, key, table, device_of(location.model))
+            if measured.problem is not None:
+                problems.append(f"in use: {measured.problem}")
     if problems:
         raise PatchError(
             f"{location.name} does not use the tables of {expected.to_method()}:\n  " + "\n  ".join(problems)
@@ -220,28 +221,26 @@ class Measured:
 def measure(
     module: nn.Module,
     layout: RotaryLayout,
-    tables: Mapping[str, TableRecord],
+    key: str,
+    table: TableRecord,
     device: torch.device,
     *,
     context: int | None = None,
-) -> list[Measured]:
-    """Call a rotary module and compare its cos and sin with tables.
+) -> Measured:
+    """Call a rotary module, and compare its cos and sin with those of a table, computed in float64.
 
     Args:
-        module: the rotary module that is called.
-        layout: the layout in which the module returns cos and sin.
-        tables: the expected tables, by layer type.
-        device: the device on which the module is called.
-        context: a length whose last position is compared, too [tokens].
+        module: the rotary module, original or patched, in float32.
+        layout: the layout in which it returns cos and sin.
+        key: the layer type of the table; ``"all"`` if all layers share one.
+        table: the table that the module should compute.
+        device: the device of the positions, where the module keeps its table.
+        context: the number of positions within which to stay, whose last position is compared, too [tokens].
     """
     compared = [*_POSITIONS]
     if context is not None:
         compared = [n for n in (*_POSITIONS, context - 1) if n < context]
     positions = torch.tensor([compared], device=device)
-    return [_measured(module, layout, key, table, positions) for key, table in tables.items()]
-
-
-def _measured(module: nn.Module, layout: RotaryLayout, key: str, table: TableRecord, positions: Tensor) -> Measured:
     kind = None if key == key_of(None) else key
     try:
         cos, sin = layout.pairs(call(module, kind, positions))

@@ -6,7 +6,6 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +51,7 @@ class Plan:
         if self.options.attention == "sdpa" and not self.shape.sdpa:
             raise ValueError(f"{self.shape.name} has no sdpa attention in transformers: take flash")
 
-    @cached_property
+    @property
     def parts(self) -> dict[str, int]:
         """The memory by part [bytes per GPU]."""
         return training_memory(self.shape, self.options)

@@ -203,7 +203,7 @@ def test_reasons_name_the_model():
     recurrent = RecurrentGemmaConfig(
         **sizes, lru_width=64, attention_window_size=16, block_types=["recurrent", "attention"]
     )
-    refused(built(recurrent), "the config of RecurrentGemmaForCausalLM states no max_position_embeddings")
+    refused(built(recurrent), "RecurrentGemmaForCausalLM: max_position_embeddings must be a number of tokens")
 
 
 def test_a_decoder_that_is_an_output_layer():
