@@ -146,6 +146,8 @@ class Method:
     replace_scaling = False
     recomputes: ClassVar[bool] = False
     """Whether the table is computed anew from ``rope_theta``; a table that is not plain RoPE is then refused."""
+    own_types: ClassVar[tuple[str, ...]] = ()
+    """The types of transformers whose factor the method raises where a checkpoint has one of them already."""
     extends: ClassVar[bool] = False
     """Whether the table reaches further by numbers that do not tell how far (a base, a list). In a chain with such a
     method no factor is checked against a target."""
@@ -298,8 +300,6 @@ class Scaling(Method):
     which the factor counts from that context.
     """
 
-    own_types: ClassVar[tuple[str, ...]] = ()
-    """The types of transformers whose factor the method raises where a checkpoint has one of them already."""
     factor: float | None = number(None, least=1)
 
     def context_of(self, table: RotaryTable) -> int:

@@ -276,7 +276,9 @@ def locate(model: nn.Module) -> Location:
         TypeError: it is not a model of transformers.
         ValueError: the model has no rotary table, or several modules with tables of their own.
     """
-    base = _unwrapped(model)
+    *_, base = _layers_of(model)
+    if not isinstance(base, PreTrainedModel):
+        raise not_a_model(base)
     decoder = base.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its output layer a decoder
         decoder = base
@@ -308,13 +310,6 @@ def not_a_model(given: Any) -> TypeError:
     if isinstance(given, str | PathLike):
         hint = f": load it with rope_patch.load({str(given)!r})"
     return TypeError(f"expected a transformers model, got {type(given).__name__}{hint}")
-
-
-def _unwrapped(model: Any) -> PreTrainedModel:
-    inner = [*_layers_of(model)][-1]
-    if not isinstance(inner, PreTrainedModel):
-        raise not_a_model(inner)
-    return inner
 
 
 def _layers_of(model: Any) -> Iterator[Any]:
@@ -395,6 +390,7 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
 def _described(location: Location) -> dict[str | None, RotaryTable]:
     """Return the tables of a module that was built from the base config, with what that config says about them."""
     config: Any = location.base_config
+    context: Any = getattr(config, "max_position_embeddings", None)
     module, tables = location.rebuilt, {}
     for kind, buffer in original_tables(module).items():
         encoding = encoding_of(config, kind)
@@ -403,7 +399,7 @@ def _described(location: Location) -> dict[str | None, RotaryTable]:
             attention_scaling=scaling_of(module, kind),
             rope_theta=float(encoding["rope_theta"]),
             rope_type=_rope_type(module, kind, encoding),
-            max_position_embeddings=getattr(config, "max_position_embeddings", None),  # the caller checks it
+            max_position_embeddings=context,  # the caller checks it
             original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
             layer_type=kind,
             path=location.path,

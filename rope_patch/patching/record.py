@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from rope_patch import __version__
 from rope_patch.errors import in_one_line
 from rope_patch.frequencies import fingerprint, table_of
-from rope_patch.methods import METHODS, Chain, Method, Table, from_dict
+from rope_patch.methods import METHODS, Method, Table, as_method, from_dict
 from rope_patch.runtime.removed import removed
 from rope_patch.tables import RotaryTable, Tables
 
@@ -128,7 +128,7 @@ class PatchRecord:
                 f"{__version__} reads schema {SCHEMA}: upgrade with pip install -U rope_patch"
             )
         data = dict(data)
-        changed = data.pop("changed", None)
+        data.pop("changed", None)  # which follows from the tables
         method = data.get("method")
         if isinstance(method, Mapping) and method.get("method") == "two_tables":
             method = data["method"] = method.get("long")  # whose tables are those of the config
@@ -155,8 +155,6 @@ class PatchRecord:
             raise ValueError(
                 "the rope_patch record was altered: its layer_types, tables, base_tables and edited do not fit"
             )
-        if changed not in (None, record.changed):
-            raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
         if unregistered:
             why = removed(unregistered) or " A method of your own is known with --import MODULE."
             logger.warning_once(f"the patch record names {unregistered!r}: its recorded tables are used.{why}")
@@ -169,8 +167,7 @@ class PatchRecord:
         for kind in self.layer_types:
             table = self.tables[key_of(kind)]
             steps.append(Table(table.inv_freq, table.attention_scaling, kind))
-        method = steps[0] if len(steps) == 1 else Chain(tuple(steps))
-        return replace(self, method=method.to_dict())
+        return replace(self, method=as_method(steps).to_dict())
 
 
 def _unregistered_method(method: Any) -> str:
