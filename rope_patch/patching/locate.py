@@ -30,7 +30,15 @@ from rope_patch.patching.record import (
     settings_of,
     silent_transformers,
 )
-from rope_patch.patching.rotary import PatchedRotary, RotaryLayout, call, layout_of, original_tables, scaling_of
+from rope_patch.patching.rotary import (
+    PatchedRotary,
+    RotaryLayout,
+    call,
+    fits,
+    layout_of,
+    original_tables,
+    scaling_of,
+)
 from rope_patch.tables import RotaryTable, Tables, other_keys
 
 _POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
@@ -431,14 +439,10 @@ def _check_kind(location: Location, table: RotaryTable, inv_freq: Tensor) -> Non
     learned = [name for name in location.original.state_dict() if not name.endswith("inv_freq")]
     if learned:
         raise ValueError(f"the weights file holds a part of its table, {', '.join(learned)}, which no config states")
-    layout = location.layout
-    cos, sin = layout.parts(call(location.rebuilt, table.layer_type, positions))
+    returned = call(location.rebuilt, table.layer_type, positions)
     angles = positions[..., None].float() * inv_freq
-    if cos.shape != layout.spread(angles).shape:
-        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(inv_freq)} pairs, not two for each")
-    for name, got, pairs in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
-        if not torch.allclose(got, layout.spread(pairs) * table.attention_scaling, atol=1e-5):
-            raise ValueError(f"its {name} is another function of the position")
+    if not fits(location.layout, returned, angles[None], table.attention_scaling):
+        raise ValueError("its cos and sin are another function of the position, or in another layout")
 
 
 def _as_in_use(table: RotaryTable, buffer: Tensor, scaling: float) -> tuple[RotaryTable, list[str]]:

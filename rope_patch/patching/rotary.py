@@ -61,15 +61,9 @@ class RotaryLayout:
     axes: int = 1
 
     def parts(self, returned: Any) -> tuple[Tensor, Tensor]:
-        """Return cos and sin from what a rotary module returned, in the layout of the module.
-
-        Raises:
-            ValueError: the module returned one tensor, and the layout is not complex.
-        """
+        """Return cos and sin from what a rotary module returned, in the layout of the module."""
         if self.features == COMPLEX:
             return returned.real, returned.imag
-        if isinstance(returned, Tensor):
-            raise ValueError("it returns one tensor, of complex numbers or of angles")
         cos, sin = returned
         return cos, sin
 
@@ -164,7 +158,7 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
         returned = forward(x, steps, layer_type, table, 1.0)
         angles = steps[..., None].float() * table
         for features in (HALVES, NEIGHBOURS, ONCE, COMPLEX):
-            if _fits(RotaryLayout(features), returned, angles[None]):
+            if fits(RotaryLayout(features), returned, angles[None]):
                 break
         else:
             return RotaryLayout()
@@ -175,30 +169,31 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
         several = steps + 7 * torch.arange(axes, device="cpu")[:, None, None]
         try:
             returned = forward(x, several, layer_type, table, 1.0)
-            if _fits(RotaryLayout(features), returned, several[..., None].float() * table):
+            if fits(RotaryLayout(features), returned, several[..., None].float() * table):
                 return RotaryLayout(features, axes)
         except Exception:  # a module of another number of axes cannot expand these positions
             continue
     return RotaryLayout(features)
 
 
-def _fits(layout: RotaryLayout, returned: Any, angles: Tensor) -> bool:
-    """Tell whether cos and sin are those of the angles in a layout, each feature's on one of the axes.
+def fits(layout: RotaryLayout, returned: Any, angles: Tensor, scaling: float = 1.0) -> bool:
+    """Tell whether a rotary module returned cos and sin of angles in a layout, each feature's on one of the axes.
 
     Args:
         layout: the layout that is tried.
         returned: the value that the module returned.
         angles: (axes, batch, tokens, pairs) expected angles [rad].
+        scaling: factor on cos and sin.
     """
-    if isinstance(returned, Tensor) and layout.features != COMPLEX:
+    if isinstance(returned, Tensor) and layout.features != COMPLEX:  # a tensor of two rows would come apart into two
         return False
-    fits = torch.ones((), dtype=torch.bool, device="cpu")
+    right = torch.ones((), dtype=torch.bool, device="cpu")
     spread = layout.spread(angles)
-    for got, want in zip(layout.parts(returned), (spread.cos(), spread.sin()), strict=True):
+    for got, want in zip(layout.parts(returned), (spread.cos() * scaling, spread.sin() * scaling), strict=True):
         if got.shape != want.shape[1:]:
             return False
-        fits = fits & torch.isclose(got.float(), want, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
-    return bool(fits.any(0).all())
+        right = right & torch.isclose(got.float(), want, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
+    return bool(right.any(0).all())
 
 
 # --- the module that takes their place -------------------------------------------------------------------------------
