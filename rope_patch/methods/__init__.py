@@ -21,8 +21,7 @@ from rope_patch.methods.base import (
 
 # Not sorted: methods are listed everywhere in the order in which their classes are defined.
 from rope_patch.methods.p_rope import Default, NoPE, Partial, PRope, PRopeReversed, Truncated  # isort: skip
-from rope_patch.methods.base_frequency import ABF, NTK  # isort: skip
-from rope_patch.methods.interpolation import PI, Llama3, MrRope, Yarn  # isort: skip
+from rope_patch.methods.interpolation import ABF, NTK, PI, Llama3, MrRope, Yarn  # isort: skip
 from rope_patch.methods.table import LongRope, Table, longrope_parameters  # isort: skip
 
 __all__ = [

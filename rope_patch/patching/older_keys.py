@@ -39,8 +39,17 @@ def older_keys(model_type: str, parameters: Mapping[str, Any], layer_types: Sequ
     if any(isinstance(value, Mapping) for value in parameters.values()):
         names = _OLDER_BASES.get(model_type)
         if names is None:
-            published = one_base_keys(parameters) if model_type == "olmo3" else None
-            return published or {"rope_theta": OLDER_FAIL}
+            full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
+            # OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
+            if (
+                model_type == "olmo3"
+                and full
+                and sliding
+                and sliding.get("rope_type", "default") == "default"
+                and full["rope_theta"] == sliding["rope_theta"]
+            ):
+                return older_keys("", full)
+            return {"rope_theta": OLDER_FAIL}
         keys: dict[str, Any] = {}
         for kind, name in zip(("full_attention", "sliding_attention"), names, strict=True):
             if (table := parameters.get(kind)) is not None:
@@ -68,25 +77,6 @@ def older_keys(model_type: str, parameters: Mapping[str, Any], layer_types: Sequ
         if model_type == "nemotron":  # version 4 reads nothing but its base
             keys[base] = OLDER_FAIL
     return keys
-
-
-def one_base_keys(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the keys of OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
-
-    Transformers 4 reads these.
-
-    Args:
-        parameters: the ``rope_parameters`` of the config.
-
-    Returns:
-        The keys; None if the tables of the two layer types differ in more than that scaling.
-    """
-    full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
-    if full is None or sliding is None or sliding.get("rope_type", "default") != "default":
-        return None
-    if full["rope_theta"] != sliding["rope_theta"]:
-        return None
-    return older_keys("", full)
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:

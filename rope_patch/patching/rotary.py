@@ -211,9 +211,9 @@ class PatchedRotary(nn.Module):
     Args:
         tables: tables by layer type; a single one under None on a model with one table for all layers.
         original: the module that is replaced, which is kept for :meth:`restore <rope_patch.Patch.restore>`.
+        layout: the layout in which the original returns cos and sin.
         keep_float32: whether to return float32 whatever the model's dtype is, as the original of OLMo and ERNIE 4.5
             does.
-        layout: the layout in which the original returns cos and sin; by default it is found by calling the original.
 
     Attributes:
         layout: the layout in which cos and sin are returned.
@@ -225,8 +225,8 @@ class PatchedRotary(nn.Module):
         tables: Mapping[str | None, RotaryTable],
         original: nn.Module,
         *,
+        layout: RotaryLayout,
         keep_float32: bool = False,
-        layout: RotaryLayout | None = None,
     ) -> None:
         super().__init__()
         self.tables = dict(tables)
@@ -237,9 +237,8 @@ class PatchedRotary(nn.Module):
         self._cached: dict[Any, Tensor] = {}
         # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
         self._original = (original,)
-        kind, table = next(iter(tables.items()))
-        self.layout = layout or layout_of(original, kind, table.pairs)
-        self.by_original = None if self.layout == RotaryLayout() else OriginalForward(original)
+        self.layout = layout
+        self.by_original = None if layout == RotaryLayout() else OriginalForward(original)
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)

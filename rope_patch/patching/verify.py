@@ -72,13 +72,13 @@ def turns_in_context(table: RotaryTable) -> str:
     return f"{reached}; {partial} pairs make no full turn within it"
 
 
-def shortened(method: str, most: int = 60) -> str:
+def shortened(method: str) -> str:
     """Return a method string cut to a short line, since the method string of a table names every number.
 
-    >>> shortened("yarn:factor=2"), shortened("table:values=0.99/0.51", 18)
-    ('yarn:factor=2', 'table:values=0.99/…')
+    >>> shortened("yarn:factor=2")
+    'yarn:factor=2'
     """
-    return method if len(method) <= most else f"{method[:most]}…"
+    return method if len(method) <= 60 else f"{method[:60]}…"
 
 
 def inspect_model(model: nn.Module) -> Inspection:
