@@ -25,6 +25,7 @@ from rope_patch.methods.scaled import (
     stopped_as,
 )
 from rope_patch.registry import Registry
+from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import check_bounds, did_you_mean
 from rope_patch.tables import RotaryTable
 
@@ -284,12 +285,6 @@ class Method:
         return ":".join([self.name, *shown])
 
 
-def check_count(name: str, values: Sequence[float] | None, table: RotaryTable) -> None:
-    """Raise ValueError unless a list, if given, has one number for each pair of a table."""
-    if values is not None and len(values) != table.pairs:
-        raise ValueError(f"{name} needs one number per pair: {table.path} has {table.pairs}, got {len(values)}")
-
-
 @dataclass(frozen=True)
 class Scaling(Method):
     """Base class of the methods whose ``factor`` stretches the context; the default follows from a target length.
@@ -459,6 +454,8 @@ def parse(text: str) -> Method:
         >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
         'abf:rope_theta=500000+p_rope:p=0.5'
     """
+    if "@" in text:
+        raise ValueError(f"{text!r} names two tables.{removed('two_tables')}")
     steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # the + of 1e+20 joins no methods
     return steps[0] if len(steps) == 1 else Chain(tuple(steps))
 

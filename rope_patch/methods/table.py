@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import Method, check_count, number
+from rope_patch.methods.base import Method, number
 from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
-class LongRope(Method, name="longrope"):
+class _PerPair(Method):
+    """Base class of the methods whose first parameter is a list of one number for each pair.
+
+    The list decides how far the table reaches. Without it no frequency changes.
+    """
+
+    extends: ClassVar[bool] = True
+
+    def for_target(self, table: RotaryTable, target_length: int | None) -> Method:
+        """Return the method unchanged.
+
+        Raises:
+            ValueError: there is a target but no list.
+        """
+        name = fields(self)[0].name
+        if target_length is not None and getattr(self, name) is None:
+            raise ValueError(
+                f"{self.name} without {name} leaves the table as it is: it is not made for target_length "
+                f"{target_length}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class LongRope(_PerPair, name="longrope"):
     """LongRoPE: each frequency divided by a factor of its own; all ones by default.
 
     ``attention_factor`` defaults to ``sqrt(1 + ln(factor) / ln(L))`` with ``L`` the trained context, which is 1 for the
@@ -26,23 +50,10 @@ class LongRope(Method, name="longrope"):
     factors: tuple[float, ...] | None = number(None, above=0)
     factor: float = number(1.0, above=0)
     attention_factor: float | None = number(None, above=0)
-    extends: ClassVar[bool] = True
-
-    def for_target(self, table: RotaryTable, target_length: int | None) -> LongRope:
-        """Return the method unchanged: its list decides how far the table reaches.
-
-        Raises:
-            ValueError: there is a target but no list.
-        """
-        if target_length is not None and self.factors is None:
-            raise ValueError(
-                f"longrope without factors leaves the table as it is: it is not made for target_length {target_length}"
-            )
-        return self
 
     def check_table(self, table: RotaryTable) -> None:
         """Refuse a table with another number of pairs."""
-        check_count("factors", self.factors, table)
+        _check_count("factors", self.factors, table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies of the checkpoint divided by the factors."""
@@ -71,7 +82,7 @@ class LongRope(Method, name="longrope"):
 
 
 @dataclass(frozen=True)
-class Table(Method, name="table"):
+class Table(_PerPair, name="table"):
     """Any table, number by number: what a search found, for example. The table found by default.
 
     ``values`` are frequencies [rad/token], fast to slow, one per pair; ``attention_scaling`` defaults to the one found.
@@ -82,24 +93,11 @@ class Table(Method, name="table"):
     values: tuple[float, ...] | None = number(None, least=0, unit="rad/token")
     attention_scaling: float | None = number(None, above=0)
     layer_type: str | None = None
-    extends: ClassVar[bool] = True
-
-    def for_target(self, table: RotaryTable, target_length: int | None) -> Table:
-        """Return the method unchanged: its values decide how far the table reaches.
-
-        Raises:
-            ValueError: there is a target but no values.
-        """
-        if target_length is not None and self.values is None:
-            raise ValueError(
-                f"table without values leaves the table as it is: it is not made for target_length {target_length}"
-            )
-        return self
 
     def check_table(self, table: RotaryTable) -> None:
         """Refuse a table with another number of pairs."""
         if self._is_for(table):
-            check_count("values", self.values, table)
+            _check_count("values", self.values, table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the values, or the frequencies of the checkpoint if there are none for this table."""
@@ -137,3 +135,9 @@ def longrope_parameters(factors: Sequence[float], table: RotaryTable, *, attenti
     if attention_scaling != 1.0:
         form |= {"short_mscale": attention_scaling, "long_mscale": attention_scaling}
     return form
+
+
+def _check_count(name: str, values: Sequence[float] | None, table: RotaryTable) -> None:
+    """Raise ValueError unless a list, if given, has one number for each pair of a table."""
+    if values is not None and len(values) != table.pairs:
+        raise ValueError(f"{name} needs one number per pair: {table.path} has {table.pairs}, got {len(values)}")

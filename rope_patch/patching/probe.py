@@ -223,7 +223,7 @@ def _passing_on(forward: Callable[..., Any], failures: list[Exception]) -> Calla
             return forward(*args, **kwargs)
         except Exception as error:
             failures.append(error)
-            return _first_tensor((args, kwargs))
+            return next((part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)), None)
 
     return run
 
@@ -306,13 +306,6 @@ def _refusal(patched: PatchedRotary, kind: str | None, used: bool | None, calls:
             return f"calls its rotary embedding as a patched one cannot be called ({type(error).__name__}: {error})"
         if not same:
             return "has rotary embeddings of another kind: its layers give them another shape, or several position axes"
-    return None
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    for part in tree_leaves(value):
-        if isinstance(part, Tensor):
-            return part
     return None
 
 

@@ -269,6 +269,7 @@ def test_a_method_that_leaves_the_table_as_it_was_is_said_and_recorded(monkeypat
         ("per pair", "llama", "table", {"values": [1.0, 0.5]}),
         ("infinite", "llama", "table:values=1e39/1/1/1/1/1/1/1", {}),
         ("mscale must", "llama", "yarn:factor=1000000000:mscale=-3:mscale_all_dim=1", {}),
+        ("was removed", "llama", "yarn:factor=4@64", {}),
     ],
 )
 def test_bad_input_is_refused(word, family, method, options):
