@@ -37,8 +37,8 @@ METHODS = (
     ),
     Mutation(
         "attention_factor_of_a_raised_yarn_stays",
-        "rope_patch/methods/scaled.py",
-        'if table.rope_type == "yarn" and implied:',
+        "rope_patch/methods/base.py",
+        "if implied:",
         "if False:",
     ),
     Mutation(

@@ -21,7 +21,6 @@ from rope_patch.methods.scaled import (
     context_before,
     context_reached,
     is_known,
-    raised,
     stopped_as,
 )
 from rope_patch.registry import Registry
@@ -314,7 +313,7 @@ class Scaling(Method):
                 value = getattr(self, f.name)
                 if f.name not in ("factor", "replace_scaling") and value != f.default:
                     changes[f.name] = value
-            own = raised(table, self.stretch, **changes)
+            own = self._raised(table, changes)
             if own is not None:
                 return own
         if not self.recomputes or not is_known(table):
@@ -329,6 +328,19 @@ class Scaling(Method):
             whole = replace(whole, **kept)
         plain = replace(table.plain(), original_max_position_embeddings=original)
         return stopped_as(table, whole(plain))
+
+    def _raised(self, table: RotaryTable, changes: dict[str, Any]) -> RotaryTable | None:
+        """Return the table of the checkpoint's own type with a larger factor, as :func:`restated` does.
+
+        An ``attention_factor`` that is what the factor implies follows it; any other is a setting, and is kept.
+        """
+        stated = table.rope_parameters or {}
+        factor = float(stated.get("factor") or 1.0)
+        attention = stated.get("attention_factor")
+        implied = attention is not None and math.isclose(attention, frequencies.yarn_scaling(factor), rel_tol=1e-6)
+        if implied:
+            changes.setdefault("attention_factor", frequencies.yarn_scaling(factor * self.stretch))
+        return restated(table, factor=factor * self.stretch, **changes)
 
     @property
     def needs_target(self) -> bool:
@@ -368,6 +380,44 @@ class Scaling(Method):
     def reach(self, table: RotaryTable) -> int | None:
         """Return the context times the factor [tokens]."""
         return None if self.factor is None else round(self.context_of(table) * self.factor)
+
+
+def restated(table: RotaryTable, **changes: Any) -> RotaryTable | None:
+    """Return the table that the checkpoint's own type gives with some of its parameters changed.
+
+    Args:
+        table: a table of the checkpoint, as it was found.
+        **changes: the parameters of its ``rope_parameters`` that change, ``factor`` or ``rope_theta`` among them.
+
+    Returns:
+        The table, with every other key as the checkpoint states it; None if no method has the type, or if the model's
+        class computes its table in a way of its own.
+    """
+    owner = next((method for method in METHODS.data.values() if table.rope_type in method.own_types), None)
+    if owner is None:
+        return None
+    stated = dict(table.rope_parameters or {})
+    # A stated context that grows must not become the context before the scaling.
+    if hasattr(owner, ORIGINAL):
+        stated.setdefault(ORIGINAL, table.context)
+    found = _of_type(owner, table, stated)
+    if not torch.allclose(found.inv_freq, table.inv_freq, rtol=1e-6, atol=0.0):
+        return None
+    return _of_type(owner, table, {**stated, **changes})
+
+
+def _of_type(owner: type[Method], table: RotaryTable, parameters: dict[str, Any]) -> RotaryTable:
+    """Return the table that transformers computes from parameters of the type of a table, which a method raises."""
+    given = {f.name: parameters[f.name] for f in fields(owner) if parameters.get(f.name) is not None}
+    theta = float(parameters["rope_theta"])
+    plain = frequencies.geometric(theta, table.rotary_dim)
+    if table.rope_type == "proportional":
+        rotated = int((~frequencies.unrotated(table.inv_freq)).sum())
+        plain = torch.zeros_like(plain)
+        plain[:rotated] = frequencies.geometric(theta, table.rotary_dim, rotated)
+    base = replace(table, inv_freq=plain, attention_scaling=1.0, rope_theta=theta)
+    method = owner(**{"factor": 1.0, **given})
+    return table.becomes(method.inv_freq(base), rope_parameters=parameters, attention_scaling=method.scaling(base))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import Method, Scaling, number
-from rope_patch.methods.scaled import restated
+from rope_patch.methods.base import Method, Scaling, number, restated
 from rope_patch.tables import RotaryTable
 
 
@@ -147,8 +146,8 @@ class Yarn(_ByTurns, name="yarn"):
 
     own_types: ClassVar[tuple[str, ...]] = ("yarn",)
     truncate: bool = True
-    mscale: float | None = number(None, above=0)
-    mscale_all_dim: float | None = number(None, above=0)
+    mscale: float | None = number(None, least=0)
+    mscale_all_dim: float | None = number(None, least=0)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the NTK-by-parts table of the checkpoint's base."""
