@@ -153,13 +153,12 @@ def yarn_scaling(factor: float, mscale: float | None = None, mscale_all_dim: flo
     >>> round(yarn_scaling(4.0), 4), yarn_scaling(0.5)
     (1.1386, 1.0)
     """
-
-    def of(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-    if not (mscale and mscale_all_dim):
-        return of(1)
-    return of(mscale) / of(mscale_all_dim)
+    if factor <= 1:
+        return 1.0
+    log = math.log(factor)
+    if mscale and mscale_all_dim:
+        return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all_dim * log + 1.0)
+    return 0.1 * log + 1.0
 
 
 def yarn(
@@ -283,11 +282,10 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
     steps = torch.tensor([[0], [1], [-1], [2], [-2]], dtype=torch.int32, device="cpu")
     factors = (guess.view(torch.int32) + steps).view(torch.float32)
     miss = (1.0 / (factors * base) - target).abs().double()
-    best: list[float] = factors[miss.argmin(dim=0), torch.arange(len(target), device="cpu")].tolist()
-    for i, rests in enumerate(unrotated(target).tolist()):
-        if rests:
-            best[i] = UNROTATED_FACTOR
-    return best
+    best = factors[miss.argmin(dim=0), torch.arange(len(target), device="cpu")]
+    # In float64, since the divisor of an unrotated pair is no float32.
+    numbers: list[float] = best.double().masked_fill(unrotated(target), UNROTATED_FACTOR).tolist()
+    return numbers
 
 
 def fingerprint(inv_freq: Table, attention_scaling: float) -> str:

@@ -232,7 +232,6 @@ class PatchedRotary(nn.Module):
         self.tables = dict(tables)
         self.keep_float32 = keep_float32
         self.config = original.config
-        self.max_seq_len_cached = self.original_max_seq_len = next(iter(tables.values())).max_position_embeddings
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
