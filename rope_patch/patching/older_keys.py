@@ -120,11 +120,12 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
     base = {}
     if text.get("rope_theta") is not None:
         base["rope_theta"] = text["rope_theta"]
+    nested = {kind: {**base, **table} for kind, table in parameters.items() if isinstance(table, Mapping)}
     complete: dict[str, Any] = {**base, **parameters}
     tables = [complete]
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        complete = {kind: {**base, **table} for kind, table in parameters.items() if isinstance(table, Mapping)}
-        tables = [*complete.values()]
+    if nested:
+        complete = nested
+        tables = [*nested.values()]
     if not all("rope_theta" in table for table in tables):
         return []
     expected = older_keys(str(text.get("model_type")), complete)
