@@ -40,13 +40,12 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.
 __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
+    # Otherwise each name would get a statement of its own.
+    # isort: off
     from rope_patch.analysis.analyze import analyze as analyze
     from rope_patch.checkpoints.callback import RopePatchCallback as RopePatchCallback
-    from rope_patch.checkpoints.inspect_verify import inspect as inspect
-    from rope_patch.checkpoints.inspect_verify import verify as verify
-    from rope_patch.checkpoints.save_load import load as load
-    from rope_patch.checkpoints.save_load import load_adapter as load_adapter
-    from rope_patch.checkpoints.save_load import save as save
+    from rope_patch.checkpoints.inspect_verify import inspect as inspect, verify as verify
+    from rope_patch.checkpoints.save_load import load as load, load_adapter as load_adapter, save as save
     from rope_patch.diagnosis.callback import RopeDoctorCallback as RopeDoctorCallback
     from rope_patch.diagnosis.check import Diagnosis as Diagnosis
     from rope_patch.diagnosis.doctor import doctor as doctor
@@ -57,41 +56,41 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
     from rope_patch.extending.extend import extend as extend
     from rope_patch.kv_evaluation.kv_check import kv_check as kv_check
-    from rope_patch.methods import ABF as ABF
-    from rope_patch.methods import METHODS as METHODS
-    from rope_patch.methods import NTK as NTK
-    from rope_patch.methods import PI as PI
-    from rope_patch.methods import Chain as Chain
-    from rope_patch.methods import Default as Default
-    from rope_patch.methods import Llama3 as Llama3
-    from rope_patch.methods import LongRope as LongRope
-    from rope_patch.methods import Method as Method
-    from rope_patch.methods import MrRope as MrRope
-    from rope_patch.methods import NoPE as NoPE
-    from rope_patch.methods import Partial as Partial
-    from rope_patch.methods import PRope as PRope
-    from rope_patch.methods import PRopeReversed as PRopeReversed
-    from rope_patch.methods import Table as Table
-    from rope_patch.methods import Truncated as Truncated
-    from rope_patch.methods import Yarn as Yarn
-    from rope_patch.methods import parse as parse
+    from rope_patch.methods import (
+        ABF as ABF,
+        METHODS as METHODS,
+        NTK as NTK,
+        PI as PI,
+        Chain as Chain,
+        Default as Default,
+        Llama3 as Llama3,
+        LongRope as LongRope,
+        Method as Method,
+        MrRope as MrRope,
+        NoPE as NoPE,
+        Partial as Partial,
+        PRope as PRope,
+        PRopeReversed as PRopeReversed,
+        Table as Table,
+        Truncated as Truncated,
+        Yarn as Yarn,
+        parse as parse,
+    )
     from rope_patch.options.evaluation import EvalSpec as EvalSpec
     from rope_patch.packaged import data_path as data_path
-    from rope_patch.patching.install import Patch as Patch
-    from rope_patch.patching.install import apply as apply
-    from rope_patch.patching.install import patched as patched
-    from rope_patch.patching.install import restore as restore
+    from rope_patch.patching.install import Patch as Patch, apply as apply, patched as patched, restore as restore
     from rope_patch.patching.locate import PatchError as PatchError
     from rope_patch.patching.rotary import PatchedRotary as PatchedRotary
-    from rope_patch.planning import Plan as Plan
-    from rope_patch.planning import plan as plan
+    from rope_patch.planning import Plan as Plan, plan as plan
     from rope_patch.tables import RotaryTable as RotaryTable
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: ``import rope_patch`` itself does no work."""
     if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"rope_patch.{_MODULE_OF[name]}"), name)
+        found = getattr(importlib.import_module(f"rope_patch.{_MODULE_OF[name]}"), name)
+        globals()[name] = found  # the next use finds it there
+        return found
     raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
 
 

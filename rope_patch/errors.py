@@ -40,9 +40,6 @@ def as_value_error(what: str) -> Iterator[None]:
 def in_one_line(error: BaseException) -> str:
     """Return an error's type and message on one line: a message alone may be no more than a key or a number."""
     message = " ".join(str(error).split())
-    if isinstance(error, AssertionError) and not message:
-        # A bare `assert` of a library has no message.
-        return type(error).__name__
     if len(message) > 400:
         message = message[:400] + " …"
     return f"{type(error).__name__}: {message}"

@@ -94,7 +94,7 @@ def zero_unrotated(inv_freq: Table) -> Table:
     >>> zero_unrotated(torch.tensor([1.0, 1e-32])).tolist()
     [1.0, 0.0]
     """
-    return torch.where(unrotated(inv_freq), torch.zeros_like(inv_freq), inv_freq)
+    return inv_freq.masked_fill(unrotated(inv_freq), 0)
 
 
 def unrotated(inv_freq: Table) -> Bool[Tensor, " pairs"]:
@@ -141,10 +141,7 @@ def ntk_theta(rope_theta: float, factor: float, rotary_dim: int) -> float:
     """
     if rotary_dim < 4:
         raise ValueError(f"NTK scaling needs rotary_dim >= 4, got {rotary_dim}")
-    try:
-        return rope_theta * math.pow(factor, rotary_dim / (rotary_dim - 2))
-    except OverflowError:
-        raise ValueError(f"factor {factor} is too large for NTK scaling") from None
+    return rope_theta * math.pow(factor, rotary_dim / (rotary_dim - 2))
 
 
 def yarn_scaling(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
@@ -156,15 +153,12 @@ def yarn_scaling(factor: float, mscale: float | None = None, mscale_all_dim: flo
     >>> round(yarn_scaling(4.0), 4), yarn_scaling(0.5)
     (1.1386, 1.0)
     """
-
-    def of(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-    if not (mscale and mscale_all_dim):
-        return of(1)
-    if of(mscale) <= 0 or of(mscale_all_dim) <= 0:
-        raise ValueError(f"mscale {mscale} and mscale_all_dim {mscale_all_dim} give no positive factor on cos and sin")
-    return of(mscale) / of(mscale_all_dim)
+    if factor <= 1:
+        return 1.0
+    log = math.log(factor)
+    if mscale and mscale_all_dim:
+        return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all_dim * log + 1.0)
+    return 0.1 * log + 1.0
 
 
 def yarn(
@@ -284,19 +278,14 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
     target = zero_unrotated(inv_freq.float().cpu())
     # In float64, so that only the last step rounds.
     guess = (1.0 / (target.double() * base.double())).float()
-    candidates = [guess]
-    up = down = guess
-    for _ in range(2):
-        up = torch.nextafter(up, torch.full_like(up, math.inf))
-        down = torch.nextafter(down, torch.zeros_like(down))
-        candidates += [up, down]
-    factors = torch.stack(candidates)
+    # The bits of a positive number, read as a whole number, are one less and one more than those of its neighbours.
+    steps = torch.tensor([[0], [1], [-1], [2], [-2]], dtype=torch.int32, device="cpu")
+    factors = (guess.view(torch.int32) + steps).view(torch.float32)
     miss = (1.0 / (factors * base) - target).abs().double()
-    best: list[float] = factors[miss.argmin(dim=0), torch.arange(len(target), device="cpu")].tolist()
-    for i, rests in enumerate(unrotated(target).tolist()):
-        if rests:
-            best[i] = UNROTATED_FACTOR
-    return best
+    best = factors[miss.argmin(dim=0), torch.arange(len(target), device="cpu")]
+    # In float64, since the divisor of an unrotated pair is no float32.
+    numbers: list[float] = best.double().masked_fill(unrotated(target), UNROTATED_FACTOR).tolist()
+    return numbers
 
 
 def fingerprint(inv_freq: Table, attention_scaling: float) -> str:
@@ -336,8 +325,6 @@ def offset_frequency_bound(context: int) -> float:
     >>> int((geometric(10000.0, 128) < offset_frequency_bound(4096)).sum())  # Llama-2-7B: pairs 46 to 63
     18
     """
-    if context <= 0:
-        raise ValueError(f"context must be positive, got {context}")
     return 2 * math.pi / context
 
 
@@ -352,7 +339,5 @@ def offset_angle_bound(inv_freq: Table, context: int) -> Table:
     >>> round(float(offset_angle_bound(table, 4096)[46:].nanmean()), 2)
     4.19
     """
-    if context <= 0:
-        raise ValueError(f"context must be positive, got {context}")
     bound = math.pi + context * inv_freq / 2
     return bound.masked_fill(unrotated(inv_freq), math.nan)

@@ -32,24 +32,20 @@ def data_path(name: str) -> Path:
     """
     if name not in _DATA_FOLDERS:
         raise ValueError(f"unknown data folder {name!r}. Known: {', '.join(_DATA_FOLDERS)}")
-    folder = _find_folder(name, _PACKAGE)
-    if folder is None:
-        raise FileNotFoundError(
-            f"this installation of rope_patch holds no {name!r} folder: neither {_PACKAGE} nor a checkout "
-            "around it has one. Reinstall the wheel, or run pip install -e . in a complete checkout"
-        )
-    return folder
-
-
-def _find_folder(name: str, package: Path) -> Path | None:
     if name == "assets":
-        candidates = [package / name]
+        candidates = [_PACKAGE / name]
     else:
-        candidates = [package / "_data" / name]
+        candidates = [_PACKAGE / "_data" / name]
         # Beside an installed package lies site-packages, where a folder called "recipes" would be someone else's.
-        if (package.parent / "pyproject.toml").is_file():
-            candidates.append(package.parent / name)
-    return next((path for path in candidates if path.is_dir()), None)
+        if (_PACKAGE.parent / "pyproject.toml").is_file():
+            candidates.append(_PACKAGE.parent / name)
+    for folder in candidates:
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"this installation of rope_patch holds no {name!r} folder: neither {_PACKAGE} nor a checkout around it has "
+        "one. Reinstall the wheel, or run pip install -e . in a complete checkout"
+    )
 
 
 def name_of(source: str) -> str:

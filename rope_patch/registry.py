@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import sys
 import warnings
@@ -44,7 +43,7 @@ class Registry(UserDict[str, Entry]):
         self.group = group
         self.needs = needs
         self.broken: dict[str, str] = {}
-        """By the name of an entry point that could not be loaded: the package it comes from, and the reason."""
+        """By the name of an entry point that could not be loaded: a sentence with the package and the reason."""
         self._has_read_packages = False
 
     def __contains__(self, name: object) -> bool:
@@ -93,7 +92,7 @@ class Registry(UserDict[str, Entry]):
         if name in self:
             return self.data[name]
         if name in self.broken:
-            raise ValueError(f"the {self.noun} {name!r} cannot be loaded from {self.broken[name]}")
+            raise ValueError(self.broken[name])
         raise ValueError(f"unknown {self.noun} {name!r}.{did_you_mean(name, self)} Known: {', '.join(self)}")
 
     def _read_packages(self) -> None:
@@ -107,12 +106,11 @@ class Registry(UserDict[str, Entry]):
                 package = "a package"
                 if entry.dist is not None:
                     package = f"{entry.dist.name} {entry.dist.version}"
-                self.broken[entry.name] = f"{package} (entry point {entry.value}): {in_one_line(error)}"
-                warnings.warn(
-                    f"the {self.noun} {entry.name!r} is missing: it cannot be loaded from {self.broken[entry.name]}. "
-                    "Update or uninstall that package",
-                    stacklevel=4,
+                self.broken[entry.name] = (
+                    f"the {self.noun} {entry.name!r} cannot be loaded from {package} (entry point {entry.value}): "
+                    f"{in_one_line(error)}. Update or uninstall that package"
                 )
+                warnings.warn(self.broken[entry.name], stacklevel=4)
 
 
 def import_modules(names: Sequence[str]) -> None:
@@ -145,20 +143,14 @@ def _import(name: str) -> None:
     try:
         importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a user's code may raise anything
-        if isinstance(error, ModuleNotFoundError | TypeError) and not _module_exists(name):
+        # The module itself is missing, or the package that it would lie in; not one that it imports.
+        missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        if missing or name.startswith("."):
             raise ValueError(
                 f"found no module {name!r}: give the dotted name, such as my_methods, of a Python file in "
                 f"{os.getcwd()} or of an installed package"
             ) from error
         raise ValueError(f"the module {name!r} fails at import: {in_one_line(error)}") from error
-
-
-def _module_exists(name: str) -> bool:
-    """Tell whether a dotted name is that of a module, which may import one that is missing."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _defines(entry: Any, name: str) -> bool:

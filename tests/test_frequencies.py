@@ -312,11 +312,3 @@ def test_the_mean_angle_bound_leaves_out_pairs_that_p_rope_stops():
     by_hand = [math.pi + 2048 * 1e4 ** (-2 * i / 128) for i in (46, 47)]
     assert float(angles[46:].nanmean()) == pytest.approx(sum(by_hand) / 2, rel=1e-6) == pytest.approx(5.690, abs=1e-3)
     assert angles[48:].isnan().all()
-
-
-@pytest.mark.parametrize("context", [0, -1])
-def test_offset_bounds_need_a_context(context):
-    with pytest.raises(ValueError, match="context"):
-        frequencies.offset_frequency_bound(context)
-    with pytest.raises(ValueError, match="context"):
-        frequencies.offset_angle_bound(geometric(1e4, 8), context)

@@ -201,4 +201,4 @@ def test_a_package_that_cannot_be_loaded_is_named_and_leaves_the_other_methods(t
     for name, (_, reason) in BROKEN.items():
         (line,) = (line for line in done.stdout.splitlines() if f"'{name}'" in line)
         assert reason in line and f"{name} 1.5" in line
-        assert done.stderr.count(f"'{name}' is missing") == 1
+        assert done.stderr.count(f"'{name}' cannot be loaded") == 1

@@ -14,7 +14,7 @@ METHODS = (
     Mutation(
         "method_of_another_scaling_alone_counts_as_the_identity",
         "rope_patch/methods/base.py",
-        "table.inv_freq) and scaling == table.attention_scaling:",
+        "table.inv_freq) and new.attention_scaling == table.attention_scaling:",
         "table.inv_freq):",
     ),
     Mutation(
@@ -37,19 +37,19 @@ METHODS = (
     ),
     Mutation(
         "attention_factor_of_a_raised_yarn_stays",
-        "rope_patch/methods/scaled.py",
-        'if table.rope_type == "yarn" and implied:',
+        "rope_patch/methods/base.py",
+        "if implied:",
         "if False:",
     ),
     Mutation(
         "stopped_pairs_turn_again",
         "rope_patch/methods/base.py",
-        "return stopped_as(table, whole(plain_before(table, original)))",
-        "return whole(plain_before(table, original))",
+        "return stopped_as(table, whole(plain))",
+        "return whole(plain)",
     ),
     Mutation(
         "giraffe_keeps_the_pair_at_the_low_cutoff",
-        "rope_patch/methods/clipping.py",
+        "rope_patch/methods/p_rope.py",
         "inv_freq > self.cutoff_low,",
         "inv_freq >= self.cutoff_low,",
     ),
@@ -61,7 +61,7 @@ METHODS = (
     ),
     Mutation(
         "longrope_drops_the_scaling_of_the_checkpoint",
-        "rope_patch/methods/longrope.py",
+        "rope_patch/methods/table.py",
         "return math.sqrt(grown) * table.attention_scaling",
         "return math.sqrt(grown)",
     ),
@@ -88,7 +88,7 @@ PATCHING = (
     ),
     Mutation(
         "verify_allows_a_hundred_times_the_error",
-        "rope_patch/patching/measured.py",
+        "rope_patch/patching/verify.py",
         "(2e-6 + 2e-7 * angles)",
         "(2e-6 + 2e-5 * angles)",
     ),
@@ -101,12 +101,12 @@ PATCHING = (
     Mutation(
         "experts_that_fail_without_numbers_end_the_probe",
         "rope_patch/patching/probe.py",
-        "            return _first_tensor((args, kwargs))\n",
+        "            return next((part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)), None)\n",
         "            raise\n",
     ),
     Mutation(
         "dynamic_table_shrinks_below_its_context",
-        "rope_patch/patching/table_at_length.py",
+        "rope_patch/patching/locate.py",
         'encoding["factor"] * max(length, table.max_position_embeddings) /',
         'encoding["factor"] * length /',
     ),

@@ -33,7 +33,7 @@ def apply(words: Sequence[str]) -> None:
     if options.as_json:
         print_json({"output": str(output), "record": patch.record.to_dict()})
         return
-    print(patch.describe())
+    print(patch)
     if is_gguf(model):
         context = patch.record.stated_length
         print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(context)])} runs it")

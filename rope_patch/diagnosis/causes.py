@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.patching.measured import Measured
 from rope_patch.patching.record import PatchRecord
+from rope_patch.patching.verify import Measured
 from rope_patch.tables import RotaryTable
 
 RELOAD = "load the model again with from_pretrained"

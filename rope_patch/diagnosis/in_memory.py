@@ -24,7 +24,6 @@ from rope_patch.patching.locate import (
     device_of,
     holds_adapters_twice,
 )
-from rope_patch.patching.measured import measure
 from rope_patch.patching.record import (
     TableRecord,
     key_of,
@@ -32,7 +31,7 @@ from rope_patch.patching.record import (
     silent_transformers,
 )
 from rope_patch.patching.rotary import original_tables
-from rope_patch.patching.verify import edits_since, shortened
+from rope_patch.patching.verify import edits_since, measure, shortened
 from rope_patch.tables import RotaryTable
 
 LOAD_AGAIN = "load the patched folder again"
@@ -276,8 +275,8 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
                 "the same text gives other logits than before, and keys that were cached before have another table",
                 f"{RELOAD}, or rope_patch.apply(model, 'default', freeze_at=LENGTH) for one table at all lengths",
             )
-    records = {key_of(kind): TableRecord.of(table)}
-    (measured,) = measure(module, location.layout, records, device_of(location.model), context=context)
+    device, record = device_of(location.model), TableRecord.of(table)
+    measured = measure(module, location.layout, key_of(kind), record, device, context=context)
     if measured.problem is None:
         yield Check(
             name,

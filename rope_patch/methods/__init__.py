@@ -5,17 +5,24 @@ registry, method strings, the command line and the tests find it there. Classes 
 script, in modules that :func:`rope_patch.registry.import_modules` imports, and in installed packages.
 """
 
-from rope_patch.methods.base import METHODS, Chain, Method, Scaling
-from rope_patch.methods.parameters import field_help, number
+from rope_patch.methods.base import (
+    METHODS,
+    Chain,
+    Method,
+    MethodLike,
+    Scaling,
+    as_method,
+    create,
+    field_help,
+    from_dict,
+    number,
+    parse,
+)
 
 # Not sorted: methods are listed everywhere in the order in which their classes are defined.
-from rope_patch.methods.p_rope import Default, NoPE, Partial, PRope, PRopeReversed  # isort: skip
-from rope_patch.methods.base_frequency import ABF, NTK  # isort: skip
-from rope_patch.methods.interpolation import PI, Llama3, MrRope, Yarn  # isort: skip
-from rope_patch.methods.longrope import LongRope, longrope_parameters  # isort: skip
-from rope_patch.methods.clipping import Truncated  # isort: skip
-from rope_patch.methods.table import Table  # isort: skip
-from rope_patch.methods.strings import MethodLike, as_method, create, from_dict, parse  # isort: skip
+from rope_patch.methods.p_rope import Default, NoPE, Partial, PRope, PRopeReversed, Truncated  # isort: skip
+from rope_patch.methods.interpolation import ABF, NTK, PI, Llama3, MrRope, Yarn  # isort: skip
+from rope_patch.methods.table import LongRope, Table, longrope_parameters  # isort: skip
 
 __all__ = [
     "ABF",

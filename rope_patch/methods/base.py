@@ -1,33 +1,133 @@
-"""The base classes of the methods: one method, one that scales the context by a factor, a chain of several."""
+"""What the methods share: their parameters, one method, one that scales the context, a chain, and method strings.
+
+A method string is ``NAME[:key=value…]``; several are chained with ``+``, applied from left to right.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import typing
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.parameters import convert, number, parameter_text
 from rope_patch.methods.scaled import (
     ORIGINAL,
     context_before,
     context_reached,
     is_known,
-    plain_before,
-    raised,
     stopped_as,
 )
 from rope_patch.registry import Registry
-from rope_patch.runtime.text import check_bounds
+from rope_patch.runtime.text import check_bounds, did_you_mean
 from rope_patch.tables import RotaryTable
 
 METHODS: Registry[type[Method]] = Registry("method", "rope_patch.methods")
 """Method name to class, in the order of definition; classes of installed packages come last."""
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def number(
+    default: Any, *, above: float | None = None, least: float | None = None, most: float | None = None, unit: str = ""
+) -> Any:
+    """Declare a parameter with bounds, which hold for every number of a list.
+
+    Args:
+        default: the default value; None for a parameter that may be left out.
+        above: the number that the value must exceed.
+        least: the smallest value that is allowed.
+        most: the largest value that is allowed; it needs ``least``.
+        unit: the unit of the value, for error messages.
+    """
+    return field(default=default, metadata={"above": above, "least": least, "most": most, "unit": unit})
+
+
+def field_help(f: Field[Any]) -> str:
+    """Return ``name=default`` of a parameter as a method string writes it; ``name=…`` if it has no default."""
+    default = "…"
+    if f.default is not MISSING and f.default is not None:
+        default = parameter_text(f.default)
+    return f"{f.name}={default}"
+
+
+def _read(f: Field[Any], value: Any, kind: Any) -> Any:
+    """Return the value of a parameter in its declared type: float, int, bool, str, a tuple of floats, or None.
+
+    Raises:
+        ValueError: the value is of another type, or out of its bounds.
+    """
+    allowed = typing.get_args(kind)
+    if type(None) in allowed:
+        # How a method string writes None.
+        if value is None or value == "none":
+            return None
+        kind = next(each for each in allowed if each is not type(None))
+    if kind is bool:
+        words = {"true": True, "false": False}
+        if str(value).lower() not in words:
+            raise ValueError(f"{f.name} must be true or false, got {value!r}")
+        return words[str(value).lower()]
+    if kind in (int, float):
+        converted = _number(f, value, kind)
+        # Tables are float32: beyond these a number would become infinite, or lose its digits as it nears 0.
+        if converted and not 1e-37 < abs(converted) < 1e37:
+            raise ValueError(f"{f.name} must be a number that float32 holds, got {value!r}")
+        return converted
+    if kind is str:
+        if not isinstance(value, str) or not value or set(value) & set(":+,="):
+            raise ValueError(f"{f.name} must be a word, got {value!r}")
+        return value
+    if isinstance(value, str):
+        value = value.split("/")
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{f.name} must be numbers joined by '/', got {value!r}")
+    numbers = tuple(_number(f, item, float) for item in value)
+    if not numbers:
+        raise ValueError(f"{f.name} must not be empty")
+    return numbers
+
+
+def _number(f: Field[Any], value: Any, kind: type) -> float | int:
+    hint = ""
+    if isinstance(value, str) and "," in value:
+        hint = " (parameters are separated by ':', the numbers of a list by '/')"
+    try:
+        converted = float(value)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{f.name} must be a number, got {value!r}{hint}") from None
+    if isinstance(value, bool) or not math.isfinite(converted):
+        raise ValueError(f"{f.name} must be a finite number, got {value!r}")
+    if kind is int:
+        if not converted.is_integer():
+            raise ValueError(f"{f.name} must be a whole number, got {value!r}")
+        converted = int(converted)
+    check_bounds(f.name, converted, f.metadata)
+    return converted
+
+
+def parameter_text(value: Any) -> str:
+    """Return a value as text that a method string reads back: without a comma or a plus sign."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        return "/".join(map(parameter_text, value))
+    # Below 1e15 every whole float has an exact decimal form of few digits: 4.0 is written as 4.
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    # A plus sign would join two methods: 1e+20 is written as 1e20.
+    return repr(value).replace("e+", "e")
+
+
+# --- one method ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,6 +141,8 @@ class Method:
     """
 
     name: ClassVar[str] = ""
+    # Without an annotation it is no parameter of a method that does not declare it.
+    replace_scaling = False
     recomputes: ClassVar[bool] = False
     """Whether the table is computed anew from ``rope_theta``; a table that is not plain RoPE is then refused."""
     own_types: ClassVar[tuple[str, ...]] = ()
@@ -63,15 +165,9 @@ class Method:
         kinds = typing.get_type_hints(type(self))
         for f in fields(self):
             # From a method string or a command line every value comes as text.
-            value = convert(f.name, getattr(self, f.name), kinds[f.name])
+            value = _read(f, getattr(self, f.name), kinds[f.name])
             # The dataclass is frozen, so an ordinary assignment raises.
             object.__setattr__(self, f.name, value)
-            # The bounds of a list hold for each of its numbers.
-            if isinstance(value, tuple):
-                for one in value:
-                    check_bounds(f.name, one, f.metadata)
-            elif value is not None:
-                check_bounds(f.name, value, f.metadata)
         self.check()
 
     def check(self) -> None:
@@ -94,31 +190,28 @@ class Method:
 
     def __call__(self, table: RotaryTable) -> RotaryTable:
         """Return the new table; if nothing changes, return the same object, which keeps its encoding."""
-        if getattr(self, "replace_scaling", False):
+        if self.replace_scaling:
             table = table.plain()
-        if (self.recomputes or self.own_types) and not table.is_geometric:
-            changed = self.on_scaled(table)
-            if changed is not None:
-                same = torch.equal(changed.inv_freq, table.inv_freq)
-                if same and changed.attention_scaling == table.attention_scaling:
-                    return table
-                return changed
-            if self.recomputes:
+        new = None
+        if not table.is_geometric:
+            new = self.on_scaled(table)
+            if new is None and self.recomputes:
                 raise ValueError(
                     f"{self.name} recomputes the table from rope_theta, but {table.path} is already scaled or not "
                     f"geometric (rope_type {table.rope_type!r}). Pass replace_scaling=True to drop that scaling first. "
                     "In a chain put it first"
                 )
-        self.check_table(table)
-        # A copy, since a method of the user's own may work in place.
-        inv_freq = self.inv_freq(replace(table, inv_freq=table.inv_freq.clone()))
-        if not isinstance(inv_freq, Tensor):
-            raise TypeError(f"the method {self.name!r} must return its frequencies as a tensor, got {inv_freq!r}")
-        scaling = self.scaling(table)
-        # Compared as `becomes` stores them: frequencies too small to rotate anything count as zero.
-        if torch.equal(frequencies.zero_unrotated(inv_freq), table.inv_freq) and scaling == table.attention_scaling:
+        if new is None:
+            self.check_table(table)
+            # A copy, since a method of the user's own may work in place.
+            inv_freq = self.inv_freq(replace(table, inv_freq=table.inv_freq.clone()))
+            if not isinstance(inv_freq, Tensor):
+                raise TypeError(f"the method {self.name!r} must return its frequencies as a tensor, got {inv_freq!r}")
+            encoding, scaling = self.rope_parameters(table), self.scaling(table)
+            new = table.becomes(inv_freq, rope_parameters=encoding, attention_scaling=scaling)
+        if torch.equal(new.inv_freq, table.inv_freq) and new.attention_scaling == table.attention_scaling:
             return table
-        return table.becomes(inv_freq, rope_parameters=self.rope_parameters(table), attention_scaling=scaling)
+        return new
 
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
         """Return the new table for one that is scaled already; None if the method treats it like any other."""
@@ -164,7 +257,7 @@ class Method:
         """Return the result of :meth:`on_tables`, and refuse a target that the checkpoint reaches without a patch."""
         # If the checkpoint's scaling is dropped, only the context before that scaling is reached without the method.
         least = tables[0].context
-        if not getattr(self, "replace_scaling", False):
+        if not self.replace_scaling:
             least = max(least, tables[0].max_position_embeddings)
         if target_length is not None and target_length < least:
             raise ValueError(
@@ -190,12 +283,6 @@ class Method:
         return ":".join([self.name, *shown])
 
 
-def check_count(name: str, values: Sequence[float] | None, table: RotaryTable) -> None:
-    """Raise ValueError unless a list, if given, has one number for each pair of a table."""
-    if values is not None and len(values) != table.pairs:
-        raise ValueError(f"{name} needs one number per pair: {table.path} has {table.pairs}, got {len(values)}")
-
-
 @dataclass(frozen=True)
 class Scaling(Method):
     """Base class of the methods whose ``factor`` stretches the context; the default follows from a target length.
@@ -210,7 +297,7 @@ class Scaling(Method):
 
     def context_of(self, table: RotaryTable) -> int:
         """Return the context that the factor multiplies [tokens]: the stated one, on a plain table the original one."""
-        if getattr(self, "replace_scaling", False) or table.is_geometric:
+        if self.replace_scaling or table.is_geometric:
             return getattr(self, ORIGINAL, None) or table.context
         return context_reached(table)
 
@@ -220,10 +307,12 @@ class Scaling(Method):
         if given_original is not None and is_known(table):
             context_before(table, given_original)  # raises where the checkpoint says another
         if table.rope_type in self.own_types:
-            given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("factor", "replace_scaling")}
-            defaults = {f.name: f.default for f in fields(self)}
-            changes = {name: value for name, value in given.items() if value != defaults[name]}
-            own = raised(table, self.stretch, **changes)
+            changes = {}
+            for f in fields(self):
+                value = getattr(self, f.name)
+                if f.name not in ("factor", "replace_scaling") and value != f.default:
+                    changes[f.name] = value
+            own = self._raised(table, changes)
             if own is not None:
                 return own
         if not self.recomputes or not is_known(table):
@@ -236,7 +325,21 @@ class Scaling(Method):
         if all(both) and getattr(self, "attention_factor", 0) is None and not getattr(self, "mscale", None):
             kept: dict[str, Any] = {"attention_factor": frequencies.yarn_scaling(whole.stretch, *both)}
             whole = replace(whole, **kept)
-        return stopped_as(table, whole(plain_before(table, original)))
+        plain = replace(table.plain(), original_max_position_embeddings=original)
+        return stopped_as(table, whole(plain))
+
+    def _raised(self, table: RotaryTable, changes: dict[str, Any]) -> RotaryTable | None:
+        """Return the table of the checkpoint's own type with a larger factor, as :func:`restated` does.
+
+        An ``attention_factor`` that is what the factor implies follows it; any other is a setting, and is kept.
+        """
+        stated = table.rope_parameters or {}
+        factor = float(stated.get("factor") or 1.0)
+        attention = stated.get("attention_factor")
+        implied = attention is not None and math.isclose(attention, frequencies.yarn_scaling(factor), rel_tol=1e-6)
+        if implied:
+            changes.setdefault("attention_factor", frequencies.yarn_scaling(factor * self.stretch))
+        return restated(table, factor=factor * self.stretch, **changes)
 
     @property
     def needs_target(self) -> bool:
@@ -276,6 +379,44 @@ class Scaling(Method):
     def reach(self, table: RotaryTable) -> int | None:
         """Return the context times the factor [tokens]."""
         return None if self.factor is None else round(self.context_of(table) * self.factor)
+
+
+def restated(table: RotaryTable, **changes: Any) -> RotaryTable | None:
+    """Return the table that the checkpoint's own type gives with some of its parameters changed.
+
+    Args:
+        table: a table of the checkpoint, as it was found.
+        **changes: the parameters of its ``rope_parameters`` that change, ``factor`` or ``rope_theta`` among them.
+
+    Returns:
+        The table, with every other key as the checkpoint states it; None if no method has the type, or if the model's
+        class computes its table in a way of its own.
+    """
+    owner = next((method for method in METHODS.data.values() if table.rope_type in method.own_types), None)
+    if owner is None:
+        return None
+    stated = dict(table.rope_parameters or {})
+    # A stated context that grows must not become the context before the scaling.
+    if hasattr(owner, ORIGINAL):
+        stated.setdefault(ORIGINAL, table.context)
+    found = _of_type(owner, table, stated)
+    if not torch.allclose(found.inv_freq, table.inv_freq, rtol=1e-6, atol=0.0):
+        return None
+    return _of_type(owner, table, {**stated, **changes})
+
+
+def _of_type(owner: type[Method], table: RotaryTable, parameters: dict[str, Any]) -> RotaryTable:
+    """Return the table that transformers computes from parameters of the type of a table, which a method raises."""
+    given = {f.name: parameters[f.name] for f in fields(owner) if parameters.get(f.name) is not None}
+    theta = float(parameters["rope_theta"])
+    plain = frequencies.geometric(theta, table.rotary_dim)
+    if table.rope_type == "proportional":
+        rotated = int((~frequencies.unrotated(table.inv_freq)).sum())
+        plain = torch.zeros_like(plain)
+        plain[:rotated] = frequencies.geometric(theta, table.rotary_dim, rotated)
+    base = replace(table, inv_freq=plain, attention_scaling=1.0, rope_theta=theta)
+    method = owner(**{"factor": 1.0, **given})
+    return table.becomes(method.inv_freq(base), rope_parameters=parameters, attention_scaling=method.scaling(base))
 
 
 @dataclass(frozen=True)
@@ -323,20 +464,18 @@ class Chain(Method):
         # The base or list of such a step may reach the target, so the factors alone need not.
         if not without_factor and any(step.extends for step in self.steps):
             return self
-        # The other steps have no factor for a target to fill in.
-        steps = [step if isinstance(step, Scaling) else step.for_target(table, None) for step in self.steps]
-        if scaling:
-            # If no factor is missing, the last one is checked, given the others.
-            chosen = (without_factor or scaling)[-1]
-            others = math.prod(step.stretch for step in scaling if step is not chosen)
-            filled = chosen.stretched(scaling[0].context_of(table) * others, target_length)
-            steps = [filled if step is chosen else step for step in steps]
-        return Chain(tuple(steps))
+        if not scaling:
+            return self
+        # If no factor is missing, the last one is checked, given the others.
+        chosen = (without_factor or scaling)[-1]
+        others = math.prod(step.stretch for step in scaling if step is not chosen)
+        filled = chosen.stretched(scaling[0].context_of(table) * others, target_length)
+        return Chain(tuple(filled if step is chosen else step for step in self.steps))
 
     def reach(self, table: RotaryTable) -> int | None:
         """Return the context that all factors together reach [tokens]; None if no step has one."""
         scaling = [step for step in self.steps if isinstance(step, Scaling)]
-        if not scaling or self.needs_target or any(step.extends for step in self.steps):
+        if not scaling or any(step.extends for step in self.steps):
             return None
         return round(scaling[0].context_of(table) * math.prod(step.stretch for step in scaling))
 
@@ -347,3 +486,91 @@ class Chain(Method):
     def __str__(self) -> str:
         """Return the method strings of the steps, joined with ``+``."""
         return "+".join(map(str, self.steps))
+
+
+# --- method strings --------------------------------------------------------------------------------------------------
+
+MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
+
+
+def parse(text: str) -> Method:
+    """Return the method of a method string, ``NAME[:key=value…][+NAME…]``.
+
+    Raises:
+        ValueError: a name or parameter is unknown (the nearest known one is named), or a value is out of range.
+
+    Example:
+        >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
+        'abf:rope_theta=500000+p_rope:p=0.5'
+    """
+    steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # the + of 1e+20 joins no methods
+    return steps[0] if len(steps) == 1 else Chain(tuple(steps))
+
+
+def _parse_one(text: str) -> Method:
+    name, *pairs = (part.strip() for part in text.split(":"))
+    params = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or not value:
+            raise ValueError(f"expected key=value after {name!r}, got {pair!r} in {text!r}")
+        if key in params:
+            raise ValueError(f"{key!r} is given twice in {text!r}")
+        params[key] = value
+    return create(name, **params)
+
+
+def create(name: str, /, **params: Any) -> Method:
+    """Return the method ``name`` with ``params``; strings are converted to each field's type.
+
+    Raises:
+        ValueError: the method or a parameter is unknown, or a value is out of range.
+
+    >>> create("p_rope", p="0.5")
+    PRope(p=0.5)
+    """
+    cls = METHODS.find(name)
+    known = [f.name for f in fields(cls)]
+    for key in params:
+        if key not in known:
+            takes = ", ".join(known) or "no parameters"
+            raise ValueError(f"{name} has no parameter {key!r}.{did_you_mean(key, known)} It takes: {takes}")
+    return cls(**params)
+
+
+def from_dict(data: Mapping[str, Any]) -> Method:
+    """Return the method that ``to_dict`` described; an unknown key raises ValueError.
+
+    >>> from_dict({"method": "pi", "factor": 8})
+    PI(factor=8.0, replace_scaling=False)
+    """
+    params = dict(data)
+    name = params.pop("method", None)
+    if not isinstance(name, str):
+        raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")
+    if name != Chain.name:  # whose parameters are methods themselves
+        return create(name, **params)
+    steps = params.pop("steps", ())
+    if params:
+        raise ValueError(f"a chain has no parameter {next(iter(params))!r}. It takes: steps")
+    return Chain(tuple(as_method(step) for step in steps))
+
+
+def as_method(method: MethodLike, **params: Any) -> Method:
+    """Return a method from any of its forms: a string, a name with parameters, an object, a dict, or a sequence."""
+    if isinstance(method, str):
+        if not params:
+            return parse(method)
+        if set(method) & set(":+"):
+            raise ValueError(f"give parameters in the string or as keywords, not both: {method!r} and {sorted(params)}")
+        return create(method, **params)
+    if params:
+        raise TypeError(f"keywords {sorted(params)} only go with a method's name, not with {type(method).__name__}")
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, Mapping):
+        return from_dict(method)
+    if isinstance(method, Sequence) and method:
+        steps = tuple(as_method(item) for item in method)
+        return steps[0] if len(steps) == 1 else Chain(steps)
+    raise TypeError(f"expected a method's name, object, dict, or a non-empty sequence of them, got {method!r}")

@@ -1,4 +1,4 @@
-"""Methods that divide frequencies: all alike, by how often a pair turns, or to whole-number wavelengths."""
+"""Methods that slow pairs: by another base, all alike, by how often a pair turns, or by its wavelength."""
 
 from __future__ import annotations
 
@@ -8,9 +8,71 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import Scaling
-from rope_patch.methods.parameters import number
+from rope_patch.methods.base import Method, Scaling, number, restated
 from rope_patch.tables import RotaryTable
+
+
+class _OtherBase(Method):
+    """Base class of the methods that compute plain RoPE of another base."""
+
+    recomputes: ClassVar[bool] = True
+
+    def base(self, table: RotaryTable) -> float:
+        """Return the new base."""
+        raise NotImplementedError
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Return the geometric table of the new base."""
+        return frequencies.geometric(self.base(table), table.rotary_dim)
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
+        """Return the parameters of plain RoPE with the new base."""
+        return {"rope_type": "default", "rope_theta": self.base(table)}
+
+
+@dataclass(frozen=True)
+class ABF(_OtherBase, name="abf"):
+    """Adjusted base frequency: recompute the table from a larger base.
+
+    Give ``rope_theta``, or ``factor`` to multiply the base found. *Source*: Xiong et al., arXiv:2309.16039
+    (10k to 500k).
+    """
+
+    rope_theta: float | None = number(None, above=0)
+    factor: float | None = number(None, above=0)
+    replace_scaling: bool = False
+    extends: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """Raise unless at most one of the two is given; without either, the base is 500000."""
+        if self.rope_theta is not None and self.factor is not None:
+            raise ValueError(f"abf takes rope_theta or factor, not both: got {self.rope_theta} and {self.factor}")
+        if self.rope_theta is None and self.factor is None:
+            object.__setattr__(self, "rope_theta", 500000.0)
+
+    def base(self, table: RotaryTable) -> float:
+        """Return the new base."""
+        if self.rope_theta is not None:
+            return self.rope_theta
+        return table.rope_theta * (self.factor or 1.0)
+
+    def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
+        """Return the table of the checkpoint's own type under the new base."""
+        return restated(table, rope_theta=self.base(table))
+
+
+@dataclass(frozen=True)
+class NTK(Scaling, _OtherBase, name="ntk"):
+    """Static NTK-aware scaling: base ``rope_theta * factor ** (d / (d - 2))``.
+
+    *Source*: "NTK-aware scaled RoPE" (bloc97, 2023), described in YaRN, arXiv:2309.00071, sec. 3.1.
+    """
+
+    replace_scaling: bool = False
+
+    def base(self, table: RotaryTable) -> float:
+        """Return the new base."""
+        return frequencies.ntk_theta(table.rope_theta, self.stretch, table.rotary_dim)
 
 
 @dataclass(frozen=True)
@@ -84,8 +146,8 @@ class Yarn(_ByTurns, name="yarn"):
 
     own_types: ClassVar[tuple[str, ...]] = ("yarn",)
     truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: float | None = number(None, least=0)
+    mscale_all_dim: float | None = number(None, least=0)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the NTK-by-parts table of the checkpoint's base."""

@@ -11,15 +11,10 @@ from torch import nn
 CACHE_ARGUMENTS = ("past_key_values", "cache")
 
 
-def arguments_of(module: nn.Module) -> list[str]:
-    """Return the names of the arguments of a module's forward pass, in their order."""
-    # Of the class, because a hook of accelerate replaces the forward pass of the instance; without `self`.
-    return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
 def cache_argument(decoder: nn.Module) -> str:
     """Return the name under which a decoder, and ``generate`` of its model, takes a cache without a warning."""
-    known = arguments_of(decoder)
+    # Of the class, because a hook of accelerate replaces the forward pass of the instance.
+    known = inspect.signature(type(decoder).forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[0])
 
 

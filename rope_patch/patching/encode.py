@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.methods import Method, Scaling, longrope_parameters
@@ -48,14 +49,6 @@ class PatchRequest:
         if length is not None and (type(length) is not int or length < 1):
             raise ValueError(f"target_length must be a whole number of tokens >= 1, got {length!r}")
 
-    @classmethod
-    def of(cls, record: PatchRecord) -> PatchRequest:
-        """Return the options that repeat the patch of a record."""
-        kinds = None
-        if record.layer_types != (None,):
-            kinds = [str(kind) for kind in record.layer_types]
-        return cls(kinds, record.target_length, True, record.freeze_at)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TableChange:
@@ -85,7 +78,7 @@ class TableChange:
             f"target_length={furthest} (--target-length) states the longer one"
         )
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Return the tables before and after, a line each."""
         lines = [f"patch {self.method}"]
         for kind, table in self.after.items():
@@ -103,27 +96,21 @@ class TableChange:
     def _counts_from(self, kind: str | None) -> list[str]:
         """Return what the factor of the method counts from, where the checkpoint is scaled already."""
         before, after = self.before[kind], self.after[kind]
-        if (
-            not isinstance(self.method, Scaling)
-            or before.is_geometric
-            or getattr(self.method, "replace_scaling", False)
-        ):
+        if not isinstance(self.method, Scaling) or before.is_geometric or self.method.replace_scaling:
             return []
         reached = context_reached(before)
         what = "the stated" if reached == before.max_position_embeddings else "its own factor's"
         line = f"  factor {self.method.stretch:g} over {what} {reached} tokens"
+        whole = original = None  # where the method works on top of the table as it is
         if before.rope_type == after.rope_type:
-            whole, original = (dict(after.rope_parameters or {}).get(key) for key in ("factor", ORIGINAL))
+            stated = after.rope_parameters or {}
+            whole, original = stated.get("factor"), stated.get(ORIGINAL)
         elif self.method.recomputes:
             original = context_before(before, getattr(self.method, ORIGINAL, None))
             whole = self.method.stretch * reached / original
-        else:  # on top of the table as it is
-            return [line]
-        if None not in (whole, original) and original != reached:
+        if original not in (None, reached):
             line += f", {whole:g} over the {original} before any scaling"
         return [line]
-
-    __str__ = describe
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.method}>"
@@ -162,10 +149,7 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
     chosen = choose_layer_types(before, options.layer_types, method.named_layer_types)
     if not recorded:
         method = method.extended_to([before[kind] for kind in chosen], options.target_length)
-    after = dict(before)
-    for kind, table in before.items():
-        if kind in chosen:
-            after[kind] = method(table)
+    after = {**before, **{kind: method(before[kind]) for kind in chosen}}
     config = location.base_config
     base_settings = settings_of(config)
     length = options.target_length or int(config.max_position_embeddings)
@@ -198,7 +182,8 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
 
 def plan_from_record(location: Location, record: PatchRecord) -> PatchPlan:
     """Return the plan of the patch that a record describes, computed again from the base tables."""
-    options = PatchRequest.of(record)
+    kinds = [kind for kind in record.layer_types if kind is not None]
+    options = PatchRequest(kinds or None, record.target_length, freeze_at=record.freeze_at)
     return encode(location, record.to_method(), options, recorded=True)
 
 
@@ -308,28 +293,26 @@ def change_for_readers(location: Location, config: PreTrainedConfig, *, follow: 
     probe = location.probe
     if config.rope_parameters == base.rope_parameters:
         return None
+    old, new = flatten_dict(base.rope_parameters), flatten_dict(config.rope_parameters)
     for reader, keys in probe.lookups:
-        old = base.rope_parameters
-        new = config.rope_parameters
-        for key in keys:
-            if key is None:
-                return f"{reader} reads config.rope_parameters in a way that is not known"
-            if old is not None:
-                old = old.get(key)
-            if new is not None:
-                new = new.get(key)
-        if old != new:
-            return f"{reader} would read {'.'.join(map(str, keys))} as {new}, and it is {old}"
+        if None in keys:
+            return f"{reader} reads config.rope_parameters in a way that is not known"
+        name = ".".join(map(str, keys))
+        if old.get(name) != new.get(name):
+            return f"{reader} would read {name} as {new.get(name)}, and it is {old.get(name)}"
     if not probe.builders or config.rope_parameters == location.config.rope_parameters:
         return None
     values = _values_kept(location, settings_of(config))
     if values is None or probe.reader_values is None:
         return f"{location.name} reads config.rope_parameters as it is built, and what it makes of them cannot be seen"
-    for name, attribute in {**probe.reader_values, **values}:
-        old, new = (each.get((name, attribute)) for each in (probe.reader_values, values))
-        if old != new and not follow:
+    if follow:
+        return None
+    for key in {**probe.reader_values, **values}:
+        had, has = probe.reader_values.get(key), values.get(key)
+        if had != has:
+            name, attribute = key
             reader = f"{name} ({type(location.model.get_submodule(name)).__name__})"
-            return f"{reader} would be built with a {attribute} of {new!r}, and it has {old!r}"
+            return f"{reader} would be built with a {attribute} of {has!r}, and it has {had!r}"
     return None
 
 

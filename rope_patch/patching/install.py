@@ -27,8 +27,7 @@ from rope_patch.patching.record import (
     PatchRecord,
     build_rotary,
     config_with,
-    hashes,
-    same_tables,
+    differences,
     set_rotary_settings,
     settings_of,
 )
@@ -65,7 +64,7 @@ class Patch(TableChange):
 
     def reinstate(self) -> None:
         """Put back the module and settings from before the patch, whatever is in place now."""
-        self._location.put(self._location.module)
+        self._location.model.set_submodule(self._location.path, self._location.module)
         for module, name, before, _ in self._attributes:
             setattr(module, name, before)
         for config, (settings, record) in zip(self._location.configs, self._configs, strict=True):
@@ -131,11 +130,17 @@ def plan_patch(
     """
     location.check_base()
     warnings = []
-    if not options.replace:
-        _refuse_a_second_patch(location)
-    elif edits := edits_since(location):
-        warnings.append(f"replacing the patch drops what was changed in the config since: {'; '.join(edits)}")
-    dropping = True in [getattr(step, "replace_scaling", False) for step in getattr(method, "steps", (method,))]
+    if options.replace:
+        if edits := edits_since(location):
+            warnings.append(f"replacing the patch drops what was changed in the config since: {'; '.join(edits)}")
+    elif location.record is not None:
+        raise PatchError(
+            f"{location.name} is already patched with {location.record.to_method()}, or shares the config object of a "
+            "model that is: restore it first, or pass replace=True (--replace)"
+        )
+    elif location.patched is not None:
+        raise PatchError(f"{location.name} is patched, but its config has lost the record: load the model again")
+    dropping = any(step.replace_scaling for step in getattr(method, "steps", (method,)))
     # Of a table that is not known (frozen, or of numbers alone) nothing else drops the scaling.
     if dropping and all(is_known(table) for table in location.tables.values()):
         warnings.append(
@@ -165,8 +170,7 @@ def plan_patch(
 
 def install(location: Location, plan: PatchPlan) -> Patch:
     """Put a plan into a model, the only step that changes the model. On any error the model is as it was."""
-    options: Any = {"keep_float32": location.keeps_float32, "layout": location.layout}
-    module = PatchedRotary(plan.after, location.original, **options)
+    module = PatchedRotary(plan.after, location.original, keep_float32=location.keeps_float32, layout=location.layout)
     module.train(location.module.training)
     hook = getattr(location.module, "_hf_hook", None)
     # A model that accelerate has spread over devices moves the inputs of each module by a hook.
@@ -180,7 +184,7 @@ def install(location: Location, plan: PatchPlan) -> Patch:
     patch = Patch(plan.method, plan.before, plan.after, plan.record, module, location, configs, following)
     record = plan.record.to_dict()
     try:
-        location.put(module)
+        location.model.set_submodule(location.path, module)
         for owner, name, _, value in following:
             setattr(owner, name, value)
         for config in location.configs:
@@ -231,18 +235,6 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
         warn(warning)
 
 
-def _refuse_a_second_patch(location: Location) -> None:
-    record = location.record
-    if record is None:
-        if location.patched is not None:
-            raise PatchError(f"{location.name} is patched, but its config has lost the record: load the model again")
-        return
-    raise PatchError(
-        f"{location.name} is already patched with {record.to_method()}, or shares the config object of a model that "
-        "is: restore it first, or pass replace=True (--replace)"
-    )
-
-
 @contextlib.contextmanager
 def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator[Patch]:
     """Patch a model for the length of a ``with`` block, and undo the patch at its end, also after an exception.
@@ -274,13 +266,12 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
     location = locate(model)
     location.check_base()
     plan = plan_from_record(location, record)
-    for name in ("base_tables", "tables"):
-        recorded, rebuilt = getattr(record, name), getattr(plan.record, name)
-        if not same_tables(recorded, rebuilt):
-            raise PatchError(
-                f"the record of {record.to_method()} was made on another model, or altered: its "
-                f"{name.replace('_', ' ')} ({hashes(recorded)}) are not this model's ({hashes(rebuilt)})"
-            )
+    problems = differences(record.base_tables, plan.record.base_tables, "base tables")
+    problems += differences(record.tables, plan.record.tables, "tables")
+    if problems:
+        raise PatchError(
+            f"the record of {record.to_method()} was made on another model, or altered: {'; '.join(problems)}"
+        )
     _check(location, plan, [], logger.warning)
     return install(location, plan)
 
@@ -310,7 +301,7 @@ def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
 def _reset(location: Location, original: nn.Module, settings: Mapping[str, Any]) -> None:
     """Put an original module into a model, and its settings into the configs, and remove the record."""
     follow_device(original, location.model)
-    location.put(original)
+    location.model.set_submodule(location.path, original)
     for owner, name, _, value in attributes_that_follow(location, settings):
         setattr(owner, name, value)
     for config in location.configs:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.errors import as_value_error
+from rope_patch.methods import longrope_parameters
 from rope_patch.patching.probe import Probe, probe
 from rope_patch.patching.record import (
     PatchRecord,
@@ -26,9 +28,17 @@ from rope_patch.patching.record import (
     records_of,
     same_tables,
     settings_of,
+    silent_transformers,
 )
-from rope_patch.patching.rotary import PatchedRotary, RotaryLayout, call, layout_of, original_tables, scaling_of
-from rope_patch.patching.table_at_length import table_at_length
+from rope_patch.patching.rotary import (
+    PatchedRotary,
+    RotaryLayout,
+    call,
+    fits,
+    layout_of,
+    original_tables,
+    scaling_of,
+)
 from rope_patch.tables import RotaryTable, Tables, other_keys
 
 _POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
@@ -186,7 +196,7 @@ class Location:
                 "length during generation and breaks cached keys. Pass freeze_at=LENGTH to fix it as it is at that "
                 "length"
             )
-        frozen = {table.layer_type: table_at_length(table, self.base_config, freeze_at or 0) for table in dynamic}
+        frozen = {table.layer_type: _table_at_length(table, self.base_config, freeze_at or 0) for table in dynamic}
         return {**self.tables, **frozen}
 
     def check_base(self) -> None:
@@ -228,8 +238,6 @@ class Location:
         whole = base if type(self.model.config) is type(base) else self.model.config
         key = (type(self.model), whole.to_json_string(use_diff=False), str(settings))
         if key not in _probes:
-            if len(_probes) == 256:  # a process may go through any number of models
-                _probes.clear()
             _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables, self.layout)
         return _probes[key]
 
@@ -265,11 +273,6 @@ class Location:
         """Return cos and sin of each pair as the module in place computes them: (1, positions, pairs) float32."""
         return self.layout.pairs(call(self.module, layer_type, position_ids))
 
-    def put(self, module: nn.Module) -> None:
-        """Make ``module`` the model's rotary embedding."""
-        parent, _, name = self.path.rpartition(".")
-        setattr(self.model.get_submodule(parent), name, module)
-
 
 _ALTERED = "the rope_patch record was altered: transformers cannot build the table of its base_config"
 
@@ -281,8 +284,10 @@ def locate(model: nn.Module) -> Location:
         TypeError: it is not a model of transformers.
         ValueError: the model has no rotary table, or several modules with tables of their own.
     """
-    base = _unwrapped(model)
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    *_, base = _layers_of(model)
+    if not isinstance(base, PreTrainedModel):
+        raise not_a_model(base)
+    decoder = base.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its output layer a decoder
         decoder = base
     modules = [
@@ -313,13 +318,6 @@ def not_a_model(given: Any) -> TypeError:
     if isinstance(given, str | PathLike):
         hint = f": load it with rope_patch.load({str(given)!r})"
     return TypeError(f"expected a transformers model, got {type(given).__name__}{hint}")
-
-
-def _unwrapped(model: Any) -> PreTrainedModel:
-    inner = [*_layers_of(model)][-1]
-    if not isinstance(inner, PreTrainedModel):
-        raise not_a_model(inner)
-    return inner
 
 
 def _layers_of(model: Any) -> Iterator[Any]:
@@ -373,8 +371,6 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
             f"{location.name} has a rotary embedding of another kind ({location.rotary_class.__name__}): rope_patch "
             f"needs cos and sin of position x inv_freq, one angle per pair ({error})"
         ) from error
-    if context is None:
-        raise ValueError(f"the config of {location.name} states no max_position_embeddings: not supported")
     if type(context) is not int or not 1 <= context < 2**63:  # torch has no larger integers
         source = config.name_or_path or location.name
         raise ValueError(f"{source}: max_position_embeddings must be a number of tokens from 1 on, got {context!r}")
@@ -443,14 +439,10 @@ def _check_kind(location: Location, table: RotaryTable, inv_freq: Tensor) -> Non
     learned = [name for name in location.original.state_dict() if not name.endswith("inv_freq")]
     if learned:
         raise ValueError(f"the weights file holds a part of its table, {', '.join(learned)}, which no config states")
-    layout = location.layout
-    cos, sin = layout.parts(call(location.rebuilt, table.layer_type, positions))
+    returned = call(location.rebuilt, table.layer_type, positions)
     angles = positions[..., None].float() * inv_freq
-    if cos.shape != layout.spread(angles).shape:
-        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(inv_freq)} pairs, not two for each")
-    for name, got, pairs in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
-        if not torch.allclose(got, layout.spread(pairs) * table.attention_scaling, atol=1e-5):
-            raise ValueError(f"its {name} is another function of the position")
+    if not fits(location.layout, returned, angles[None], table.attention_scaling):
+        raise ValueError("its cos and sin are another function of the position, or in another layout")
 
 
 def _as_in_use(table: RotaryTable, buffer: Tensor, scaling: float) -> tuple[RotaryTable, list[str]]:
@@ -482,3 +474,37 @@ def _as_in_use(table: RotaryTable, buffer: Tensor, scaling: float) -> tuple[Rota
 def _by_numbers(table: RotaryTable, inv_freq: Tensor, scaling: float) -> RotaryTable:
     """Return a table with other numbers, which no config describes."""
     return replace(table, inv_freq=inv_freq, attention_scaling=scaling, rope_type="custom", rope_parameters=None)
+
+
+def _table_at_length(table: RotaryTable, config: PreTrainedConfig, length: int) -> RotaryTable:
+    """Return the table that a dynamic type uses at ``length`` tokens.
+
+    Args:
+        table: the table that changes with the length.
+        config: the config from which transformers builds it.
+        length: the length at which it is taken [tokens].
+
+    Raises:
+        ValueError: ``length`` is below 1, or the model builds its table in a way of its own.
+    """
+    if length < 1:
+        raise ValueError(f"freeze_at must be >= 1 token, got {length}")
+    with torch.device("cpu"), silent_transformers():
+        build = ROPE_INIT_FUNCTIONS[table.rope_type]
+        now, _ = build(config, seq_len=1, layer_type=table.layer_type)
+        inv_freq, scaling = build(config, seq_len=length, layer_type=table.layer_type)
+    # Some families have a function of their own under the same type: transformers' would give another table.
+    if not torch.equal(frequencies.zero_unrotated(now), table.inv_freq):
+        raise ValueError(f"{table.name} builds its {table.rope_type} table in a way of its own: it cannot be frozen")
+    encoding = table.rope_parameters or {}
+    if table.rope_type == "longrope":
+        factors = encoding["long_factor" if length > table.context else "short_factor"]
+        native = longrope_parameters(factors, table, attention_scaling=scaling)
+    else:
+        # The base of transformers' _compute_dynamic_ntk_parameters, from which "default" builds the same table.
+        grown = encoding["factor"] * max(length, table.max_position_embeddings) / table.max_position_embeddings
+        theta = frequencies.ntk_theta(table.rope_theta, grown - (encoding["factor"] - 1), table.rotary_dim)
+        native = {"rope_type": "default", "rope_theta": theta}
+    frozen = table.becomes(inv_freq, rope_parameters=native, attention_scaling=scaling)
+    # A method that recomputes a table from its base starts from the model's own base, not from the grown one.
+    return replace(frozen, rope_theta=table.rope_theta)

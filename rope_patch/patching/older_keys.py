@@ -39,8 +39,17 @@ def older_keys(model_type: str, parameters: Mapping[str, Any], layer_types: Sequ
     if any(isinstance(value, Mapping) for value in parameters.values()):
         names = _OLDER_BASES.get(model_type)
         if names is None:
-            published = one_base_keys(parameters) if model_type == "olmo3" else None
-            return published or {"rope_theta": OLDER_FAIL}
+            full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
+            # OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
+            if (
+                model_type == "olmo3"
+                and full
+                and sliding
+                and sliding.get("rope_type", "default") == "default"
+                and full["rope_theta"] == sliding["rope_theta"]
+            ):
+                return older_keys("", full)
+            return {"rope_theta": OLDER_FAIL}
         keys: dict[str, Any] = {}
         for kind, name in zip(("full_attention", "sliding_attention"), names, strict=True):
             if (table := parameters.get(kind)) is not None:
@@ -68,25 +77,6 @@ def older_keys(model_type: str, parameters: Mapping[str, Any], layer_types: Sequ
         if model_type == "nemotron":  # version 4 reads nothing but its base
             keys[base] = OLDER_FAIL
     return keys
-
-
-def one_base_keys(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the keys of OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
-
-    Transformers 4 reads these.
-
-    Args:
-        parameters: the ``rope_parameters`` of the config.
-
-    Returns:
-        The keys; None if the tables of the two layer types differ in more than that scaling.
-    """
-    full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
-    if full is None or sliding is None or sliding.get("rope_type", "default") != "default":
-        return None
-    if full["rope_theta"] != sliding["rope_theta"]:
-        return None
-    return older_keys("", full)
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -130,24 +120,24 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
     base = {}
     if text.get("rope_theta") is not None:
         base["rope_theta"] = text["rope_theta"]
+    nested = {kind: {**base, **table} for kind, table in parameters.items() if isinstance(table, Mapping)}
     complete: dict[str, Any] = {**base, **parameters}
     tables = [complete]
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        complete = {kind: {**base, **table} for kind, table in parameters.items() if isinstance(table, Mapping)}
-        tables = [*complete.values()]
+    if nested:
+        complete = nested
+        tables = [*nested.values()]
     if not all("rope_theta" in table for table in tables):
         return []
     expected = older_keys(str(text.get("model_type")), complete)
     stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}
     if isinstance(stated.get("rope_scaling"), Mapping):
         stated["rope_scaling"] = {**base, **stated["rope_scaling"]}
-    wrong = [key for key in sorted(stated) if stated[key] != expected.get(key)]
-    if text.get("rope_patch") is None:  # only a patch promises that transformers 4 fails on tables that it would lose
-        wrong = [key for key in wrong if expected.get(key) != OLDER_FAIL]
     differences = []
-    for key in wrong:
-        said = "no scaling"
-        if expected.get(key) is not None:
-            said = repr(expected[key])
-        differences.append(f"{key} is {stated[key]!r}, rope_parameters says {said}")
+    for key in sorted(stated):
+        meant = expected.get(key)
+        # Only a patch promises that transformers 4 fails on tables that it would lose.
+        promised = meant != OLDER_FAIL or text.get("rope_patch") is not None
+        if stated[key] != meant and promised:
+            said = "no scaling" if meant is None else repr(meant)
+            differences.append(f"{key} is {stated[key]!r}, rope_parameters says {said}")
     return differences

@@ -223,7 +223,7 @@ def _passing_on(forward: Callable[..., Any], failures: list[Exception]) -> Calla
             return forward(*args, **kwargs)
         except Exception as error:
             failures.append(error)
-            return _first_tensor((args, kwargs))
+            return next((part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)), None)
 
     return run
 
@@ -300,23 +300,12 @@ def _refusal(patched: PatchedRotary, kind: str | None, used: bool | None, calls:
         what = "its rotary embedding" if kind is None else f"its table for {kind}"
         return f"does not use {what}: no layer turns queries or keys with it, and a patch would change nothing"
     for args, kwargs, shapes in calls:
-        positions = _first_tensor((args[1:], kwargs))
         try:
             same = _shapes(patched(*args, **kwargs)) == shapes
         except Exception as error:
             return f"calls its rotary embedding as a patched one cannot be called ({type(error).__name__}: {error})"
         if not same:
-            why = "another shape"
-            if positions is not None and positions.ndim > 2:
-                why = "several position axes"
-            return f"has rotary embeddings of another kind: its layers give them {why}"
-    return None
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    for part in tree_leaves(value):
-        if isinstance(part, Tensor):
-            return part
+            return "has rotary embeddings of another kind: its layers give them another shape, or several position axes"
     return None
 
 

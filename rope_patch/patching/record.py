@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import json
 import logging
 import re
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from rope_patch import __version__
 from rope_patch.errors import in_one_line
 from rope_patch.frequencies import fingerprint, table_of
-from rope_patch.methods import METHODS, Chain, Method, Table, from_dict
+from rope_patch.methods import METHODS, Method, Table, as_method, from_dict
 from rope_patch.tables import RotaryTable, Tables
 
 logger = hf_logging.get_logger("rope_patch")
@@ -127,7 +127,7 @@ class PatchRecord:
                 f"{__version__} reads schema {SCHEMA}: upgrade with pip install -U rope_patch"
             )
         data = dict(data)
-        changed = data.pop("changed", None)
+        data.pop("changed", None)  # which follows from the tables
         method = data.get("method")
         if isinstance(method, Mapping) and method.get("method") == "two_tables":
             method = data["method"] = method.get("long")  # whose tables are those of the config
@@ -154,8 +154,6 @@ class PatchRecord:
             raise ValueError(
                 "the rope_patch record was altered: its layer_types, tables, base_tables and edited do not fit"
             )
-        if changed not in (None, record.changed):
-            raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
         if unregistered:
             logger.warning_once(
                 f"the patch record names {unregistered!r}: its recorded tables are used. A method of your own is known "
@@ -170,8 +168,7 @@ class PatchRecord:
         for kind in self.layer_types:
             table = self.tables[key_of(kind)]
             steps.append(Table(table.inv_freq, table.attention_scaling, kind))
-        method = steps[0] if len(steps) == 1 else Chain(tuple(steps))
-        return replace(self, method=method.to_dict())
+        return replace(self, method=as_method(steps).to_dict())
 
 
 def _unregistered_method(method: Any) -> str:
@@ -192,7 +189,18 @@ def records_of(tables: Tables) -> dict[str, TableRecord]:
 
 def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]) -> bool:
     """Tell whether two sets of tables hold the same layer types and the same tables."""
-    return set(one) == set(other) and all(one[key].matches(other[key]) for key in one)
+    return not differences(one, other, "table")
+
+
+def differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, TableRecord], what: str) -> list[str]:
+    """Return the differences of tables from those of a record, a sentence each; ``what`` says what the tables are."""
+    if set(recorded) != set(tables):
+        return [f"{what}: layer types are {sorted(tables)}, the record has {sorted(recorded)}"]
+    return [
+        f"{what} [{key}]: table {tables[key].hash}, the record says {recorded[key].hash}"
+        for key in recorded
+        if not recorded[key].matches(tables[key])
+    ]
 
 
 def hashes(tables: Mapping[str, TableRecord]) -> str:
@@ -229,12 +237,9 @@ def _read(key: str, value: Any) -> Any:
                 _check_length(value)
         return value
     except Exception as error:
-        own = ""
-        if key == "method":
-            own = ". A method of your own needs its module: rope_patch.registry.import_modules, or --import MODULE"
         raise ValueError(
             f"the rope_patch record cannot be read, its {key!r} is wrong ({in_one_line(error)}): restore the file from "
-            f"its source{own}"
+            "its source"
         ) from error
 
 
@@ -355,22 +360,22 @@ def build_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.
 _OUR_KEYS = re.compile(r"Unrecognized keys in .*: \{'(?:short|long)_mscale', '(?:short|long)_mscale'\}")
 logging.getLogger("transformers.modeling_rope_utils").addFilter(lambda r: not _OUR_KEYS.fullmatch(r.getMessage()))
 
-_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
-
-
-def _unless_silent(record: logging.LogRecord) -> bool:
-    return not _silent.get()
-
 
 @contextlib.contextmanager
 def silent_transformers() -> Iterator[None]:
     """Silence transformers' logging of trial configs and models, in this thread alone."""
+    thread = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    filtered: list[logging.Filterer] = [*logging.getLogger("transformers").handlers]
     for name in ("modeling_rope_utils", "configuration_utils", "modeling_utils"):
-        logging.getLogger(f"transformers.{name}").addFilter(_unless_silent)
-    for handler in logging.getLogger("transformers").handlers:
-        handler.addFilter(_unless_silent)
-    token = _silent.set(True)
+        filtered.append(logging.getLogger(f"transformers.{name}"))
+    for each in filtered:
+        each.addFilter(is_of_another_thread)
     try:
         yield
     finally:
-        _silent.reset(token)
+        for each in filtered:
+            each.removeFilter(is_of_another_thread)

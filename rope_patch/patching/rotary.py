@@ -61,15 +61,9 @@ class RotaryLayout:
     axes: int = 1
 
     def parts(self, returned: Any) -> tuple[Tensor, Tensor]:
-        """Return cos and sin from what a rotary module returned, in the layout of the module.
-
-        Raises:
-            ValueError: the module returned one tensor, and the layout is not complex.
-        """
+        """Return cos and sin from what a rotary module returned, in the layout of the module."""
         if self.features == COMPLEX:
             return returned.real, returned.imag
-        if isinstance(returned, Tensor):
-            raise ValueError("it returns one tensor, of complex numbers or of angles")
         cos, sin = returned
         return cos, sin
 
@@ -162,12 +156,9 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
     try:
         forward = OriginalForward(original)
         returned = forward(x, steps, layer_type, table, 1.0)
-        names: tuple[str, ...] = (HALVES, NEIGHBOURS, ONCE)
-        if isinstance(returned, Tensor) and returned.is_complex():
-            names = (COMPLEX,)
         angles = steps[..., None].float() * table
-        for features in names:
-            if _fits(RotaryLayout(features), returned, angles[None]):
+        for features in (HALVES, NEIGHBOURS, ONCE, COMPLEX):
+            if fits(RotaryLayout(features), returned, angles[None]):
                 break
         else:
             return RotaryLayout()
@@ -178,28 +169,31 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
         several = steps + 7 * torch.arange(axes, device="cpu")[:, None, None]
         try:
             returned = forward(x, several, layer_type, table, 1.0)
-            if _fits(RotaryLayout(features), returned, several[..., None].float() * table):
+            if fits(RotaryLayout(features), returned, several[..., None].float() * table):
                 return RotaryLayout(features, axes)
         except Exception:  # a module of another number of axes cannot expand these positions
             continue
     return RotaryLayout(features)
 
 
-def _fits(layout: RotaryLayout, returned: Any, angles: Tensor) -> bool:
-    """Tell whether cos and sin are those of the angles in a layout, each feature's on one of the axes.
+def fits(layout: RotaryLayout, returned: Any, angles: Tensor, scaling: float = 1.0) -> bool:
+    """Tell whether a rotary module returned cos and sin of angles in a layout, each feature's on one of the axes.
 
     Args:
         layout: the layout that is tried.
         returned: the value that the module returned.
         angles: (axes, batch, tokens, pairs) expected angles [rad].
+        scaling: factor on cos and sin.
     """
-    fits = torch.ones((), dtype=torch.bool, device="cpu")
+    if isinstance(returned, Tensor) and layout.features != COMPLEX:  # a tensor of two rows would come apart into two
+        return False
+    right = torch.ones((), dtype=torch.bool, device="cpu")
     spread = layout.spread(angles)
-    for got, want in zip(layout.parts(returned), (spread.cos(), spread.sin()), strict=True):
+    for got, want in zip(layout.parts(returned), (spread.cos() * scaling, spread.sin() * scaling), strict=True):
         if got.shape != want.shape[1:]:
             return False
-        fits = fits & torch.isclose(got.float(), want, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
-    return bool(fits.any(0).all())
+        right = right & torch.isclose(got.float(), want, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
+    return bool(right.any(0).all())
 
 
 # --- the module that takes their place -------------------------------------------------------------------------------
@@ -217,9 +211,9 @@ class PatchedRotary(nn.Module):
     Args:
         tables: tables by layer type; a single one under None on a model with one table for all layers.
         original: the module that is replaced, which is kept for :meth:`restore <rope_patch.Patch.restore>`.
+        layout: the layout in which the original returns cos and sin.
         keep_float32: whether to return float32 whatever the model's dtype is, as the original of OLMo and ERNIE 4.5
             does.
-        layout: the layout in which the original returns cos and sin; by default it is found by calling the original.
 
     Attributes:
         layout: the layout in which cos and sin are returned.
@@ -231,27 +225,25 @@ class PatchedRotary(nn.Module):
         tables: Mapping[str | None, RotaryTable],
         original: nn.Module,
         *,
+        layout: RotaryLayout,
         keep_float32: bool = False,
-        layout: RotaryLayout | None = None,
     ) -> None:
         super().__init__()
         self.tables = dict(tables)
         self.keep_float32 = keep_float32
         self.config = original.config
-        self.max_seq_len_cached = self.original_max_seq_len = next(iter(tables.values())).max_position_embeddings
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
-        self._scaling = {kind: float(table.attention_scaling) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
         self._original = (original,)
-        kind, table = next(iter(tables.items()))
-        self.layout = layout or layout_of(original, kind, table.pairs)
-        self.by_original = None if self.layout == RotaryLayout() else OriginalForward(original)
+        self.layout = layout
+        self.by_original = None if layout == RotaryLayout() else OriginalForward(original)
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)
-        for kind, scaling in self._scaling.items():
-            setattr(self, "attention_scaling" if kind is None else f"{kind}_attention_scaling", scaling)
+        for kind, table in tables.items():
+            name = "attention_scaling" if kind is None else f"{kind}_attention_scaling"
+            setattr(self, name, table.attention_scaling)
 
     @property
     def original(self) -> nn.Module:
@@ -294,12 +286,12 @@ class PatchedRotary(nn.Module):
             position_ids: (batch, tokens) positions, or (axes, batch, tokens) if there are several axes [tokens].
             layer_type: layer type whose table is used, on a model with several tables.
         """
+        inv_freq, scaling = self.table(layer_type, x.device), self.tables[layer_type].attention_scaling
         if self.by_original is not None:
-            table = self.table(layer_type, x.device)
-            return self.by_original(x, position_ids, layer_type, table, self._scaling[layer_type])
-        angles = position_ids[..., None].float() * self.table(layer_type, x.device)
+            return self.by_original(x, position_ids, layer_type, inv_freq, scaling)
+        angles = position_ids[..., None].float() * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        cos, sin, scaling = angles.cos(), angles.sin(), self._scaling[layer_type]
+        cos, sin = angles.cos(), angles.sin()
         # Most tables have a factor of 1, for which two multiplications in each forward pass are saved.
         if scaling != 1.0:
             cos, sin = cos * scaling, sin * scaling
@@ -308,10 +300,7 @@ class PatchedRotary(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A cached tensor may be on a device that the reading machine does not have.
-        return {
-            **self.__dict__,
-            "_cached": {},
-        }
+        return {**self.__dict__, "_cached": {}}
 
     def extra_repr(self) -> str:
         """Show the tables in ``print(model)``."""

@@ -10,4 +10,4 @@
 
 from rope_patch.planning.plans import Plan as Plan
 from rope_patch.planning.plans import plan as plan
-from rope_patch.planning.read_shapes import shape_of as shape_of
+from rope_patch.planning.shapes import shape_of as shape_of

@@ -6,14 +6,12 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.memory import reading_memory, training_memory
-from rope_patch.planning.read_shapes import shape_of
-from rope_patch.planning.shapes import Shape
+from rope_patch.planning.shapes import Shape, shape_of
 from rope_patch.runtime.text import GIB, parse_length
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ class Plan:
         if self.options.attention == "sdpa" and not self.shape.sdpa:
             raise ValueError(f"{self.shape.name} has no sdpa attention in transformers: take flash")
 
-    @cached_property
+    @property
     def parts(self) -> dict[str, int]:
         """The memory by part [bytes per GPU]."""
         return training_memory(self.shape, self.options)
@@ -111,8 +109,6 @@ class Plan:
             *(f"  {name:12s} {size / GIB:8.2f}" for name, size in self.parts.items() if size),
             f"  {'peak':12s} {self.total / GIB:8.2f}  {fits} into {gpu_memory:g}",
         ]
-        if (options.boundaries, options.attention) == ("apart", "flash"):
-            lines.append("Flash attention needs no mask to keep documents apart; --attention sdpa counts its mask.")
         steps = self.advice(gpu_memory)
         if steps:
             lines.append("Turn on, in this order:")

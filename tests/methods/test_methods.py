@@ -52,6 +52,7 @@ FORMS = {
     "p_rope": ("p_rope:p=0.5", "p_rope:p=0.25"),
     "p_rope_reversed": ("p_rope_reversed:p=0.5", "p_rope_reversed:p=0.25"),
     "partial": ("partial:p=0.5", "partial:p=0.25"),
+    "truncated": ("truncated:context=100", "truncated:cutoff_low=0.005:cutoff_high=0.05:floor=0.02"),
     "abf": ("abf:rope_theta=500000", "abf:factor=8"),
     "ntk": ("ntk:factor=8", "ntk:factor=2.5"),
     "pi": ("pi:factor=8", "pi:factor=2.5"),
@@ -59,7 +60,6 @@ FORMS = {
     "mrrope": ("mrrope:factor=8", "mrrope:factor=27:beta_fast=300:attention_factor=1.5"),
     "llama3": ("llama3:factor=8", "llama3:factor=4:low_freq_factor=2:original_max_position_embeddings=512"),
     "longrope": ("longrope:factors=1/2/4/8", "longrope:factors=1/1.5/2/3:attention_factor=1.5"),
-    "truncated": ("truncated:context=100", "truncated:cutoff_low=0.005:cutoff_high=0.05:floor=0.02"),
     "table": ("table:values=1/0.5/0.25/0", "table:values=0.3/0.2/0.1/1e-07:attention_scaling=1.25"),
 }
 SCALING = [name for name, cls in METHODS.items() if issubclass(cls, Scaling)]  # a factor, or a target to take it from

@@ -443,7 +443,7 @@ def test_verify_names_what_differs():
     with pytest.raises(PatchError, match="config"):
         rope_patch.verify(model)
     model.config.rope_parameters["factor"] = 4.0
-    locate(model).put(patch._location.module)
+    model.set_submodule(locate(model).path, patch._location.module)
     with pytest.raises(PatchError, match="rad/token"):
         rope_patch.verify(model)
 

@@ -107,7 +107,7 @@ class SummedForCausalLM(LlamaForCausalLM):
 
 def test_position_axes_that_are_mixed_are_refused():
     model = SummedForCausalLM(LlamaConfig(**SIZE)).eval()
-    refused(model, "rotary embeddings of another kind: its layers give them several position axes")
+    refused(model, "rotary embeddings of another kind: its layers give them another shape, or several position axes")
 
 
 @needs_transformers("5.23", "has no LFM3")
@@ -203,7 +203,7 @@ def test_reasons_name_the_model():
     recurrent = RecurrentGemmaConfig(
         **sizes, lru_width=64, attention_window_size=16, block_types=["recurrent", "attention"]
     )
-    refused(built(recurrent), "the config of RecurrentGemmaForCausalLM states no max_position_embeddings")
+    refused(built(recurrent), "RecurrentGemmaForCausalLM: max_position_embeddings must be a number of tokens")
 
 
 def test_a_decoder_that_is_an_output_layer():
@@ -268,7 +268,7 @@ def test_a_method_that_leaves_the_table_as_it_was_is_said_and_recorded(monkeypat
         ("p must", "llama", "p_rope", {"p": 1.5}),
         ("per pair", "llama", "table", {"values": [1.0, 0.5]}),
         ("infinite", "llama", "table:values=1e39/1/1/1/1/1/1/1", {}),
-        ("positive", "llama", "yarn:factor=1000000000:mscale=-3:mscale_all_dim=1", {}),
+        ("mscale must", "llama", "yarn:factor=1000000000:mscale=-3:mscale_all_dim=1", {}),
     ],
 )
 def test_bad_input_is_refused(word, family, method, options):
