@@ -1,26 +1,21 @@
-"""How lm-eval's Hugging Face model answers here: no ``[tokens, vocab]`` logits, nothing cut, and progress by token."""
+"""How lm-eval's Hugging Face model answers here: without ``[tokens, vocab]`` logits, and nothing is cut."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from accelerate import find_executable_batch_size
-from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
+from tqdm import tqdm
 
 from rope_patch.harness.request_rows import RequestRow, group_requests
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
-from rope_patch.runtime import progress
-from rope_patch.runtime.parallel import processes
-from rope_patch.runtime.progress import Progress
 
 
 class AnsweringLM(HFLM):  # type: ignore[misc]
@@ -38,10 +33,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     scheme: Scheme
     maker: Any
 
-    def _bar(self, kind: str, tokens: int, hidden: bool) -> contextlib.AbstractContextManager[None]:
-        """Show how many of the tokens of some requests are read, in the first process."""
-        return progress.bar(tokens, kind, hidden=hidden or self.rank != 0 or processes()[0] != 0)
-
     def _autocast(self) -> torch.autocast:
         mixed = self.mixed_precision_dtype
         return torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None)
@@ -49,8 +40,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a tensor over the processes, but no count of requests, by which lm-eval would make their shares equal.
 
-        Where a process has fewer, lm-eval repeats one of its requests and keeps the answers to all copies; 0.5.0.dev1
-        also scores them, as further samples or further choices. Here no process waits for the passes of another.
+        Where a process has fewer, lm-eval repeats one of its requests and keeps the answers to all copies. Here no
+        process waits for the passes of another.
         """
         if tensor.ndim == 0:
             return tensor.repeat(self.world_size)
@@ -58,22 +49,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return gathered
 
     # --- log-likelihood
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Any]:
-        """Score whole texts, as lm-eval does; one bar shows the windows of all."""
-        # Cut here as lm-eval will cut them, only to know the number of tokens for the bar. The text is a request's last
-        # argument: since lm-eval 0.5 an empty context stands before it.
-        windows = [
-            make_disjoint_window(window)
-            for request in requests
-            for window in get_rolling_token_windows(
-                self.tok_encode(request.args[-1]), self.prefix_token_id, self.max_length, context_len=1
-            )
-        ]
-        tokens = sum(len(context) + len(rest) - 1 for context, rest in windows)
-        with self._bar("loglikelihood_rolling", tokens, disable_tqdm):
-            scores: list[Any] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        return scores
 
     def _loglikelihood_tokens(
         self,
@@ -86,18 +61,16 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
         rows = group_requests(requests, self._table_of)
-        bar: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        # Windows of a rolling request come in batches of a given size, all of which share the bar of that request.
-        if override_bs is None:
-            bar = self._bar("loglikelihood", sum(len(row.ids) for row in rows), disable_tqdm)
-        with bar:
+        hidden = disable_tqdm or self.rank != 0
+        # HFLM asks for the windows of rolling requests batch by batch, with a bar for each.
+        leave = override_bs is None
+        with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=hidden, leave=leave) as bar:
             for batch in self._batches(rows, override_bs or self.batch_size):
-                done = Progress(sum(len(row.ids) for row in batch), reads=len(batch) * len(batch[0].ids))
-                for i, answer in self._score(batch, done):
+                for i, answer in self._score(batch):
                     answers[i] = answer
                     if (texts := requests[i][0]) is not None:  # of a rolling window, HFLM itself stores the whole
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
-                done.finish()
+                    bar.update()
         return [answer for answer in answers if answer is not None]
 
     def _table_of(self, length: int) -> int:
@@ -116,7 +89,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return self.maker()
 
     @torch.no_grad()
-    def _score(self, batch: Sequence[RequestRow], done: Progress) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score(self, batch: Sequence[RequestRow]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Score rows side by side; padding on the right is never seen by what stands before it."""
         reader = self.reader
         ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True)
@@ -127,7 +100,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in scored]
         past = self._new_cache(ids.shape[1])
         with self._autocast():
-            for start, hidden in reader.read(ids, past, self.chunk, done):
+            for start, hidden in reader.read(ids, past, self.chunk):
                 for i, (states, targets, _) in enumerate(scored):
                     # The states are sorted, so those of a chunk are neighbours.
                     low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
@@ -152,15 +125,15 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             yield rows[:count]
             rows = rows[count:]
 
-    def _detect_batch_size(self, requests: Sequence[RequestRow] | None = None, pos: int = 0) -> int:
+    def _detect_batch_size(self, rows: Sequence[RequestRow] = ()) -> int:
         """Return how many of the longest rows can be read side by side; nothing is made that scoring does not make."""
-        length = len(requests[pos].ids) if requests else self.max_length
+        length = len(rows[0].ids) if rows else self.max_length
 
         @torch.no_grad()
         def attempt(batch_size: int) -> int:
             # How much memory a pass needs does not depend on which tokens are read.
-            rows = torch.ones((batch_size, length), dtype=torch.long)
-            for _ in self.reader.read(rows, self._new_cache(length), self.chunk):
+            ids = torch.ones((batch_size, length), dtype=torch.long)
+            for _ in self.reader.read(ids, self._new_cache(length), self.chunk):
                 pass
             return batch_size
 
@@ -177,19 +150,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return size
 
     # --- generation
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue prompts, as lm-eval does; the bar shows how much of them is read."""
-        tokens = sum(len(self._encode_prompt(request.args[0])) for request in requests)
-        with self._bar("generate_until", tokens, disable_tqdm):
-            # HFLM's own bar counts requests, which may be long.
-            answers: list[str] = super().generate_until(requests, disable_tqdm=True)
-        return answers
-
-    def _encode_prompt(self, text: str) -> list[int]:
-        """Encode a text as ``generate_until`` encodes a prompt, special tokens included."""
-        ids: list[int] = self.tok_batch_encode([text])[0][0].tolist()
-        return ids
 
     def tok_batch_encode(
         self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **kwargs: Any
@@ -209,20 +169,11 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         if self.chunk is not None:
             kwargs.setdefault("prefill_chunk_size", self.chunk)
-        tokens = context.numel()
-        padding = None
-        mask = kwargs.get("attention_mask")
-        if mask is not None:
-            tokens = int(mask.sum())
-            padding = (mask == 0).sum(1)
         if self.scheme != Scheme():
             # Prompts are padded on the left, and the blocks of the cache begin with the text.
+            padding = (kwargs["attention_mask"] == 0).sum(1)
             kwargs[self.reader.cache_argument] = self.maker(padding)
-        done = Progress(tokens, reads=context.numel())
-        passes = -(-context.shape[1] // (kwargs.get("prefill_chunk_size") or context.shape[1]))
-        with done.within_pass(self.reader.decoder, context.numel(), passes=passes):
-            answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
-        done.finish()
+        answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
         return answer
 
     def _refuse_to_cut(self, what: str) -> None:

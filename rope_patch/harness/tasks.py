@@ -21,8 +21,6 @@ from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.evaluation.texts.documents import documents, text_digest
-from rope_patch.harness.lm_eval_versions import task_request
-from rope_patch.runtime.removed import removed
 
 TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows")
 """What ``--metadata`` may set."""
@@ -84,7 +82,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
         """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
-        request = task_request(self, doc, ctx, **kwargs)
+        request = super().construct_requests(doc, ctx, **kwargs)
         if self.OUTPUT_TYPE == "generate_until":
             request.arguments[1].setdefault("max_gen_toks", doc["answer_tokens"])
         return request
@@ -268,9 +266,7 @@ def refuse_misspelled(rest: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is such a key.
     """
-    for key, value in rest.items():
-        if value and removed(key):
-            raise ValueError(f"unknown --metadata {key}=.{removed(key)}")
+    for key in rest:
         # Strict, since max_length, which looks like one of ours, is an argument of the model.
         close = difflib.get_close_matches(key, TASK_OPTIONS, n=1, cutoff=0.85)
         if close and key not in TASK_OPTIONS:
