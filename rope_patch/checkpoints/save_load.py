@@ -170,7 +170,7 @@ def load(
     }
     if method is None:
         if given := [name for name, value in options.items() if value]:
-            raise ValueError(f"{given[0]} goes with a method: load(source, 'yarn', {given[0]}={options[given[0]]!r})")
+            raise ValueError(f"{given[0]} goes with a method: name one, or leave {given[0]} out")
         return _load(source, None, from_pretrained)
     chosen = as_method(method)  # a wrong method is reported before the model is loaded, which may take long
     for name in [field.name for field in fields(chosen) if field.name in from_pretrained]:

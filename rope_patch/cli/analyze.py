@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.loading import check_patch, load_model, load_tokenizer, prepare
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
@@ -25,15 +25,14 @@ def analyze(words: Sequence[str]) -> None:
     if options.report:
         require_matplotlib()
     what: dict[str, Any] = {"heads": options.heads, "p_values": options.p_values}
-    patch, machine = options.patching.arguments(), options.machine
-    check_patch(options.method, patch)
+    machine = options.machine
     texts = read_texts(options.texts)
     prepare(machine)
     engine.check_choices(read_config(options.model), **what)  # a wrong head raises before any weight is read
     tokenizer = load_tokenizer(options.model)
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
     with folder_to_write(options.output, names):
-        loaded = load_model(options.model, machine, options.method, **patch)
+        loaded = load_model(options.model, machine, options.method, **options.patching.arguments())
         with progress.bar(None, name_of(options.model), hidden=options.as_json):
             analysis = engine.analyze(
                 loaded,

@@ -1,11 +1,10 @@
-"""Functions of all commands that run a model: device, data type, tokenizer, model and progress."""
+"""Functions of all commands that run a model: device, data type, tokenizer and model."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +76,6 @@ def choose_device(device: str) -> str:
     if not torch.cuda.is_available():
         return "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-
-
-def check_patch(method: str | None, options: Mapping[str, Any]) -> None:
-    """Raise if a method is unknown, or if options of a patch are given without a method.
-
-    Raises:
-        ValueError: the method is wrong, or an option is given without a method.
-    """
-    from rope_patch.methods import as_method
-
-    given = [name for name, value in options.items() if value is not None]
-    if method is not None:
-        as_method(method)
-    elif given:
-        raise ValueError(f"{given[0]} goes with a method: name one, or leave {given[0]} out")
 
 
 def load_tokenizer(source: str) -> Any:
@@ -219,27 +203,3 @@ def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str |
     if more is None:
         more = advice
     print(f"reads {tokens:,} tokens{more}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def bytes_copied(output: Path, *, hidden: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar while a file is written.
-
-    Args:
-        output: the file, whose name the bar shows.
-        hidden: whether nothing is shown.
-
-    Yields:
-        A function of the number of bytes that are written so far and of the number of all bytes.
-    """
-    from tqdm import tqdm
-
-    looks: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    # A command that is refused before it writes anything shows no bar, since that takes less than the delay.
-    with tqdm(desc=f"writing {output.name}", disable=hidden, delay=0.2, **looks) as bar:
-
-        def on_bytes(written: int, total: int) -> None:
-            bar.total = total
-            bar.update(written - bar.n)
-
-        yield on_bytes

@@ -34,7 +34,7 @@ class ApplyOptions(OptionSet, command="apply"):
     )
     output: Path = shared.new_output(_NEW_CHECKPOINT, "PATH")
     parameters: tuple[str, ...] = word(
-        "The parameters of the method, if METHOD is only a name.",
+        "The parameters of the method, which may also be written behind its name.",
         (),
         metavar="KEY=VALUE",
         positional=True,
@@ -45,20 +45,6 @@ class ApplyOptions(OptionSet, command="apply"):
     force: bool = shared.force()
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()
-
-    def params(self) -> dict[str, str]:
-        """Return the parameters of the method by name.
-
-        Raises:
-            ValueError: a parameter is not of the form key=value.
-        """
-        params = {}
-        for item in self.parameters:
-            key, equals, value = item.partition("=")
-            if not (equals and key and value):
-                raise ValueError(f"expected key=value after the method, got {item!r}")
-            params[key] = value
-        return params
 
 
 @dataclass(frozen=True)

@@ -151,9 +151,7 @@ def held_out(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder:
     if spec.windows == 0 or spec.text is not None or options.data.source == "builtin":
         return []
     if folder is not None:
-        # A run of an earlier version held nothing out.
-        path = folder / HELD_OUT_FILE
-        return list(read_json(path)["texts"]) if path.is_file() else []
+        return list(read_json(folder / HELD_OUT_FILE)["texts"])
     documents = open_source(options.data, options.train.seed)
     most = DOCUMENTS_CHECKED
     if hasattr(documents, "__len__"):  # else it is streamed

@@ -18,7 +18,6 @@ from rope_patch.methods import as_method
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict
 from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
-from rope_patch.runtime.removed import removed
 from rope_patch.runtime.result_cache import code_identity, key
 from rope_patch.training.models import bundled_folder_or_name
 from rope_patch.training.pack_rows import rows_per_step, text_files
@@ -143,12 +142,11 @@ def _finished(out: Path) -> dict[str, Any] | None:
 def _changes(earlier: dict[str, Any], settings: dict[str, Any], digests: dict[str, str]) -> str:
     """Return what differs between two runs, such as ``train.steps=100 (now 200)``.
 
-    Files that are gone do not count, since the rows are packed, and neither do those of a run that has no digests.
+    Files that are gone do not count, since the rows are packed.
     """
-    stored = earlier.pop("contents", {})
+    stored = earlier.pop("contents")
     before, now = flatten_dict(earlier), flatten_dict(settings)
-    before = {name: value for name, value in before.items() if value or not removed(name)}  # those were off
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    changes = [f"{name}={before.get(name)} (now {now.get(name)}){removed(name)}" for name in names]
+    changes = [f"{name}={before.get(name)} (now {now.get(name)})" for name in names]
     changed = [name for name, digest in stored.items() if digests.get(name, digest) != digest]
     return "; ".join(changes + [f"other contents of {name} than now" for name in changed])
