@@ -51,7 +51,7 @@ def save(
     out: str | Path,
     *,
     tokenizer: Any = None,
-    trust_adapters: str | Sequence[str] = (),
+    trust_adapters: Sequence[str] = (),
     **save_options: Any,
 ) -> Path:
     """Save a patched model or an adapter trained under a patch, with its record, atomically.
@@ -95,8 +95,6 @@ def save(
     if tokenizer not in (None, False) and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer of transformers, False, or left out, got {tokenizer!r}")
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
-    if isinstance(trust_adapters, str):
-        trust_adapters = [trust_adapters]
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
     check_adapters_in_model(model, record, trust_adapters, save_options.get("selected_adapters"))

@@ -123,7 +123,7 @@ def test_plain_peft_would_load_the_adapter_wrongly_and_once_merged_plain_transfo
         expected = model(rows, use_cache=False).logits
         assert not torch.allclose(wrong(rows, use_cache=False).logits, expected, atol=1e-2), "and nothing was said"
     with pytest.raises(PatchError):
-        rope_patch.verify(wrong, read_record(done.folder))
+        rope_patch.verify(wrong)
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
