@@ -97,7 +97,7 @@ def smaller(options: RecipeOptions) -> Iterator[str]:
         yield "data.length=512"
     else:
         yield "data.length=256"
-    # On a CPU, quantized weights can only be evaluated at the end (see training/trainer_arguments.py).
+    # On a CPU, quantized weights can only be evaluated at the end (see training/trainer.py).
     if options.model.quantization == "none":
         yield "evaluation.every=2"
     else:

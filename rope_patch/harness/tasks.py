@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.evaluation.texts.documents import documents, text_digest
+from rope_patch.options.fields import COUNT
 
 TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows")
 """What ``--metadata`` may set."""
@@ -144,8 +146,7 @@ def retrieval_documents(
         ValueError: there is no tokenizer, an option is bad, or a prompt does not fit.
     """
     refuse_misspelled(rest)
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples must be a whole number >= 1, got {samples!r}: give --metadata samples=")
+    COUNT.checked("samples", samples)
     maker = _prompt_maker(tokenizer_arguments(rest), haystack, turns)
     depths = [depths] if isinstance(depths, int | float) else list(depths)
     rows = []
@@ -190,10 +191,8 @@ def perplexity_documents(
         stride = length // 2
     if windows is None:
         windows = max(1, min(32, 131072 // length))
-    for name, value, most in (("windows", windows, None), ("stride", stride, length - 1)):
-        if not isinstance(value, int) or value < 1 or (most is not None and value > most):
-            span = "at least 1" if most is None else f"in [1, {most}]"
-            raise ValueError(f"{name} must be a whole number {span}, got {value!r}: give --metadata {name}=")
+    COUNT.checked("windows", windows)
+    replace(COUNT, most=length - 1).checked("stride", stride)
     arguments = tokenizer_arguments(rest)
     tokenizer, prefix = load_tokenizer(arguments)
     words, tokens_before = words_of(arguments, text)

@@ -165,6 +165,10 @@ class Option:
         return value
 
 
+COUNT = Option("", metavar="COUNT", kind=int, least=1)
+"""A number of things, for the values that no field holds."""
+
+
 @dataclass(frozen=True)
 class OptionSet:
     """A dataclass whose fields are options. The values are checked when an object is made.

@@ -24,8 +24,7 @@ from rope_patch.training.models import BUNDLED_CHAT_TEMPLATE, BUNDLED_MODELS, lo
 from rope_patch.training.pack_rows import held_out, make_rows, packed_rows, rows_per_step
 from rope_patch.training.results import write_results
 from rope_patch.training.runs import RunFolder, inspect_folder
-from rope_patch.training.trainer import LongTrainer
-from rope_patch.training.trainer_arguments import check_training, training_arguments
+from rope_patch.training.trainer import LongTrainer, check_training, training_arguments
 
 
 @dataclass(frozen=True)

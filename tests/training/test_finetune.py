@@ -39,7 +39,7 @@ from rope_patch.training import finetune as module
 from rope_patch.training.evaluate_run import metrics, suite_of
 from rope_patch.training.finetune import finetune
 from rope_patch.training.runs import contents, last_checkpoint
-from rope_patch.training.trainer_arguments import training_arguments
+from rope_patch.training.trainer import training_arguments
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"

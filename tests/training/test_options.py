@@ -13,7 +13,7 @@ from support.recipe_runs import recipe
 from rope_patch.cli.finetune import smaller
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import from_dict, to_dict, to_yaml
-from rope_patch.training.trainer_arguments import check_training
+from rope_patch.training.trainer import check_training
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 BASE = ("model.name=llama", "data.length=512", "output=x")
