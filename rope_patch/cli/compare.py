@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_patch.cli.loading import (
-    load_model,
-    load_tokenizer,
-    prepare,
-    say_smaller,
-)
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smaller, working_together
 from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import RESULT_CACHE, resumable, write_and_show
-from rope_patch.cli.processes import working_together
 from rope_patch.options import CompareOptions
 from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.loading import load_model, load_tokenizer, prepare
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare, working_together
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import command_line, print_json, resumable, show_page
-from rope_patch.cli.processes import working_together
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress

@@ -1,10 +1,11 @@
-"""Functions of all commands that run a model: device, data type, tokenizer and model."""
+"""Functions of all commands that run a model: processes, device, data type, tokenizer and model."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,31 @@ from rope_patch.options.shared import Machine
 
 BALANCED = "balanced"
 """The name for all GPUs together, among which accelerate divides the layers."""
+
+
+@contextlib.contextmanager
+def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
+    """Join the processes of a command within a ``with`` block; only the first one prints and writes.
+
+    Args:
+        output: the folder that the first process locks and creates.
+        files: the names of the files that it will write there.
+
+    Yields:
+        Whether this process is the first or the only one.
+    """
+    from rope_patch.runtime.folders import folder_to_write
+    from rope_patch.runtime.parallel import joined_processes
+
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(joined_processes())
+        if rank:
+            silent = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(silent))
+            stack.enter_context(contextlib.redirect_stderr(silent))
+        else:
+            stack.enter_context(folder_to_write(output, files))
+        yield rank == 0
 
 
 def prepare(machine: Machine, *texts: str | Path | None) -> None:

@@ -25,7 +25,9 @@ class ApplyOptions(OptionSet, command="apply"):
     Example: ``rope-patch apply ./llama abf rope_theta=500000 -o ./llama-abf``
     """
 
-    model: str = shared.checkpoint()
+    model: str = word(
+        "A checkpoint: a local folder, a Hugging Face hub id or a GGUF file.", metavar="MODEL", positional=True
+    )
     method: str = word(
         "The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are joined with +. "
         "rope-patch methods lists all of them.",

@@ -96,7 +96,7 @@ class EvalSpec(OptionSet):
     )
     chunk: int | None = shared.chunk()
     batch_tokens: int = tokens("The largest number of tokens that are read as one batch.", 16384)
-    seed: int = shared.seed()
+    seed: int = whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
 
     def __post_init__(self) -> None:
         """Check the values, and put lengths and depths in order."""

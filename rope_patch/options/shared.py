@@ -73,11 +73,6 @@ def model(default: Any = MISSING) -> Any:
     )
 
 
-def checkpoint() -> Any:
-    """Return the field for a checkpoint that is no adapter."""
-    return word("A checkpoint: a local folder, a Hugging Face hub id or a GGUF file.", metavar="MODEL", positional=True)
-
-
 def output(folder: str) -> Any:
     """Return the field for the folder of results, with its default."""
     return path("The folder to write the results to.", Path(folder), metavar="FOLDER", short=("-o",))
@@ -148,11 +143,6 @@ def gpu_memory() -> Any:
     """Return the field for the memory of a GPU, written as 24 or 24GB."""
     help = "The memory of one GPU in GiB, as nvidia-smi shows it."
     return option(help, 80.0, metavar="GIB", kind=float, read=parse_memory, above=0)
-
-
-def seed() -> Any:
-    """Return the field for the random seed."""
-    return whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
 
 
 def force() -> Any:

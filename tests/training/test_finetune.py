@@ -169,7 +169,7 @@ def test_two_commands_do_not_work_in_one_folder(tmp_path):
 def test_a_mistake_costs_nothing(tmp_path):
     """A run that never got to a checkpoint gives its folder up to the corrected command."""
     (tmp_path / "short.txt").write_text("A short text. " * 5)
-    for wrong in ("patch.layer_types=[nonsense]", "train.scheduler=steady", f"data.source={tmp_path / 'short.txt'}"):
+    for wrong in ("patch.layer_types=nonsense", "train.scheduler=steady", f"data.source={tmp_path / 'short.txt'}"):
         with pytest.raises(ValueError):
             finetune(options(tmp_path / "run", wrong, *QUICK))
     assert finetune(options(tmp_path / "run", *QUICK)).results["steps"] == 1

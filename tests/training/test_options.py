@@ -42,7 +42,7 @@ def words(*given):
 def test_later_words_and_files_go_over_earlier_ones(file):
     first = file("train: {steps: 1, batch: 2, accumulate: 3, seed: 4}\nlora:\n  rank: 5\npatch:\n")
     second = file("train:\n  steps: 11\n  batch: 12\n", "b.yaml")
-    parsed = words("train.log_every=22", first, second, "train.steps=31", "evaluation.depths=[0.5]", "train.steps=32")
+    parsed = words("train.log_every=22", first, second, "train.steps=31", "evaluation.depths=0.5", "train.steps=32")
     train = parsed.train
     assert (train.steps, train.batch, train.accumulate, train.seed, train.log_every) == (32, 12, 3, 4, 22)
     assert parsed.lora.rank == 5 and parsed.evaluation.spec.depths == (0.5,), "lists are replaced, not joined"
@@ -59,7 +59,7 @@ def test_numbers_are_read_as_people_write_them(file):
     assert words(file("evaluation: {lengths: 4096}")).evaluation_lengths == (4096,)
     assert words("evaluation.lengths=32k, 4k").evaluation_lengths == (4096, 32768)
     assert words("patch.target_length=2k").evaluation_lengths == (2048,)
-    assert words("lora.target_modules=[q_proj,v_proj]") == words("lora.target_modules=q_proj v_proj")
+    assert words("lora.target_modules=q_proj,v_proj") == words("lora.target_modules=q_proj v_proj")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
         ("lora.rank=-1", "lora.rank must be >= 0"),
         ("train.learning_rate=0", "train.learning_rate"),
         ("train.steps=10 train.warmup=20", "train.warmup=20"),
-        ("evaluation.depths=[0.5,1.5]", "depths"),
+        ("evaluation.depths=0.5,1.5", "depths"),
         ("evaluation.task=haystack", "unknown retrieval task"),
         ("patch.method=yarm", "yarn"),
         ("patch.target_length=256", "longer than patch.target_length"),
