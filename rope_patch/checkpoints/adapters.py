@@ -274,8 +274,9 @@ def check_adapters_in_model(
     for name in trusted:
         if name not in known:
             raise ValueError(f"trust_adapters: no adapter {name!r}. Known: {', '.join(known)}")
-    for name, config in ((name, config) for name, config in known.items() if not selected or name in selected):
-        own = getattr(config, TABLES_ATTRIBUTE, None)
+    saved = [name for name in known if not selected or name in selected]
+    for name in saved:
+        own = getattr(known[name], TABLES_ATTRIBUTE, None)
         if own is not None and name not in trusted and not same_tables(own.tables, record.tables):
             raise PatchError(
                 f"the adapter {name!r} was trained under {own.to_method()}, and the model is patched with "
@@ -286,11 +287,11 @@ def check_adapters_in_model(
     # adapter without a record may have been combined from it.
     unknown = [name for name in known if not hasattr(known[name], TABLES_ATTRIBUTE) and name not in trusted]
     loaded = [name for name in unknown if known[name].inference_mode]
-    saved = [name for name in unknown if not selected or name in selected]
-    if loaded and saved:
+    doubtful = [name for name in unknown if name in saved]
+    if loaded and doubtful:
         raise PatchError(
-            f"nothing shows under which tables the adapter {saved[0]!r} was trained: PEFT loaded {loaded[0]!r}, or "
+            f"nothing shows under which tables the adapter {doubtful[0]!r} was trained: PEFT loaded {loaded[0]!r}, or "
             f"combined it from adapters that were loaded. If it belongs to {record.to_method()}, say so: "
-            f"save(…, trust_adapters=[{saved[0]!r}]). Adapters that rope_patch.load_adapter(model, FOLDER, "
+            f"save(…, trust_adapters=[{doubtful[0]!r}]). Adapters that rope_patch.load_adapter(model, FOLDER, "
             "adapter_name=…) loads are checked"
         )

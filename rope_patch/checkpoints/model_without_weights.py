@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE
+from rope_patch.checkpoints.adapters import ADAPTER_FILE
 from rope_patch.checkpoints.load_gguf import put_table
 from rope_patch.checkpoints.source_files import (
     auto_class,
@@ -44,12 +44,9 @@ def model_without_weights(
             set.
     """
     if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
-        if (Path(source) / CONFIG_FILE).is_file():
-            raise ValueError(
-                f"{source} holds an adapter beside its base model: load both with rope_patch.load, or move the adapter "
-                "into a folder of its own"
-            )
-        raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
+        raise ValueError(
+            f"{source} holds an adapter: give its base model in a folder of its own, or load both with rope_patch.load"
+        )
     config = load_config(source, **options)
     if checked:
         check_older_keys(config_json(source, **options), source)

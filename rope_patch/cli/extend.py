@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,13 +45,9 @@ def extend(words: Sequence[str]) -> int:
     # A dry run deletes the folder only if no earlier run left measurements in it.
     fresh = not work.exists()
     with working_together(work, [RESULT_CACHE, "comparison.json"]) as first:
-
-        def say(sentence: str) -> None:
-            print(sentence, file=sys.stderr)  # silent in all processes but the first (see working_together)
-
         if (work / RESULT_CACHE).exists():
-            say(f"{work} holds measurements of an earlier run, which are used where they fit")
-        model = _load(settings, say)
+            progress.say(f"{work} holds measurements of an earlier run, which are used where they fit")
+        model = _load(settings)
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.say_what_the_model_is()
         try:
@@ -62,11 +57,11 @@ def extend(words: Sequence[str]) -> int:
                 shutil.rmtree(work, ignore_errors=True)
             raise
         for line in run.describe(rounds, training):
-            say(line)
+            progress.say(line)
         if settings.budget is None:
-            say("without --budget the first round is as large as suits the model: --budget TIME changes that")
+            progress.say("without --budget the first round is as large as suits the model: --budget TIME changes that")
         if options.dry_run:
-            say("dry run: nothing was measured or written")
+            progress.say("dry run: nothing was measured or written")
             if fresh and first:
                 shutil.rmtree(work, ignore_errors=True)
             return 0
@@ -92,13 +87,8 @@ def extend(words: Sequence[str]) -> int:
     return EXIT_NOTHING_CHOSEN if outcome.output is None else 0
 
 
-def _load(settings: ExtendSettings, say: Callable[[str], None]) -> Any:
-    """Load the model with the table that is extended: the one under which its weights were trained.
-
-    Args:
-        settings: the settings of the run.
-        say: the function that is called with a sentence on each change.
-    """
+def _load(settings: ExtendSettings) -> Any:
+    """Load the model with the table that is extended: the one under which its weights were trained."""
     from rope_patch.extending.write_extended import trained_by_extend
     from rope_patch.patching.install import rebase, restore
     from rope_patch.patching.locate import locate
@@ -106,7 +96,7 @@ def _load(settings: ExtendSettings, say: Callable[[str], None]) -> Any:
 
     model, trained = load_model(settings.model, settings.machine), trained_by_extend(settings.model)
     if hasattr(model, "peft_config"):
-        say(f"{settings.model} is an adapter: merged into its base")
+        progress.say(f"{settings.model} is an adapter: merged into its base")
         model, trained = model.merge_and_unload().eval(), True
     location = locate(model)
     if location.record is None or trained is None:
@@ -114,10 +104,10 @@ def _load(settings: ExtendSettings, say: Callable[[str], None]) -> Any:
     method = location.record.to_method()
     if trained:
         rebase(model, settings_of(location.config))
-        say(f"{settings.model}: {method} is what is extended, since its weights were trained under it")
+        progress.say(f"{settings.model}: {method} is what is extended, since its weights were trained under it")
     else:
         restore(model)
-        say(f"{settings.model}: {method} is taken off first, under which its weights were not trained")
+        progress.say(f"{settings.model}: {method} is taken off first, under which its weights were not trained")
     return model
 
 

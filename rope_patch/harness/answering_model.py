@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             if len(context) + len(continuation) - 1 > self.max_length:
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
-        rows = group_requests(requests, self._table_of)
+        # A dynamic table differs from length to length, so that only texts of one length are read together.
+        rows = group_requests(requests, of_one_length=self.reader.dynamic)
         hidden = disable_tqdm or self.rank != 0
         # HFLM asks for the windows of rolling requests batch by batch, with a bar for each.
         leave = override_bs is None
@@ -73,13 +74,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update()
         return [answer for answer in answers if answer is not None]
-
-    def _table_of(self, length: int) -> int:
-        """Return a number that stands for the table under which a text of so many tokens is read."""
-        # A dynamic table differs from length to length, so that only texts of one length share it.
-        if self.reader.dynamic:
-            return length
-        return 0
 
     def _new_cache(self, tokens: int) -> Any:
         """Return a cache for rows of so many tokens; None if a pass reads whole rows, which needs no cache."""
@@ -209,15 +203,12 @@ class RequestRow:
         return unique[:, 0].contiguous(), unique[:, 1], where.split([len(rest) for _, _, rest in self.asked])
 
 
-def group_requests(
-    requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Callable[[int], int]
-) -> list[RequestRow]:
+def group_requests(requests: Sequence[tuple[Any, list[int], list[int]]], *, of_one_length: bool) -> list[RequestRow]:
     """Return requests in rows, the longest first.
 
     Args:
         requests: the requests: each one's texts or None, the tokens of its context, and those of its continuation.
-        table_of: gives for a number of tokens a number that stands for the table under which a text of that length is
-            read; only requests that are read under the same table share a row.
+        of_one_length: whether only requests of one length share a row.
     """
     texts = []
     for i, (_, context, continuation) in enumerate(requests):
@@ -225,12 +216,12 @@ def group_requests(
             raise ValueError(f"request {i} has {len(context)} tokens of context and {len(continuation)} to score")
         # Big-endian bytes sort as the numbers do, so that texts which begin alike become neighbours.
         ids = numpy.array([*context, *continuation[:-1]], dtype=">i4").tobytes()
-        texts.append((table_of(len(context) + len(continuation)), ids, i))
+        texts.append((len(ids) if of_one_length else 0, ids, i))
     rows: list[tuple[int, bytes, list[int]]] = []
     # In reverse order a text follows the longer ones that begin with it.
-    for table, ids, i in sorted(texts, reverse=True):
-        if not rows or rows[-1][0] != table or not rows[-1][1].startswith(ids):
-            rows.append((table, ids, []))
+    for length, ids, i in sorted(texts, reverse=True):
+        if not rows or rows[-1][0] != length or not rows[-1][1].startswith(ids):
+            rows.append((length, ids, []))
         rows[-1][2].append(i)
     rows.sort(key=lambda row: (-len(row[1]), row[1]))
     return [

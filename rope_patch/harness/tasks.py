@@ -285,7 +285,7 @@ def tokenizer_arguments(metadata: Mapping[str, Any]) -> TokenizerArguments:
         raise ValueError(
             "lengths are counted in tokens of the model: give --metadata tokenizer= (or pretrained= in --model_args)"
         )
-    names = ("add_bos_token", "revision", "subfolder", "trust_remote_code", "use_fast_tokenizer")
+    names = ("add_bos_token", "revision", "subfolder", "trust_remote_code")
     return (("name", name), *((key, metadata[key]) for key in names if metadata.get(key) is not None))
 
 
@@ -299,8 +299,6 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
     options = dict(arguments)
     name = options.pop("name")
     bos = options.get("add_bos_token")
-    if "use_fast_tokenizer" in options:
-        options["use_fast"] = options.pop("use_fast_tokenizer")
     tokenizer = name
     if isinstance(name, str):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)

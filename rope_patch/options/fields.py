@@ -278,9 +278,9 @@ def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
             try:
                 arguments[one.name] = build(one.metadata["kind"], defaults | inner)
             except ValueError as error:
-                if one.metadata["section"]:
-                    raise ValueError(f"{one.name}.{error}") from None
-                raise ValueError(str(error)) from None
+                if not one.metadata["section"]:
+                    raise
+                raise ValueError(f"{one.name}.{error}") from None
         elif inner:
             # What is left of the path of a leaf is empty.
             arguments[one.name] = inner[()]

@@ -90,15 +90,12 @@ def write_results(
     model: Any = trainer.model
     record = verify_model(model)
     state = trainer.state
-    best_step = None
-    if state.best_model_checkpoint is not None:
-        best_step = int(Path(state.best_model_checkpoint).name.rpartition("-")[2])
     results: dict[str, Any] = {
         "command": command or " ".join(sys.argv),
         "options": to_dict(options),
         "patch": str(record.to_method()),
         "steps": state.global_step,
-        "best_step": best_step,
+        "best_step": state.best_global_step,
         "target_length": record.target_length or options.target_length,
         "tokens": state.global_step * rows_per_step(options) * options.data.length,
         "losses": [{"step": entry["step"], "loss": entry["loss"]} for entry in state.log_history if "loss" in entry],

@@ -22,9 +22,6 @@ _CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
 )  # newer releases have the first name
 
-OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
-"""transformers' names of optimizers that have another name in the options."""
-
 
 class LongTrainer(Trainer):
     """Train on rows of :mod:`~rope_patch.training.pack_rows`, read in the order given.
@@ -183,6 +180,9 @@ def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArgument
             "greater_is_better": True,
             "load_best_model_at_end": True,
         }
+    optimizer = train.optimizer
+    if optimizer == "adamw":
+        optimizer = "adamw_torch"
     report_to = []
     if is_tensorboard_available():
         report_to.append("tensorboard")
@@ -194,7 +194,7 @@ def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArgument
         learning_rate=train.learning_rate,
         lr_scheduler_type=train.scheduler,
         warmup_steps=options.warmup_steps,
-        optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
+        optim=optimizer,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
         bf16=train.precision == "bfloat16",

@@ -169,7 +169,7 @@ def test_an_adapter_in_the_folder_of_its_base_model(tmp_path):
         lambda folder: model_without_weights(folder),
         lambda folder: patch_folder(folder, "abf", tmp_path / "out"),
     ):
-        with pytest.raises(ValueError, match="beside"):
+        with pytest.raises(ValueError, match="holds an adapter"):
             command(tmp_path / "both")
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both").eval()), logits(tuned))
 
