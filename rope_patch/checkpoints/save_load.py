@@ -31,7 +31,7 @@ from rope_patch.checkpoints.adapters import (
     write_patch_files,
 )
 from rope_patch.checkpoints.load_gguf import forget_quantization, load_gguf
-from rope_patch.checkpoints.source_files import auto_class, check_older_keys, config_json, load_or_explain
+from rope_patch.checkpoints.source_files import auto_class, check_older_keys, config_json, explained
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import refuse_repacked_weights, wrong_tensors, wrong_tensors_in_load
@@ -228,13 +228,10 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
 
 def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a model that transformers loaded, and what its loader reports of tensors that did not match."""
-
-    def load_it() -> Any:
+    with explained(source):
         given = getattr(options.get("config"), "model_type", None)
         loader = auto_class(given or config_json(source, **options).get("model_type"))
-        return loader.from_pretrained(str(source), output_loading_info=True, **options)
-
-    model, loaded = load_or_explain(source, load_it)
+        model, loaded = loader.from_pretrained(str(source), output_loading_info=True, **options)
     if options.get("ignore_mismatched_sizes"):  # the caller has allowed them
         loaded = {**loaded, "mismatched_keys": ()}
     return model, loaded
@@ -344,19 +341,13 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     if record is not None:
         verify_model(model)
     loaded: Any = model
-    if holder is None:
-        wrapped: Any = model
-        with _onto(model, adapter, hub):
-            loaded = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
-    else:
-        with _onto(model, adapter, hub):
+    adapter_config(adapter, **hub)  # its errors name the file
+    with as_value_error(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}"):
+        if holder is None:
+            loaded = holder = PeftModel.from_pretrained(loaded, str(adapter), adapter_name=name, **peft_options)
+        else:
             holder.load_adapter(str(adapter), name, **peft_options)
     # `save` checks by it that the adapter still belongs to the tables.
     if record is not None:
         setattr(holder.peft_config[name], TABLES_ATTRIBUTE, record)
     return loaded
-
-
-def _onto(model: nn.Module, adapter: str | Path, hub: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    adapter_config(adapter, **hub)
-    return as_value_error(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rope_patch.cli.extend import extend
 from rope_patch.cli.parsing import parse
-from rope_patch.options.recipes import DemoOptions
+from rope_patch.options.shipped import DemoOptions
 
 DEMO_METHODS = (
     "yarn",

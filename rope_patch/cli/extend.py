@@ -40,7 +40,7 @@ def extend(words: Sequence[str]) -> int:
 
     settings, output = options.settings, options.output
     check_output(settings, output, options.force)
-    prepare(settings.machine, settings.evaluation.text, settings.evaluation.haystack)
+    prepare(settings.machine)
     work = output.with_name(f"{output.name}.work")
     # A dry run deletes the folder only if no earlier run left measurements in it.
     fresh = not work.exists()

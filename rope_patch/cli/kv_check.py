@@ -40,18 +40,20 @@ def kv_check(words: Sequence[str]) -> None:
     # Perplexity is compared over all positions up to a length, so the text needs no finer position buckets.
     spec = replace(options.evaluation, bucket=options.evaluation.longest)
     engine.check_spec(spec)
-    prepare(machine, spec.text, spec.haystack)
+    prepare(machine)
     output, finished = options.output, options.output / RESULT_CACHE
     files = ["kv-check.json", *["kv-check.html"] * options.report]
     with working_together(output, [*files, RESULT_CACHE]) as first:
-        tokenizer, loaded = load_tokenizer(options.model), load_model(options.model, machine)
+        tokenizer = load_tokenizer(options.model)
+        asked = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
+        loaded = load_model(options.model, machine)
         patch = options.patching.arguments()
         del patch["target_length"]  # the lengths say it
         # A factor that is left out follows from the longest requested length.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         # Full precision is among the names, and is not a format to check.
         counts = (len(names) - 1, len(compared))
-        suite, lost = suite_for(loaded, EvalSuite(spec, tokenizer), *counts, given)
+        suite, lost = suite_for(loaded, asked, *counts, given)
         planned = replace(suite.spec, windows=len(suite.windows))
         total = tokens_to_check(planned, *counts, options.decode)
         layers = int(loaded.config.get_text_config().num_hidden_layers)

@@ -40,24 +40,16 @@ def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
         yield rank == 0
 
 
-def prepare(machine: Machine, *texts: str | Path | None) -> None:
-    """Check device and texts before anything is loaded, set CPU threads, and turn off transformers' progress bars.
-
-    Args:
-        machine: the device, data type and threads that a model will run with.
-        *texts: files and folders of text, or the names of built-in texts.
+def prepare(machine: Machine) -> None:
+    """Check the device before anything is loaded, set CPU threads, and turn off transformers' progress bars.
 
     Raises:
         ValueError: an unknown device, or one that is not there.
-        FileNotFoundError: a text does not exist.
     """
     import torch
     from transformers.utils import logging as hf_logging
 
     check_device(machine.device)
-    for text in texts:
-        if text not in (None, "builtin", "noise") and not Path(text).exists():
-            raise FileNotFoundError(f"no file or folder {str(text)!r}")
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)
     hf_logging.disable_progress_bar()
@@ -111,7 +103,6 @@ def load_tokenizer(source: str) -> Any:
         source: a folder, a hub id or a GGUF file.
 
     Raises:
-        FileNotFoundError: the hub has no such repository.
         ValueError: there is no such folder, no checkpoint in it, or no tokenizer that can be loaded.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
@@ -120,14 +111,7 @@ def load_tokenizer(source: str) -> Any:
 
     check_source(source)
     bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
-    try:
-        return read_tokenizer(adapter_base(source) if bare else source)
-    except ValueError as error:
-        if Path(source).exists():
-            raise
-        # The name is no folder, so the cause is the hub's answer; its first line says enough.
-        reason = str(error.__cause__).partition("\n")[0]
-        raise FileNotFoundError(f"no folder {source}, and the hub gives no tokenizer of that name: {reason}") from None
+    return read_tokenizer(adapter_base(source) if bare else source)
 
 
 def load_model(source: str, machine: Machine = Machine(), method: str | None = None, **apply_options: Any) -> Any:

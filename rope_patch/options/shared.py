@@ -62,12 +62,11 @@ class Machine(OptionSet):
 # --- single options --------------------------------------------------------------------------------------------------
 
 
-def model(default: Any = MISSING) -> Any:
+def model() -> Any:
     """Return the field for a checkpoint or adapter."""
     return word(
         "A checkpoint or a PEFT adapter: a local folder, a Hugging Face hub id or a GGUF file. An adapter is loaded "
         "onto its base model, with the rotary patch that it was trained under.",
-        default,
         metavar="MODEL",
         positional=True,
     )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rope_patch.options.fields import Option, OptionSet, build, leaves
-from rope_patch.runtime.removed import STATED_ANYWAY, removed
+from rope_patch.runtime.removed import removed
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
@@ -51,15 +51,10 @@ def stated(
                 raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
             inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
         for key, one in inside.items():
-            off = one in (None, False, "false", "null")
-            went = removed(key, command="extend")  # the command whose files a version writes and another one reads
-            if key not in known and (key in STATED_ANYWAY or (removed(key) and off)):
-                from rope_patch.runtime.progress import say  # which imports torch
-
-                say(f"note: {where}{key} is left out.{went}")
-                continue
             if key not in known:
-                raise ValueError(f"{where}unknown option {key!r}.{went or did_you_mean(str(key), known)}")
+                # Of all commands extend alone writes its options into a file.
+                hint = removed(key, command="extend") or did_you_mean(str(key), known)
+                raise ValueError(f"{where}unknown option {key!r}.{hint}")
             yield known[key].path, read_value(known[key], one, f"{where}{key}")
 
 

@@ -23,10 +23,8 @@ REMOVED |= {"CoPE": REMOVED["cope"], "Resonance": REMOVED["resonance"]}
 """Commands, options, tasks, methods and public names that were removed, by name."""
 
 NEEDLE_IN_TEXT = "extend lays its needle into the text that it reads; rope-patch compare asks in other ways"
-STATED_ANYWAY = dict.fromkeys(("depths", "haystack", "chat_template", "batch_tokens"), NEEDLE_IN_TEXT)
-"""Options that each extend.yaml of an earlier version states, whatever their value. Other commands have them still."""
 OF_COMMANDS = {
-    "extend": STATED_ANYWAY,
+    "extend": dict.fromkeys(("depths", "haystack", "chat_template", "batch_tokens"), NEEDLE_IN_TEXT),
     "analyze": {
         "layers": "analyze reads all layers; rope_patch.modeling.capture.capture takes some",
         "pattern": "analyze reads the .txt files of a folder; give --text more than once for others",

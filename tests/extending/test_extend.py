@@ -366,18 +366,11 @@ def test_a_long_run_says_what_takes_less(tmp_path, monkeypatch):
     assert int(remedies[1]) == 11 and int(remedies[2]) in (2, 3)
 
 
-def test_an_extend_yaml_of_an_earlier_version_loads_with_a_note(tmp_path):
-    said, recipe = [], tmp_path / "extend.yaml"
-    recipe.write_text(
-        "model: m\nlength: 512\ndepths: [0.1, 0.9]\nhaystack: noise\nchat_template: auto\nbatch_tokens: 16384\n"
-    )
-    with listen(on_sentence=said.append):
-        settings = parse(ExtendOptions, ["--recipe", str(recipe), "-o", "again"]).settings
-    assert settings == ExtendSettings("m", 512) and len(said) == 4
-    assert said[0].endswith(
-        "depths is left out. It was removed: extend lays its needle into the text that it reads; "
-        "rope-patch compare asks in other ways."
-    )
+def test_an_option_of_an_earlier_extend_yaml_is_named(tmp_path):
+    recipe = tmp_path / "extend.yaml"
+    recipe.write_text("model: m\nlength: 512\ndepths: [0.1, 0.9]\n")
+    with pytest.raises(ValueError, match=r"unknown option 'depths'\. It was removed: extend lays its needle"):
+        parse(ExtendOptions, ["--recipe", str(recipe), "-o", "again"])
 
 
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
