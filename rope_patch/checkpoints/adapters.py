@@ -31,7 +31,7 @@ WEIGHTS_KEY = "adapter_weights"
 
 
 def write_record(record: PatchRecord, folder: str | Path) -> None:
-    """Write ``rope_patch.json`` into a folder, atomically; a file that says the same already is left alone.
+    """Write ``rope_patch.json`` into a folder, atomically.
 
     If the folder holds an adapter, the record is tied to its weights by a hash, so that it is refused beside weights
     that somebody saves there later.
@@ -40,9 +40,7 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
     data = record.to_dict()
     if (weights := _adapter_weights(folder)) is not None:
         data[WEIGHTS_KEY] = file_hash(weights)
-    path, text = folder / RECORD_FILE, json.dumps(data, indent=1) + "\n"
-    if not path.is_file() or path.read_bytes() != text.encode():
-        write_atomically(path, text)
+    write_atomically(folder / RECORD_FILE, json.dumps(data, indent=1) + "\n")
 
 
 def write_patch_files(record: PatchRecord, folder: Path) -> None:

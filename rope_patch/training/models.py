@@ -66,10 +66,6 @@ def load_model(
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": kernel}
     shared: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     source = bundled_folder_or_name(options.name)
-    if Path(source, checkpoints.ADAPTER_FILE).is_file():
-        raise ValueError(
-            f"{options.name} is an adapter: merge it into its base first (merge_and_unload), and save that"
-        )
     config = checkpoints.load_config(source, **shared)
     quantized = is_gguf(source) or getattr(config, "quantization_config", None)
     if quantized and options.quantization != "none":

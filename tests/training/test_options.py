@@ -101,7 +101,6 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
         ("lora.rank=0 model.quantization=nf4", "model.quantization"),
         ("evaluation.every=100 train.save_every=150", "train.save_every"),
         ("data.positions=pose patch.target_length=1k data.boundaries=apart", "data.boundaries"),
-        ("data.positions=pose patch.target_length=1k data.length=8 data.chunks=9", "data.chunks"),
     ],
 )
 def test_wrong_values_are_named(word, named):
