@@ -11,7 +11,6 @@ from torch import nn
 from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
 from rope_patch.checkpoints.folder_patch import verify_folder
 from rope_patch.checkpoints.model_without_weights import model_without_weights
-from rope_patch.gguf.file import open_gguf
 from rope_patch.gguf.patch import verify_gguf
 from rope_patch.gguf.table import read_gguf
 from rope_patch.patching.install import reapply
@@ -27,12 +26,10 @@ class Verification:
     Attributes:
         source: the class of the model, or the folder or file.
         record: the patch record.
-        weights: the type of the weights of a GGUF file (``Q4_K_M``); None for any other source.
     """
 
     source: str
     record: PatchRecord
-    weights: str | None = None
 
     @property
     def method(self) -> str:
@@ -48,8 +45,7 @@ class Verification:
         return f"<Verification of {self.source}: patched with {shortened(self.method)}, as recorded>"
 
     def __str__(self) -> str:
-        weights = "" if self.weights is None else f"; {self.weights} weights"
-        return f"{self.source}: patched with {self.method}, as recorded (tables: {hashes(self.tables)}){weights}"
+        return f"{self.source}: patched with {self.method}, as recorded (tables: {hashes(self.tables)})"
 
 
 def inspect(source: nn.Module | str | Path) -> Inspection:
@@ -100,5 +96,5 @@ def verify(source: nn.Module | str | Path) -> Verification:
     if isinstance(source, nn.Module):
         return Verification(type(source).__name__, verify_model(source))
     if is_gguf(source):
-        return Verification(str(source), verify_gguf(source), open_gguf(source).weights)
+        return Verification(str(source), verify_gguf(source))
     return Verification(str(source), verify_folder(source))

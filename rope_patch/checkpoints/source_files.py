@@ -127,10 +127,7 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**options)
         except Exception as error:  # there are many kinds, since it reads config.json, too
-            reason = in_one_line(error)
-            if isinstance(error, OSError | ValueError):
-                reason = str(error).partition("\n")[0]
-            raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
+            raise ValueError(f"{source} has no tokenizer that can be loaded: {in_one_line(error)}") from error
     # transformers names the folder, in which there may be several GGUF files.
     if is_gguf(source):
         tokenizer.name_or_path = str(source)

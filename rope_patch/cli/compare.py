@@ -44,8 +44,7 @@ def compare(words: Sequence[str]) -> None:
         suite, lost = comparison_within(asked, loaded, len(compared), options.budget, finished, given)
         total = len(compared) * suite.tokens
         say_smaller(total, lost, options.budget)
-        hidden = options.as_json or not first
-        with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=hidden):
+        with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=options.as_json or not first):
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:
         if hasattr(loaded, "peft_config"):

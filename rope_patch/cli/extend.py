@@ -58,8 +58,6 @@ def extend(words: Sequence[str]) -> int:
             raise
         for line in run.describe(rounds, training):
             progress.say(line)
-        if settings.budget is None:
-            progress.say("without --budget the first round is as large as suits the model: --budget TIME changes that")
         if options.dry_run:
             progress.say("dry run: nothing was measured or written")
             if fresh and first:
@@ -111,13 +109,8 @@ def _load(settings: ExtendSettings) -> Any:
     return model
 
 
-def _page(outcome: Extended, *, brief: bool = False) -> Page:
-    """Return the choice and the rounds as a page, the last round first: it is the one that decided.
-
-    Args:
-        outcome: the outcome of the run.
-        brief: whether to leave out the rounds between the last and the first.
-    """
+def _page(outcome: Extended) -> Page:
+    """Return the choice and the rounds as a page, the last round first: it is the one that decided."""
     from rope_patch.extending.choose_method import NEEDLES, RANKING
     from rope_patch.reports import comparison as report
     from rope_patch.reports.page import Note, Part, Section
@@ -131,8 +124,6 @@ def _page(outcome: Extended, *, brief: bool = False) -> Page:
     section = Section("The choice", choice.verdict, [*evidence, note])
     page = report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", folded=True)
     sections = [replace(one, title=f"Round {n}, {one.title}") for n, one in enumerate(page.sections, 1)]
-    if brief and len(rounds) > 1:
-        sections = [sections[0], sections[-1]]
     return replace(page, sections=[section, *reversed(sections)])
 
 
@@ -140,7 +131,7 @@ def _print(outcome: Extended) -> None:
     """Print the choice with its price, the scores, and what was written."""
     from rope_patch.checkpoints.source_files import how_to_load
 
-    show_page(_page(outcome, brief=True))
+    show_page(_page(outcome))
     if outcome.output is None:
         print(f"the measurements are in {outcome.work}, and a changed command uses them again")
     else:

@@ -194,22 +194,18 @@ def _lies_on(device: Any, place: Any) -> bool:
     return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
-def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str | None = None) -> None:
+def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str = "") -> None:
     """Print how much a command reads, and what is lost if it reads less than the options ask for.
 
     Args:
         tokens: the number of tokens that are read.
         lost: a sentence about what is lost; "" if nothing is.
         budget: the time that the user gave [s]; None if the size of the model decides how much is read.
-        more: text that follows the number of tokens; by default the advice to give a time, if none was given.
+        more: text that follows the number of tokens.
     """
     limited_by = "--budget"
-    advice = ""
     if budget is None:
         limited_by = "for a model of this size"
-        advice = "; --budget 10m aims at a time"
     if lost:
         print(f"{limited_by}: {lost}", file=sys.stderr)
-    if more is None:
-        more = advice
     print(f"reads {tokens:,} tokens{more}", file=sys.stderr)

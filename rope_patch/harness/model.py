@@ -154,8 +154,8 @@ class RopePatchLM(AnsweringLM):
         super()._get_backend(config, backend=backend, trust_remote_code=trust_remote_code)
         if self.backend != "causal":
             raise ValueError(
-                f"{getattr(config, 'model_type', 'this model')} is an encoder-decoder, and {MODEL_NAME} reads causal "
-                "language models: use --model hf"
+                f"{config.model_type} is an encoder-decoder, and {MODEL_NAME} reads causal language models: use "
+                "--model hf"
             )
 
     def get_model_info(self) -> dict[str, Any]:

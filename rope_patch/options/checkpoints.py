@@ -9,11 +9,6 @@ from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, contained, flag, path, word
 from rope_patch.options.shared import Patching
 
-_NEW_CHECKPOINT = (
-    "The output folder, or the output file if MODEL is a GGUF file. A folder must be new or empty, and a file new, "
-    "unless --force is given."
-)
-
 
 @dataclass(frozen=True)
 class ApplyOptions(OptionSet, command="apply"):
@@ -34,7 +29,11 @@ class ApplyOptions(OptionSet, command="apply"):
         metavar="METHOD",
         positional=True,
     )
-    output: Path = shared.new_output(_NEW_CHECKPOINT, "PATH")
+    output: Path = shared.new_output(
+        "The output folder, or the output file if MODEL is a GGUF file. A folder must be new or empty, and a file new, "
+        "unless --force is given.",
+        "PATH",
+    )
     parameters: tuple[str, ...] = word(
         "The parameters of the method, which may also be written behind its name.",
         (),

@@ -14,9 +14,6 @@ from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, contained, number, tokens, whole, word
 from rope_patch.options.shared import Machine, Patching
 
-CHAT_TEMPLATES = ("auto", "on", "off")
-"""Choices for whether prompts go through the tokenizer's chat template; ``"auto"`` means: if it has one."""
-
 DEFAULT_HAYSTACK = "noise"
 """The text that retrieval prompts hide their answers in by default. SmolLM2-135M-Instruct finds 6 of 6 passkeys in 1024
 tokens of it, and 3 of 6 in ``"builtin"``, mostly code (``benchmarks/results/answers_smollm2.json``)."""
@@ -89,7 +86,7 @@ class EvalSpec(OptionSet):
         "Whether retrieval prompts go through the chat template of the tokenizer. auto means: if it has one.",
         "auto",
         metavar="auto|on|off",
-        choices=CHAT_TEMPLATES,
+        choices=("auto", "on", "off"),
     )
     bucket: int | None = tokens(
         "The width of the position ranges that perplexity is averaged over. By default a sixteenth of the longest "

@@ -321,8 +321,7 @@ def _endless(
     """Yield the documents, and start over whenever they end."""
     for epoch in itertools.count():
         if epoch == 1:
-            order = "another" if options.data.shuffle else "the same"
-            warnings.warn(f"the data ends before the run does: it is read again, in {order} order", stacklevel=2)
+            warnings.warn("the data ends before the run does: it is read again", stacklevel=2)
         yield from read_documents(options.data, tokenizer, options.train.seed + epoch, without)
 
 

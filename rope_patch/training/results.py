@@ -176,10 +176,10 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
 
 def scores_table(results: dict[str, Any]) -> str:
     """Return the metrics of the model without its patch, before and after training as a table."""
-    columns = [column for column in ("unpatched", "before", "after") if results.get(column)]
+    headings = {"unpatched": "unpatched", "before": "before training", "after": "after training"}
+    columns = [column for column in headings if results.get(column)]
     rows: list[Cells] = []
     # The first number is the score that ranks checkpoints, a mixture that says little to a reader.
     for name in list(results["after"])[1:]:
         rows.append([name.replace("_", " "), *(f"{results[column][name]:.3g}" for column in columns)])
-    headings = {"unpatched": "unpatched", "before": "before training", "after": "after training"}
     return markdown_table(DataTable("Scores", ["", *(headings[column] for column in columns)], rows, ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,23 +119,19 @@ def last_checkpoint(work: Path) -> Path | None:
     kill and is skipped. With several processes the kill may have come while another one wrote its random state; Trainer
     continues without that.
     """
-    steps = {int(path.name.rpartition("-")[2]): path for path in work.glob("checkpoint-*") if _has_state(path)}
+    steps: dict[int, Path] = {}
+    for path in work.glob("checkpoint-*"):
+        with contextlib.suppress(OSError):
+            read_json(path / TRAINER_STATE_NAME)
+            steps[int(path.name.rpartition("-")[2])] = path
     if not steps:
         return None
     return steps[max(steps)]
 
 
-def _has_state(checkpoint: Path) -> bool:
-    try:
-        read_json(checkpoint / TRAINER_STATE_NAME)
-    except OSError:
-        return False
-    return True
-
-
 def _finished(out: Path) -> dict[str, Any] | None:
-    """Return the results of a finished run, or None; one whose weights were deleted does not count."""
-    if not (out / RESULTS_FILE).is_file() or not any(out.glob("*.safetensors")):
+    """Return the results of a finished run, or None."""
+    if not (out / RESULTS_FILE).is_file():
         return None
     return read_json(out / RESULTS_FILE)
 

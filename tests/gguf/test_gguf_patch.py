@@ -257,8 +257,7 @@ def test_a_header_is_read_as_ggufs_own_reader_reads_it(base):
 
 def test_a_patched_file_is_verified(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
-    verified = rope_patch.verify(tmp_path / "out.gguf")
-    assert (verified.method, verified.weights) == ("yarn:factor=4", "Q4_1")
+    assert rope_patch.verify(tmp_path / "out.gguf").method == "yarn:factor=4"
     assert not rope_patch.inspect(tmp_path / "out.gguf").warnings
     with pytest.raises(PatchError, match="record"):
         rope_patch.verify(base)
