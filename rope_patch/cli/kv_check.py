@@ -39,9 +39,9 @@ def kv_check(words: Sequence[str]) -> None:
     spec = replace(options.evaluation, bucket=options.evaluation.longest)
     engine.check_spec(spec)
     prepare(machine)
-    output, finished = options.output, options.output / RESULT_CACHE
+    finished = options.output / RESULT_CACHE
     files = ["kv-check.json", *["kv-check.html"] * options.report]
-    with working_together(output, [*files, RESULT_CACHE]) as first:
+    with working_together(options.output, [*files, RESULT_CACHE]) as first:
         tokenizer = load_tokenizer(options.model)
         asked = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
         loaded = load_model(options.model, machine)

@@ -109,8 +109,6 @@ class RopePatchLM(AnsweringLM):
                 raise TypeError(f"unexpected keyword argument {name!r} for a model in memory")
         self._split_over_processes(pretrained, kwargs)
         record = read_record(self.peft) if self.peft else None
-        if requested is not None and record is not None:
-            raise ValueError(f"the adapter {self.peft} was trained under {record.to_method()}: leave method= out")
         own = None
         if getattr(self.model.config.get_text_config(), "rope_patch", None):
             own = locate(self.model).record

@@ -103,7 +103,10 @@ def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolde
             raise ValueError(f"output: {out} holds files that are not of a run: give a new or empty folder")
         return RunFolder(out, settings)
     earlier = read_json(path)
-    checkpoint, results = last_checkpoint(out / "work"), _finished(out)
+    checkpoint = last_checkpoint(out / "work")
+    results = None
+    if (out / RESULTS_FILE).is_file():
+        results = read_json(out / RESULTS_FILE)
     changes = _changes(earlier, settings, contents(options))
     if restart or (changes and checkpoint is None and results is None):  # in the second case no work is lost
         return RunFolder(out, settings)
@@ -127,13 +130,6 @@ def last_checkpoint(work: Path) -> Path | None:
     if not steps:
         return None
     return steps[max(steps)]
-
-
-def _finished(out: Path) -> dict[str, Any] | None:
-    """Return the results of a finished run, or None."""
-    if not (out / RESULTS_FILE).is_file():
-        return None
-    return read_json(out / RESULTS_FILE)
 
 
 def _changes(earlier: dict[str, Any], settings: dict[str, Any], digests: dict[str, str]) -> str:
