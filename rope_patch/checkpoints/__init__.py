@@ -1,7 +1,6 @@
 """Patched models and adapters on the disk."""
 
 from rope_patch.checkpoints.adapters import (
-    ADAPTER_FILE,
     adapter_base,
     is_adapter,
     read_record,
@@ -12,7 +11,6 @@ from rope_patch.checkpoints.save_load import load, load_adapter, save
 from rope_patch.checkpoints.source_files import load_config, read_tokenizer
 
 __all__ = [
-    "ADAPTER_FILE",
     "adapter_base",
     "inspect",
     "is_adapter",

@@ -31,7 +31,7 @@ WEIGHTS_KEY = "adapter_weights"
 
 
 def write_record(record: PatchRecord, folder: str | Path) -> None:
-    """Write ``rope_patch.json`` into a folder, atomically; a file that says the same already is left alone.
+    """Write ``rope_patch.json`` into a folder, atomically.
 
     If the folder holds an adapter, the record is tied to its weights by a hash, so that it is refused beside weights
     that somebody saves there later.
@@ -40,9 +40,7 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
     data = record.to_dict()
     if (weights := _adapter_weights(folder)) is not None:
         data[WEIGHTS_KEY] = file_hash(weights)
-    path, text = folder / RECORD_FILE, json.dumps(data, indent=1) + "\n"
-    if not path.is_file() or path.read_bytes() != text.encode():
-        write_atomically(path, text)
+    write_atomically(folder / RECORD_FILE, json.dumps(data, indent=1) + "\n")
 
 
 def write_patch_files(record: PatchRecord, folder: Path) -> None:
@@ -137,7 +135,7 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
         ValueError: ``source`` is neither a folder nor the name of a repository.
     """
     if Path(source).is_dir():
-        path = Path(source, hub.get("subfolder") or "", name)
+        path = Path(source, name)
         return path if path.is_file() else None
     check_source(source)
     if is_gguf(source):
@@ -274,8 +272,9 @@ def check_adapters_in_model(
     for name in trusted:
         if name not in known:
             raise ValueError(f"trust_adapters: no adapter {name!r}. Known: {', '.join(known)}")
-    for name, config in ((name, config) for name, config in known.items() if not selected or name in selected):
-        own = getattr(config, TABLES_ATTRIBUTE, None)
+    saved = [name for name in known if not selected or name in selected]
+    for name in saved:
+        own = getattr(known[name], TABLES_ATTRIBUTE, None)
         if own is not None and name not in trusted and not same_tables(own.tables, record.tables):
             raise PatchError(
                 f"the adapter {name!r} was trained under {own.to_method()}, and the model is patched with "
@@ -286,11 +285,11 @@ def check_adapters_in_model(
     # adapter without a record may have been combined from it.
     unknown = [name for name in known if not hasattr(known[name], TABLES_ATTRIBUTE) and name not in trusted]
     loaded = [name for name in unknown if known[name].inference_mode]
-    saved = [name for name in unknown if not selected or name in selected]
-    if loaded and saved:
+    doubtful = [name for name in unknown if name in saved]
+    if loaded and doubtful:
         raise PatchError(
-            f"nothing shows under which tables the adapter {saved[0]!r} was trained: PEFT loaded {loaded[0]!r}, or "
+            f"nothing shows under which tables the adapter {doubtful[0]!r} was trained: PEFT loaded {loaded[0]!r}, or "
             f"combined it from adapters that were loaded. If it belongs to {record.to_method()}, say so: "
-            f"save(…, trust_adapters=[{saved[0]!r}]). Adapters that rope_patch.load_adapter(model, FOLDER, "
+            f"save(…, trust_adapters=[{doubtful[0]!r}]). Adapters that rope_patch.load_adapter(model, FOLDER, "
             "adapter_name=…) loads are checked"
         )

@@ -26,9 +26,8 @@ def saved_folder(args: Any, state: Any) -> Path | None:
     """
     name = f"checkpoint-{state.global_step}"
     root = Path(args.output_dir)
-    if (root / name).is_dir():
-        return root / name
-    return max(root.glob(f"run-*/{name}"), key=lambda folder: folder.stat().st_mtime, default=None)
+    folders = [*root.glob(name), *root.glob(f"run-*/{name}")]
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
 
 
 class RopePatchCallback(TrainerCallback, ExportableState):
@@ -62,14 +61,15 @@ class RopePatchCallback(TrainerCallback, ExportableState):
             if isinstance(entry, list):
                 entry = entry[-1]
             saved = entry["attributes"]["record"]
-            begun = PatchRecord.from_dict(saved) if saved else None
-            if begun is None:
+            if saved is None:
                 warnings.warn("the checkpoint says nothing of a patch: was the run begun under this one?", stacklevel=2)
-            if begun is not None and not same_tables(begun.tables, record.tables):
-                raise PatchError(
-                    f"this run was begun under {begun.to_method()}, the model is patched with {record.to_method()}: "
-                    "patch it as before, or start a run of its own in another output_dir"
-                )
+            else:
+                begun = PatchRecord.from_dict(saved)
+                if not same_tables(begun.tables, record.tables):
+                    raise PatchError(
+                        f"this run was begun under {begun.to_method()}, the model is patched with "
+                        f"{record.to_method()}: patch it as before, or start a run of its own in another output_dir"
+                    )
         self.record = record.to_dict()
 
     def on_save(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ def patch_folder(
     out: str | Path,
     *,
     overwrite: bool = False,
-    finish: Callable[[Path], None] = lambda _: None,
     **options: Any,
 ) -> Patch:
     """Write a copy of a checkpoint with a patched config; its weights are the same bytes.
@@ -52,7 +51,6 @@ def patch_folder(
         method: the method that is applied, in any form that :func:`rope_patch.apply` takes.
         out: the folder that is written; it must be new or empty unless ``overwrite`` is set.
         overwrite: whether to write into a folder that holds files.
-        finish: a function that writes other files into the folder before it becomes ``out``.
         **options: options of :func:`rope_patch.apply`.
 
     Returns:
@@ -64,17 +62,16 @@ def patch_folder(
     """
     model = model_without_weights(source)
     patch = apply(model, method, **options)
-    _write_patched(model, patch.record, source, out, overwrite, finish)
+    _write_patched(model, patch.record, source, out, overwrite)
     return patch
 
 
-def repair_folder(source: str | Path, out: str | Path, *, overwrite: bool = False) -> PatchRecord:
+def repair_folder(source: str | Path, out: str | Path) -> PatchRecord:
     """Write a copy of a patched checkpoint with the config that its patch record describes.
 
     Args:
         source: folder or hub id of a patched checkpoint whose rotary settings were changed after the patch.
-        out: the folder that is written; it must be new or empty unless ``overwrite`` is set.
-        overwrite: whether to write into a folder that holds files.
+        out: the folder that is written; it must be new or empty.
 
     Returns:
         The record.
@@ -86,7 +83,7 @@ def repair_folder(source: str | Path, out: str | Path, *, overwrite: bool = Fals
     """
     model, record = _before_patch(source)
     reapply(model, record)
-    _write_patched(model, record, source, out, overwrite)
+    _write_patched(model, record, source, out)
     return record
 
 
@@ -107,8 +104,7 @@ def _write_patched(
     record: PatchRecord,
     source: str | Path,
     out: str | Path,
-    overwrite: bool,
-    finish: Callable[[Path], None] = lambda _: None,
+    overwrite: bool = False,
 ) -> None:
     """Write a copy of a checkpoint with the config of a patched model, as :func:`patch_folder` does."""
     if Path(source).is_dir():
@@ -119,7 +115,6 @@ def _write_patched(
         raise_length(folder, record)
         # Verified while it has a temporary name, so that `out` is never a folder that fails.
         verify_folder(folder)
-        finish(folder)
 
 
 def restore_folder(source: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
@@ -211,27 +206,23 @@ def copy_with_new_config(
         ValueError: ``out`` is in the way.
         OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
-    out = Path(out)
-    if Path(source).resolve() == out.resolve():
+    if Path(source).resolve() == Path(out).resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
     if is_gguf(out):
         raise ValueError(
             f"a folder is written, got {str(out)!r}: rope-patch export --to gguf --converter PATH makes a file of it"
         )
-    check_folder_is_free(out, overwrite)
-    if is_gguf(source):
-        with folder_in_one_move(out, overwrite=overwrite) as folder:
+    with folder_in_one_move(out, overwrite=overwrite) as folder:
+        if is_gguf(source):
             unpack(Path(source), folder, dtype)
             yield folder
-        return
-    if not Path(source).is_dir():
-        from huggingface_hub import snapshot_download
+            return
+        if not Path(source).is_dir():
+            from huggingface_hub import snapshot_download
 
-        source = snapshot_download(str(source), allow_patterns=_FROM_HUB)
-    source = Path(source)
-    check_weights(source)
-    with folder_in_one_move(out, overwrite=overwrite) as folder:
-        for path in sorted(source.iterdir()):
+            source = snapshot_download(str(source), allow_patterns=_FROM_HUB)
+        check_weights(Path(source))
+        for path in sorted(Path(source).iterdir()):
             # What begins with a dot belongs to git or to the hub's client.
             if path.is_dir() and not path.name.startswith("."):
                 progress.say(f"copying nothing of the subfolder {path.name}")

@@ -11,7 +11,6 @@ from torch import nn
 from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
 from rope_patch.checkpoints.folder_patch import verify_folder
 from rope_patch.checkpoints.model_without_weights import model_without_weights
-from rope_patch.gguf.file import open_gguf
 from rope_patch.gguf.patch import verify_gguf
 from rope_patch.gguf.table import read_gguf
 from rope_patch.patching.install import reapply
@@ -27,12 +26,10 @@ class Verification:
     Attributes:
         source: the class of the model, or the folder or file.
         record: the patch record.
-        weights: the type of the weights of a GGUF file (``Q4_K_M``); None for any other source.
     """
 
     source: str
     record: PatchRecord
-    weights: str | None = None
 
     @property
     def method(self) -> str:
@@ -48,8 +45,7 @@ class Verification:
         return f"<Verification of {self.source}: patched with {shortened(self.method)}, as recorded>"
 
     def __str__(self) -> str:
-        weights = "" if self.weights is None else f"; {self.weights} weights"
-        return f"{self.source}: patched with {self.method}, as recorded (tables: {hashes(self.tables)}){weights}"
+        return f"{self.source}: patched with {self.method}, as recorded (tables: {hashes(self.tables)})"
 
 
 def inspect(source: nn.Module | str | Path) -> Inspection:
@@ -81,7 +77,7 @@ def inspect(source: nn.Module | str | Path) -> Inspection:
     return replace(inspection, warnings=(*inspection.warnings, warning))
 
 
-def verify(source: nn.Module | str | Path, record: PatchRecord | None = None) -> Verification:
+def verify(source: nn.Module | str | Path) -> Verification:
     """Check that a model really uses the tables that its patch record describes.
 
     The method is applied again to the base table, and the config is read as transformers alone would read it. The
@@ -91,19 +87,14 @@ def verify(source: nn.Module | str | Path, record: PatchRecord | None = None) ->
     Args:
         source: a model of transformers, a folder or hub id, an adapter's folder, or a GGUF file, whose keys and factors
             are compared.
-        record: the record that a model in memory is compared with, such as an adapter's; by default its own.
 
     Raises:
         PatchError: there is no record, or any difference.
         OSError: the weights are damaged, or nothing can be read.
-        ValueError: there is no such folder, no checkpoint in it, or ``record`` is given for a folder, which has its
-            own.
+        ValueError: there is no such folder, or no checkpoint in it.
     """
     if isinstance(source, nn.Module):
-        verified = verify_model(source, record)
-        return Verification(type(source).__name__, verified)
-    if record is not None:
-        raise ValueError(f"record= goes with a model in memory, got the folder {str(source)!r}: load it first")
+        return Verification(type(source).__name__, verify_model(source))
     if is_gguf(source):
-        return Verification(str(source), verify_gguf(source), open_gguf(source).weights)
+        return Verification(str(source), verify_gguf(source))
     return Verification(str(source), verify_folder(source))

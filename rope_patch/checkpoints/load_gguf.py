@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from rope_patch.checkpoints.source_files import in_gguf, read_tokenizer
 from rope_patch.errors import as_value_error
@@ -55,7 +54,9 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     with cached_headers(path):
         inspection = read_gguf(path)
         with as_value_error(f"{path}: transformers cannot read this GGUF file"):
-            options = {**_dequantizing(), **from_pretrained}
+            # Otherwise the weights of some families stay as they are in the file where the package `kernels` is
+            # installed, and such a model cannot be trained or saved.
+            options = {"quantization_config": GgufConfig(dequantize=True), **from_pretrained}
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **options)
         forget_quantization(model)
         model.name_or_path = model.config.name_or_path = str(path)
@@ -63,16 +64,6 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
             warnings.warn(f"{path}: {warning}", stacklevel=4)
         put_table(model, inspection, path)
     return model
-
-
-def _dequantizing() -> dict[str, Any]:
-    """Return the argument that makes transformers dequantize all weights.
-
-    For some families it would otherwise leave them as they are in the file if the package ``kernels`` is installed, and
-    such a model cannot be trained or saved.
-    """
-    config = getattr(transformers, "GgufConfig", None)  # releases without it always dequantize
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> None:

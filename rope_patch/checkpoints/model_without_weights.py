@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE
+from rope_patch.checkpoints.adapters import ADAPTER_FILE
 from rope_patch.checkpoints.load_gguf import put_table
 from rope_patch.checkpoints.source_files import (
     auto_class,
@@ -19,9 +19,6 @@ from rope_patch.checkpoints.source_files import (
 )
 from rope_patch.gguf.table import read_gguf
 from rope_patch.runtime.folders import is_gguf
-
-MOST_LAYERS = 10_000
-"""A config that states more layers is refused: far more than any model has, and building them takes minutes."""
 
 
 def model_without_weights(
@@ -44,18 +41,12 @@ def model_without_weights(
             set.
     """
     if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
-        if (Path(source) / CONFIG_FILE).is_file():
-            raise ValueError(
-                f"{source} holds an adapter beside its base model: load both with rope_patch.load, or move the adapter "
-                "into a folder of its own"
-            )
-        raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
+        raise ValueError(
+            f"{source} holds an adapter: give its base model in a folder of its own, or load both with rope_patch.load"
+        )
     config = load_config(source, **options)
     if checked:
         check_older_keys(config_json(source, **options), source)
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ValueError(f"{source}: num_hidden_layers must be at most {MOST_LAYERS}, its config says {layers}")
     with torch.device("meta"), naming_checkpoint(source):
         model: PreTrainedModel = auto_class(config.model_type).from_config(
             config, trust_remote_code=options.get("trust_remote_code")

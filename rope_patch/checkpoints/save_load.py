@@ -31,7 +31,7 @@ from rope_patch.checkpoints.adapters import (
     write_patch_files,
 )
 from rope_patch.checkpoints.load_gguf import forget_quantization, load_gguf
-from rope_patch.checkpoints.source_files import auto_class, check_older_keys, config_json, load_or_explain
+from rope_patch.checkpoints.source_files import auto_class, check_older_keys, config_json, explained
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import refuse_repacked_weights, wrong_tensors, wrong_tensors_in_load
@@ -51,7 +51,7 @@ def save(
     out: str | Path,
     *,
     tokenizer: Any = None,
-    trust_adapters: str | Sequence[str] = (),
+    trust_adapters: Sequence[str] = (),
     **save_options: Any,
 ) -> Path:
     """Save a patched model or an adapter trained under a patch, with its record, atomically.
@@ -95,8 +95,6 @@ def save(
     if tokenizer not in (None, False) and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer of transformers, False, or left out, got {tokenizer!r}")
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
-    if isinstance(trust_adapters, str):
-        trust_adapters = [trust_adapters]
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
     check_adapters_in_model(model, record, trust_adapters, save_options.get("selected_adapters"))
@@ -170,7 +168,7 @@ def load(
     }
     if method is None:
         if given := [name for name, value in options.items() if value]:
-            raise ValueError(f"{given[0]} goes with a method: load(source, 'yarn', {given[0]}={options[given[0]]!r})")
+            raise ValueError(f"{given[0]} goes with a method: name one, or leave {given[0]} out")
         return _load(source, None, from_pretrained)
     chosen = as_method(method)  # a wrong method is reported before the model is loaded, which may take long
     for name in [field.name for field in fields(chosen) if field.name in from_pretrained]:
@@ -230,13 +228,10 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
 
 def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a model that transformers loaded, and what its loader reports of tensors that did not match."""
-
-    def load_it() -> Any:
+    with explained(source):
         given = getattr(options.get("config"), "model_type", None)
         loader = auto_class(given or config_json(source, **options).get("model_type"))
-        return loader.from_pretrained(str(source), output_loading_info=True, **options)
-
-    model, loaded = load_or_explain(source, load_it)
+        model, loaded = loader.from_pretrained(str(source), output_loading_info=True, **options)
     if options.get("ignore_mismatched_sizes"):  # the caller has allowed them
         loaded = {**loaded, "mismatched_keys": ()}
     return model, loaded
@@ -346,19 +341,13 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     if record is not None:
         verify_model(model)
     loaded: Any = model
-    if holder is None:
-        wrapped: Any = model
-        with _onto(model, adapter, hub):
-            loaded = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
-    else:
-        with _onto(model, adapter, hub):
+    adapter_config(adapter, **hub)  # its errors name the file
+    with as_value_error(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}"):
+        if holder is None:
+            loaded = holder = PeftModel.from_pretrained(loaded, str(adapter), adapter_name=name, **peft_options)
+        else:
             holder.load_adapter(str(adapter), name, **peft_options)
     # `save` checks by it that the adapter still belongs to the tables.
     if record is not None:
         setattr(holder.peft_config[name], TABLES_ATTRIBUTE, record)
     return loaded
-
-
-def _onto(model: nn.Module, adapter: str | Path, hub: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    adapter_config(adapter, **hub)
-    return as_value_error(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}")

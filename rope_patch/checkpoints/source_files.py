@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
         return config
     if (path := Path(source) / CONFIG_FILE).is_file():
         read_json(path)
-    config = load_or_explain(source, lambda: AutoConfig.from_pretrained(str(source), **options))
+    with explained(source):
+        config = AutoConfig.from_pretrained(str(source), **options)
     return config
 
 
@@ -126,10 +127,7 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**options)
         except Exception as error:  # there are many kinds, since it reads config.json, too
-            reason = in_one_line(error)
-            if isinstance(error, OSError | ValueError):
-                reason = str(error).partition("\n")[0]
-            raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
+            raise ValueError(f"{source} has no tokenizer that can be loaded: {in_one_line(error)}") from error
     # transformers names the folder, in which there may be several GGUF files.
     if is_gguf(source):
         tokenizer.name_or_path = str(source)
@@ -155,12 +153,12 @@ def naming_checkpoint(source: str | Path) -> Iterator[None]:
         ) from error
 
 
-def load_or_explain(source: str | Path, load_it: Callable[[], Any]) -> Any:
-    """Return what a loader loads; a failure to reach a repository becomes one error that says what to do.
+@contextlib.contextmanager
+def explained(source: str | Path) -> Iterator[None]:
+    """Say what to do in errors of a loader of transformers within a ``with`` block, that of an unreachable hub too.
 
     Args:
         source: the folder or hub id that is loaded.
-        load_it: a function that calls a loader of transformers.
 
     Raises:
         ValueError: there is no such folder, it is an adapter, or transformers cannot build its model.
@@ -171,7 +169,7 @@ def load_or_explain(source: str | Path, load_it: Callable[[], Any]) -> Any:
         raise ValueError(f"{source} has no config.json, it is an adapter: give its base model")
     try:
         with naming_checkpoint(source):
-            return load_it()
+            yield
     except SafetensorError as error:
         raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error
     except OSError as error:

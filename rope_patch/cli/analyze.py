@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.loading import check_patch, load_model, load_tokenizer, prepare
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
@@ -18,31 +18,29 @@ from rope_patch.runtime import progress
 def analyze(words: Sequence[str]) -> None:
     """Run ``rope-patch analyze`` with the words that follow it."""
     options = parse(AnalyzeOptions, words)
-    from rope_patch.analysis import analyze as engine
+    from rope_patch.analysis.analyze import analyze as measure
     from rope_patch.reports import analysis as report
     from rope_patch.runtime.folders import folder_to_write
 
     if options.report:
         require_matplotlib()
-    what: dict[str, Any] = {"heads": options.heads, "p_values": options.p_values}
-    patch, machine = options.patching.arguments(), options.machine
-    check_patch(options.method, patch)
+    machine = options.machine
     texts = read_texts(options.texts)
     prepare(machine)
-    engine.check_choices(read_config(options.model), **what)  # a wrong head raises before any weight is read
     tokenizer = load_tokenizer(options.model)
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
     with folder_to_write(options.output, names):
-        loaded = load_model(options.model, machine, options.method, **patch)
+        loaded = load_model(options.model, machine, options.method, **options.patching.arguments())
         with progress.bar(None, name_of(options.model), hidden=options.as_json):
-            analysis = engine.analyze(
+            analysis = measure(
                 loaded,
                 tokenizer,
                 texts,
                 tokens=options.tokens_read,
                 window=options.window,
                 chunk=options.chunk,
-                **what,
+                heads=options.heads,
+                p_values=options.p_values,
             )
         analysis.capture.to_npz(options.output / "capture.npz")
         analysis.heads.to_npz(options.output / "heads.npz")
@@ -64,13 +62,3 @@ def read_texts(paths: Sequence[Path]) -> dict[str, Any] | None:
     if len(named) < len(paths):
         raise ValueError("two texts have one name: rename one, since results name them")
     return named or None
-
-
-def read_config(source: str) -> Any:
-    """Return the config of the text model of a checkpoint, or of an adapter's base."""
-    from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.source_files import load_config
-
-    if is_adapter(source):
-        source = adapter_base(source)
-    return load_config(source).get_text_config()

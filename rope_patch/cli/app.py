@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
-from rope_patch.cli.parsing import UsageError
+from rope_patch.cli.parsing import UsageError, described
 from rope_patch.options import COMMANDS
 from rope_patch.runtime.command import run_and_exit
 from rope_patch.runtime.progress import listen
@@ -65,7 +65,7 @@ def help_text() -> str:
     for paragraph in ABOUT:
         lines += [textwrap.fill(paragraph, width), ""]
     for name, options in COMMANDS.items():
-        sentence = " ".join((options.__doc__ or "").partition("\n\n")[0].replace("``", "").split())
+        sentence = described(options).partition("\n\n")[0]
         indent = " " * (longest + 4)
         lines.append(textwrap.fill(sentence, width, initial_indent=f"  {name:{longest}}  ", subsequent_indent=indent))
     return "\n".join(lines)

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from rope_patch.cli.loading import bytes_copied
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import print_json
 from rope_patch.options.checkpoints import ApplyOptions
@@ -22,12 +21,11 @@ def apply(words: Sequence[str]) -> None:
     from rope_patch.runtime.folders import is_gguf
 
     model, output = options.model, options.output
-    method = as_method(options.method, **options.params())
+    method = as_method(":".join([options.method, *options.parameters]))
     how: dict[str, Any] = {"replace": options.replace, "overwrite": options.force}
     how |= options.patching.arguments()
     if is_gguf(model):
-        with bytes_copied(output, hidden=options.as_json) as on_bytes:
-            patch = patch_gguf(model, method, output, on_bytes=on_bytes, **how)
+        patch = patch_gguf(model, method, output, **how)
     else:
         patch = patch_folder(model, method, output, **how)
     if options.as_json:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_patch.cli.loading import (
-    load_model,
-    load_tokenizer,
-    prepare,
-    say_smaller,
-)
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smaller, working_together
 from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import RESULT_CACHE, resumable, write_and_show
-from rope_patch.cli.processes import working_together
-from rope_patch.options import CompareOptions
+from rope_patch.options.evaluation import CompareOptions
 from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
@@ -36,23 +30,21 @@ def compare(words: Sequence[str]) -> None:
         require_matplotlib()
     spec, machine = check_tasks(options.evaluation), options.machine
     compared = list(map(as_method, options.methods))
-    prepare(machine, spec.text, spec.haystack)
+    prepare(machine)
     finished = options.output / RESULT_CACHE
     files = ["comparison.json", *["report.html"] * options.report]
     with working_together(options.output, [*files, RESULT_CACHE]) as first:
         tokenizer = load_tokenizer(options.model)
+        asked = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
         loaded = load_model(options.model, machine)
         patch = options.patching.arguments()
         del patch["target_length"]  # the lengths say it
         # A factor that is left out follows from the longest requested length, even if the budget drops that length.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        suite, lost = comparison_within(
-            EvalSuite(spec, tokenizer), loaded, len(compared), options.budget, finished, given
-        )
+        suite, lost = comparison_within(asked, loaded, len(compared), options.budget, finished, given)
         total = len(compared) * suite.tokens
         say_smaller(total, lost, options.budget)
-        hidden = options.as_json or not first
-        with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=hidden):
+        with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=options.as_json or not first):
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:
         if hasattr(loaded, "peft_config"):

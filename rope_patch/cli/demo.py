@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rope_patch.cli.extend import extend
 from rope_patch.cli.parsing import parse
-from rope_patch.options.recipes import DemoOptions
+from rope_patch.options.shipped import DemoOptions
 
 DEMO_METHODS = (
     "yarn",
@@ -29,11 +27,7 @@ def demo(words: Sequence[str]) -> int:
     options = parse(DemoOptions, words)
     from rope_patch.packaged import data_path
 
-    checkpoint = data_path("assets") / options.shape
-    model = str(checkpoint)
-    if checkpoint.is_relative_to(Path.cwd()):
-        # A short path from a checkout, since the command is printed for the user to copy.
-        model = os.path.relpath(checkpoint)
+    model = str(data_path("assets") / options.shape)
     methods = " ".join(("yarn", "nope") if options.quick else DEMO_METHODS)
     arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods]
     arguments += ["--threads", str(options.threads), "--force"]

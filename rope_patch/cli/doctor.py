@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import print_json
@@ -22,7 +21,12 @@ def doctor(words: Sequence[str]) -> int:
             raise ValueError("--results goes without --method, which only prints options")
         return _print_flags(options, options.method)
     if options.output is not None:
-        return _repair(options.model, options.output)
+        from rope_patch.checkpoints.folder_patch import repair_folder
+
+        record = repair_folder(options.model, options.output)
+        context = record.stated_length
+        print(f"wrote {options.output}: {record.to_method()} over {context} tokens, as the patch record describes it")
+        return 0
     from rope_patch.diagnosis.doctor import doctor as diagnose
 
     diagnosis = diagnose(
@@ -33,15 +37,6 @@ def doctor(words: Sequence[str]) -> int:
     else:
         print(diagnosis)
     return diagnosis.status
-
-
-def _repair(model: str, output: Path) -> int:
-    """Write the folder that the patch record describes, and print what was changed since."""
-    from rope_patch.checkpoints.folder_patch import repair_folder
-
-    record = repair_folder(model, output)
-    print(f"wrote {output}: {record.to_method()} over {record.stated_length} tokens, as the patch record describes it")
-    return 0
 
 
 def _print_flags(options: DoctorOptions, method: str) -> int:

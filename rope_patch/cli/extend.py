@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.loading import load_model, load_tokenizer, prepare
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare, working_together
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import command_line, print_json, resumable, show_page
-from rope_patch.cli.processes import working_together
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
@@ -42,18 +40,14 @@ def extend(words: Sequence[str]) -> int:
 
     settings, output = options.settings, options.output
     check_output(settings, output, options.force)
-    prepare(settings.machine, settings.evaluation.text, settings.evaluation.haystack)
+    prepare(settings.machine)
     work = output.with_name(f"{output.name}.work")
     # A dry run deletes the folder only if no earlier run left measurements in it.
     fresh = not work.exists()
     with working_together(work, [RESULT_CACHE, "comparison.json"]) as first:
-
-        def say(sentence: str) -> None:
-            print(sentence, file=sys.stderr)  # silent in all processes but the first (see working_together)
-
         if (work / RESULT_CACHE).exists():
-            say(f"{work} holds measurements of an earlier run, which are used where they fit")
-        model = _load(settings, say)
+            progress.say(f"{work} holds measurements of an earlier run, which are used where they fit")
+        model = _load(settings)
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.say_what_the_model_is()
         try:
@@ -63,11 +57,9 @@ def extend(words: Sequence[str]) -> int:
                 shutil.rmtree(work, ignore_errors=True)
             raise
         for line in run.describe(rounds, training):
-            say(line)
-        if settings.budget is None:
-            say("without --budget the first round is as large as suits the model: --budget TIME changes that")
+            progress.say(line)
         if options.dry_run:
-            say("dry run: nothing was measured or written")
+            progress.say("dry run: nothing was measured or written")
             if fresh and first:
                 shutil.rmtree(work, ignore_errors=True)
             return 0
@@ -93,13 +85,8 @@ def extend(words: Sequence[str]) -> int:
     return EXIT_NOTHING_CHOSEN if outcome.output is None else 0
 
 
-def _load(settings: ExtendSettings, say: Callable[[str], None]) -> Any:
-    """Load the model with the table that is extended: the one under which its weights were trained.
-
-    Args:
-        settings: the settings of the run.
-        say: the function that is called with a sentence on each change.
-    """
+def _load(settings: ExtendSettings) -> Any:
+    """Load the model with the table that is extended: the one under which its weights were trained."""
     from rope_patch.extending.write_extended import trained_by_extend
     from rope_patch.patching.install import rebase, restore
     from rope_patch.patching.locate import locate
@@ -107,7 +94,7 @@ def _load(settings: ExtendSettings, say: Callable[[str], None]) -> Any:
 
     model, trained = load_model(settings.model, settings.machine), trained_by_extend(settings.model)
     if hasattr(model, "peft_config"):
-        say(f"{settings.model} is an adapter: merged into its base")
+        progress.say(f"{settings.model} is an adapter: merged into its base")
         model, trained = model.merge_and_unload().eval(), True
     location = locate(model)
     if location.record is None or trained is None:
@@ -115,20 +102,15 @@ def _load(settings: ExtendSettings, say: Callable[[str], None]) -> Any:
     method = location.record.to_method()
     if trained:
         rebase(model, settings_of(location.config))
-        say(f"{settings.model}: {method} is what is extended, since its weights were trained under it")
+        progress.say(f"{settings.model}: {method} is what is extended, since its weights were trained under it")
     else:
         restore(model)
-        say(f"{settings.model}: {method} is taken off first, under which its weights were not trained")
+        progress.say(f"{settings.model}: {method} is taken off first, under which its weights were not trained")
     return model
 
 
-def _page(outcome: Extended, *, brief: bool = False) -> Page:
-    """Return the choice and the rounds as a page, the last round first: it is the one that decided.
-
-    Args:
-        outcome: the outcome of the run.
-        brief: whether to leave out the rounds between the last and the first.
-    """
+def _page(outcome: Extended) -> Page:
+    """Return the choice and the rounds as a page, the last round first: it is the one that decided."""
     from rope_patch.extending.choose_method import NEEDLES, RANKING
     from rope_patch.reports import comparison as report
     from rope_patch.reports.page import Note, Part, Section
@@ -142,8 +124,6 @@ def _page(outcome: Extended, *, brief: bool = False) -> Page:
     section = Section("The choice", choice.verdict, [*evidence, note])
     page = report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", folded=True)
     sections = [replace(one, title=f"Round {n}, {one.title}") for n, one in enumerate(page.sections, 1)]
-    if brief and len(rounds) > 1:
-        sections = [sections[0], sections[-1]]
     return replace(page, sections=[section, *reversed(sections)])
 
 
@@ -151,7 +131,7 @@ def _print(outcome: Extended) -> None:
     """Print the choice with its price, the scores, and what was written."""
     from rope_patch.checkpoints.source_files import how_to_load
 
-    show_page(_page(outcome, brief=True))
+    show_page(_page(outcome))
     if outcome.output is None:
         print(f"the measurements are in {outcome.work}, and a changed command uses them again")
     else:

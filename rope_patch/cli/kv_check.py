@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from rope_patch.cli.loading import (
-    load_model,
-    load_tokenizer,
-    prepare,
-    say_smaller,
-)
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smaller, working_together
 from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import RESULT_CACHE, new_table, resumable, show, write_and_show
-from rope_patch.cli.processes import working_together
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
@@ -33,9 +26,8 @@ def kv_check(words: Sequence[str]) -> None:
 
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.kv_evaluation import kv_check as engine
-    from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_attribute, tokens_to_check
+    from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_check
     from rope_patch.methods import as_method
-    from rope_patch.patching.install import for_target
     from rope_patch.reports import kv as report
 
     if options.report:
@@ -46,23 +38,20 @@ def kv_check(words: Sequence[str]) -> None:
     # Perplexity is compared over all positions up to a length, so the text needs no finer position buckets.
     spec = replace(options.evaluation, bucket=options.evaluation.longest)
     engine.check_spec(spec)
-    prepare(machine, spec.text, spec.haystack)
-    output, finished = options.output, options.output / RESULT_CACHE
+    prepare(machine)
+    finished = options.output / RESULT_CACHE
     files = ["kv-check.json", *["kv-check.html"] * options.report]
-    with working_together(output, [*files, RESULT_CACHE]) as first:
-        tokenizer, loaded = load_tokenizer(options.model), load_model(options.model, machine)
+    with working_together(options.output, [*files, RESULT_CACHE]) as first:
+        tokenizer = load_tokenizer(options.model)
+        asked = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
+        loaded = load_model(options.model, machine)
         patch = options.patching.arguments()
         del patch["target_length"]  # the lengths say it
-        # A factor that is left out follows from the longest requested length.
-        compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         # Full precision is among the names, and is not a format to check.
         counts = (len(names) - 1, len(compared))
-        suite, lost = suite_for(loaded, EvalSuite(spec, tokenizer), *counts, given)
-        planned = replace(suite.spec, windows=len(suite.windows))
-        total = tokens_to_check(planned, *counts, options.decode)
-        layers = int(loaded.config.get_text_config().num_hidden_layers)
-        more = math.prod(counts) * tokens_to_attribute(planned, layers)
-        say_smaller(total, lost, more=f", and up to {more:,} more where formats are unsafe")
+        suite, lost = suite_for(loaded, asked, *counts, given)
+        total = tokens_to_check(replace(suite.spec, windows=len(suite.windows)), *counts, options.decode)
+        say_smaller(total, lost, more=", and more where formats are unsafe")
         with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(
                 loaded,

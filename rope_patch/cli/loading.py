@@ -1,11 +1,11 @@
-"""Functions of all commands that run a model: device, data type, tokenizer, model and progress."""
+"""Functions of all commands that run a model: processes, device, data type, tokenizer and model."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,41 @@ BALANCED = "balanced"
 """The name for all GPUs together, among which accelerate divides the layers."""
 
 
-def prepare(machine: Machine, *texts: str | Path | None) -> None:
-    """Check device and texts before anything is loaded, set CPU threads, and turn off transformers' progress bars.
+@contextlib.contextmanager
+def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
+    """Join the processes of a command within a ``with`` block; only the first one prints and writes.
 
     Args:
-        machine: the device, data type and threads that a model will run with.
-        *texts: files and folders of text, or the names of built-in texts.
+        output: the folder that the first process locks and creates.
+        files: the names of the files that it will write there.
+
+    Yields:
+        Whether this process is the first or the only one.
+    """
+    from rope_patch.runtime.folders import folder_to_write
+    from rope_patch.runtime.parallel import joined_processes
+
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(joined_processes())
+        if rank:
+            silent = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(silent))
+            stack.enter_context(contextlib.redirect_stderr(silent))
+        else:
+            stack.enter_context(folder_to_write(output, files))
+        yield rank == 0
+
+
+def prepare(machine: Machine) -> None:
+    """Check the device before anything is loaded, set CPU threads, and turn off transformers' progress bars.
 
     Raises:
         ValueError: an unknown device, or one that is not there.
-        FileNotFoundError: a text does not exist.
     """
     import torch
     from transformers.utils import logging as hf_logging
 
     check_device(machine.device)
-    for text in texts:
-        if text not in (None, "builtin", "noise") and not Path(text).exists():
-            raise FileNotFoundError(f"no file or folder {str(text)!r}")
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)
     hf_logging.disable_progress_bar()
@@ -79,21 +96,6 @@ def choose_device(device: str) -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
 
 
-def check_patch(method: str | None, options: Mapping[str, Any]) -> None:
-    """Raise if a method is unknown, or if options of a patch are given without a method.
-
-    Raises:
-        ValueError: the method is wrong, or an option is given without a method.
-    """
-    from rope_patch.methods import as_method
-
-    given = [name for name, value in options.items() if value is not None]
-    if method is not None:
-        as_method(method)
-    elif given:
-        raise ValueError(f"{given[0]} goes with a method: name one, or leave {given[0]} out")
-
-
 def load_tokenizer(source: str) -> Any:
     """Return a checkpoint's tokenizer, or that of an adapter's base if the adapter has none of its own.
 
@@ -101,7 +103,6 @@ def load_tokenizer(source: str) -> Any:
         source: a folder, a hub id or a GGUF file.
 
     Raises:
-        FileNotFoundError: the hub has no such repository.
         ValueError: there is no such folder, no checkpoint in it, or no tokenizer that can be loaded.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
@@ -110,14 +111,7 @@ def load_tokenizer(source: str) -> Any:
 
     check_source(source)
     bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
-    try:
-        return read_tokenizer(adapter_base(source) if bare else source)
-    except ValueError as error:
-        if Path(source).exists():
-            raise
-        # The name is no folder, so the cause is the hub's answer; its first line says enough.
-        reason = str(error.__cause__).partition("\n")[0]
-        raise FileNotFoundError(f"no folder {source}, and the hub gives no tokenizer of that name: {reason}") from None
+    return read_tokenizer(adapter_base(source) if bare else source)
 
 
 def load_model(source: str, machine: Machine = Machine(), method: str | None = None, **apply_options: Any) -> Any:
@@ -200,46 +194,18 @@ def _lies_on(device: Any, place: Any) -> bool:
     return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
-def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str | None = None) -> None:
+def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str = "") -> None:
     """Print how much a command reads, and what is lost if it reads less than the options ask for.
 
     Args:
         tokens: the number of tokens that are read.
         lost: a sentence about what is lost; "" if nothing is.
         budget: the time that the user gave [s]; None if the size of the model decides how much is read.
-        more: text that follows the number of tokens; by default the advice to give a time, if none was given.
+        more: text that follows the number of tokens.
     """
     limited_by = "--budget"
-    advice = ""
     if budget is None:
         limited_by = "for a model of this size"
-        advice = "; --budget 10m aims at a time"
     if lost:
         print(f"{limited_by}: {lost}", file=sys.stderr)
-    if more is None:
-        more = advice
     print(f"reads {tokens:,} tokens{more}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def bytes_copied(output: Path, *, hidden: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar while a file is written.
-
-    Args:
-        output: the file, whose name the bar shows.
-        hidden: whether nothing is shown.
-
-    Yields:
-        A function of the number of bytes that are written so far and of the number of all bytes.
-    """
-    from tqdm import tqdm
-
-    looks: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    # A command that is refused before it writes anything shows no bar, since that takes less than the delay.
-    with tqdm(desc=f"writing {output.name}", disable=hidden, delay=0.2, **looks) as bar:
-
-        def on_bytes(written: int, total: int) -> None:
-            bar.total = total
-            bar.update(written - bar.n)
-
-        yield on_bytes

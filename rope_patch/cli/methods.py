@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import new_table, print_json, show
-from rope_patch.options.listing import MethodsOptions
+from rope_patch.options.shipped import MethodsOptions
 
 
 def methods(words: Sequence[str]) -> None:

@@ -50,11 +50,9 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
     sources = [str(word) for word in written.pop(("config",), ())]
     for word in rest:
         if word.startswith("-"):
-            # --force is for those who ask for it.
-            flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short) if leaf.name != "force"]
-            raise UsageError(
-                f"unknown option {word}.{did_you_mean(word, flags)} rope-patch {kind.command} --help lists them"
-            )
+            flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short)]
+            hint = did_you_mean(word, flags)
+            raise UsageError(f"unknown option {word}.{hint} rope-patch {kind.command} --help lists them")
         raise UsageError(f"unexpected argument {word!r}: several values go into quotes, as in --methods 'yarn ntk'")
     if modules := written.get(("imports",)):
         from rope_patch.registry import import_modules
@@ -85,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`, where argparse would end the process."""
-        raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", r"\1 needs a value", message))
+        raise UsageError(message)
 
 
 def _divided(
@@ -155,20 +153,12 @@ def _stated(word: str, known: Mapping[str, Option]) -> Iterator[tuple[tuple[str,
         OSError: there is no such file.
     """
     name, equals, text = word.partition("=")
-    where = ""
+    if equals:
+        return stated(known, {name: None if text == "null" else text})
     try:
-        if not equals:
-            where = f"{word}: "
-            values = yaml.load(Path(word).read_text(encoding="utf-8"), _Words)
-        else:
-            option = known.get(name)
-            # Only a list in brackets is read as YAML: other text may hold characters that mean something else in YAML.
-            listed = option is not None and (option.several or option.repeated) and text[:1] == "["
-            values = {name: text}
-            if listed or text == "null":
-                values[name] = yaml.load(text, _Words)
+        values = yaml.load(Path(word).read_text(encoding="utf-8"), _Words)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{word} is no YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{word} must hold options of the form name: value")
-    return stated(known, values, where)
+    return stated(known, values, f"{word}: ")

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 
 from rope_patch.cli.parsing import parse
-from rope_patch.options.recipes import RecipesOptions
+from rope_patch.options.shipped import RecipesOptions
 
 
 def recipes(words: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rope_patch.cli.parsing import parse
-from rope_patch.options.listing import TasksOptions
+from rope_patch.options.shipped import TasksOptions
 
 
 def tasks(words: Sequence[str]) -> None:

@@ -21,8 +21,6 @@ from rope_patch.gguf.header_cache import cached_headers, gguf
 from rope_patch.runtime.folders import file_in_one_move
 
 _VERSION = 3
-_STEP = 1 << 24
-"""Number of bytes that are written at one time, so that progress shows and Ctrl-C works within a large tensor."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,6 @@ def write_gguf(
     *,
     alignment: int = 32,
     overwrite: bool = False,
-    on_bytes: Callable[[int, int], None] = lambda written, total: None,
 ) -> Path:
     """Write a GGUF file under a temporary name beside ``out``, tensor after tensor, and rename it.
 
@@ -177,7 +174,6 @@ def write_gguf(
         pieces: all tensors, in the order of the file.
         alignment: number of which the place of every tensor is a multiple [bytes].
         overwrite: whether to replace a file that exists.
-        on_bytes: function that is called with the number of bytes of tensors written so far, and of all tensors.
 
     Raises:
         FileExistsError: ``out`` exists, and ``overwrite`` is not set.
@@ -199,14 +195,11 @@ def write_gguf(
             file.write(_packed(piece.name) + shape + struct.pack("<IQ", piece.kind, offset))
             offset += piece.size + -piece.size % alignment
         file.write(b"\0" * (-file.tell() % alignment))
-        written = 0
         for piece in pieces:
             data = np.ascontiguousarray(piece.read()).reshape(-1).view(np.uint8).data
             if len(data) != piece.size:
                 raise ValueError(f"{piece.name} has {len(data)} bytes, and its shape says {piece.size}")
-            for start in range(0, len(data), _STEP):
-                written += file.write(data[start : start + _STEP])
-                on_bytes(written, needed)
+            file.write(data)
             file.write(b"\0" * (-piece.size % alignment))
         # On the disk before the rename, which must not put an empty file in place after a power cut.
         file.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from rope_patch.methods import MethodLike, as_method, longrope_parameters
 from rope_patch.patching.encode import PatchRequest, TableChange
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord, records_of
+from rope_patch.runtime import progress
 from rope_patch.tables import RotaryTable, Tables
-
-OnBytes = Callable[[int, int], None]
 
 
 def patch_gguf(
@@ -36,7 +34,6 @@ def patch_gguf(
     out: str | Path,
     *,
     overwrite: bool = False,
-    on_bytes: OnBytes = lambda written, total: None,
     **options: Any,
 ) -> TableChange:
     """Write a copy of a GGUF file with another rotary table, which an unmodified llama.cpp runs.
@@ -49,7 +46,6 @@ def patch_gguf(
         method: the method that is applied, in any form that :func:`rope_patch.apply` takes.
         out: the file that is written, ``*.gguf``.
         overwrite: whether to replace a file that exists.
-        on_bytes: function that is called with the number of bytes of tensors written so far, and of all tensors.
         **options: options of :func:`rope_patch.apply`, of which only ``target_length`` is allowed. By default it is the
             length that the method reaches, if that is more than the file states, since llama-server and llama-cli read
             no further than the file states.
@@ -100,7 +96,8 @@ def patch_gguf(
     )
     stated = replace(after, max_position_embeddings=record.stated_length)
     changed = with_table(opened, stated, graph, record)
-    write(changed, out, overwrite=overwrite, on_bytes=on_bytes)
+    progress.say(f"writing {out}")
+    write(changed, out, overwrite=overwrite)
     return TableChange(chosen, {kind: before}, {kind: after}, record)
 
 

@@ -1,25 +1,22 @@
-"""How lm-eval's Hugging Face model answers here: no ``[tokens, vocab]`` logits, nothing cut, and progress by token."""
+"""How lm-eval's Hugging Face model answers here: without ``[tokens, vocab]`` logits, and nothing is cut."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from accelerate import find_executable_batch_size
-from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
+from tqdm import tqdm
 
-from rope_patch.harness.request_rows import RequestRow, group_requests
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
-from rope_patch.runtime import progress
-from rope_patch.runtime.parallel import processes
 
 
 class AnsweringLM(HFLM):  # type: ignore[misc]
@@ -37,10 +34,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     scheme: Scheme
     maker: Any
 
-    def _bar(self, kind: str, tokens: int, hidden: bool) -> contextlib.AbstractContextManager[None]:
-        """Show how many of the tokens of some requests are read, in the first process."""
-        return progress.bar(tokens, kind, hidden=hidden or self.rank != 0 or processes()[0] != 0)
-
     def _autocast(self) -> torch.autocast:
         mixed = self.mixed_precision_dtype
         return torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None)
@@ -48,8 +41,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a tensor over the processes, but no count of requests, by which lm-eval would make their shares equal.
 
-        Where a process has fewer, lm-eval repeats one of its requests and keeps the answers to all copies; 0.5.0.dev1
-        also scores them, as further samples or further choices. Here no process waits for the passes of another.
+        Where a process has fewer, lm-eval repeats one of its requests and keeps the answers to all copies. Here no
+        process waits for the passes of another.
         """
         if tensor.ndim == 0:
             return tensor.repeat(self.world_size)
@@ -57,22 +50,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return gathered
 
     # --- log-likelihood
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Any]:
-        """Score whole texts, as lm-eval does; one bar shows the windows of all."""
-        # Cut here as lm-eval will cut them, only to know the number of tokens for the bar. The text is a request's last
-        # argument: since lm-eval 0.5 an empty context stands before it.
-        windows = [
-            make_disjoint_window(window)
-            for request in requests
-            for window in get_rolling_token_windows(
-                self.tok_encode(request.args[-1]), self.prefix_token_id, self.max_length, context_len=1
-            )
-        ]
-        tokens = sum(len(context) + len(rest) - 1 for context, rest in windows)
-        with self._bar("loglikelihood_rolling", tokens, disable_tqdm):
-            scores: list[Any] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        return scores
 
     def _loglikelihood_tokens(
         self,
@@ -84,26 +61,19 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             if len(context) + len(continuation) - 1 > self.max_length:
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
-        rows = group_requests(requests, self._table_of)
-        bar: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        # Windows of a rolling request come in batches of a given size, all of which share the bar of that request.
-        if override_bs is None:
-            bar = self._bar("loglikelihood", sum(len(row.ids) for row in rows), disable_tqdm)
-        with bar:
+        # A dynamic table differs from length to length, so that only texts of one length are read together.
+        rows = group_requests(requests, of_one_length=self.reader.dynamic)
+        hidden = disable_tqdm or self.rank != 0
+        # HFLM asks for the windows of rolling requests batch by batch, with a bar for each.
+        leave = override_bs is None
+        with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=hidden, leave=leave) as bar:
             for batch in self._batches(rows, override_bs or self.batch_size):
-                with progress.work(sum(len(row.ids) for row in batch), reads=len(batch) * len(batch[0].ids)):
-                    for i, answer in self._score(batch):
-                        answers[i] = answer
-                        if (texts := requests[i][0]) is not None:  # of a rolling window, HFLM itself stores the whole
-                            self.cache_hook.add_partial("loglikelihood", texts, answer)
+                for i, answer in self._score(batch):
+                    answers[i] = answer
+                    if (texts := requests[i][0]) is not None:  # of a rolling window, HFLM itself stores the whole
+                        self.cache_hook.add_partial("loglikelihood", texts, answer)
+                    bar.update()
         return [answer for answer in answers if answer is not None]
-
-    def _table_of(self, length: int) -> int:
-        """Return a number that stands for the table under which a text of so many tokens is read."""
-        # A dynamic table differs from length to length, so that only texts of one length share it.
-        if self.reader.dynamic:
-            return length
-        return 0
 
     def _new_cache(self, tokens: int) -> Any:
         """Return a cache for rows of so many tokens; None if a pass reads whole rows, which needs no cache."""
@@ -150,17 +120,16 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             yield rows[:count]
             rows = rows[count:]
 
-    def _detect_batch_size(self, requests: Sequence[RequestRow] | None = None, pos: int = 0) -> int:
+    def _detect_batch_size(self, rows: Sequence[RequestRow] = ()) -> int:
         """Return how many of the longest rows can be read side by side; nothing is made that scoring does not make."""
-        length = len(requests[pos].ids) if requests else self.max_length
+        length = len(rows[0].ids) if rows else self.max_length
 
         @torch.no_grad()
         def attempt(batch_size: int) -> int:
             # How much memory a pass needs does not depend on which tokens are read.
-            rows = torch.ones((batch_size, length), dtype=torch.long)
-            with progress.unreported():
-                for _ in self.reader.read(rows, self._new_cache(length), self.chunk):
-                    pass
+            ids = torch.ones((batch_size, length), dtype=torch.long)
+            for _ in self.reader.read(ids, self._new_cache(length), self.chunk):
+                pass
             return batch_size
 
         try:
@@ -176,19 +145,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return size
 
     # --- generation
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue prompts, as lm-eval does; the bar shows how much of them is read."""
-        tokens = sum(len(self._encode_prompt(request.args[0])) for request in requests)
-        with self._bar("generate_until", tokens, disable_tqdm):
-            # HFLM's own bar counts requests, which may be long.
-            answers: list[str] = super().generate_until(requests, disable_tqdm=True)
-        return answers
-
-    def _encode_prompt(self, text: str) -> list[int]:
-        """Encode a text as ``generate_until`` encodes a prompt, special tokens included."""
-        ids: list[int] = self.tok_batch_encode([text])[0][0].tolist()
-        return ids
 
     def tok_batch_encode(
         self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **kwargs: Any
@@ -208,19 +164,11 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         if self.chunk is not None:
             kwargs.setdefault("prefill_chunk_size", self.chunk)
-        tokens = context.numel()
-        padding = None
-        mask = kwargs.get("attention_mask")
-        if mask is not None:
-            tokens = int(mask.sum())
-            padding = (mask == 0).sum(1)
         if self.scheme != Scheme():
             # Prompts are padded on the left, and the blocks of the cache begin with the text.
+            padding = (kwargs["attention_mask"] == 0).sum(1)
             kwargs[self.reader.cache_argument] = self.maker(padding)
-        passes = -(-context.shape[1] // (kwargs.get("prefill_chunk_size") or context.shape[1]))
-        reading = progress.forward_pass(self.reader.decoder, context.numel(), passes=passes)
-        with progress.work(tokens, reads=context.numel()), reading:
-            answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
+        answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
         return answer
 
     def _refuse_to_cut(self, what: str) -> None:
@@ -228,3 +176,58 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             f"{what} do not fit into the model's {self.max_length}, and nothing is cut: choose shorter texts, or say "
             "in --model_args what the model can read, target_length= with a method or max_length="
         )
+
+
+# --- log-likelihood requests as rows of tokens
+
+
+@dataclass(frozen=True, eq=False)
+class RequestRow:
+    """Requests that begin one another: the longest is read, and with it all of them.
+
+    Attributes:
+        ids: (tokens,) int64, the tokens that are read: all but the last one of the longest request.
+        asked: the number of each request, with the number of tokens of its context and the tokens of its continuation.
+    """
+
+    ids: Tensor
+    asked: list[tuple[int, int, Sequence[int]]]
+
+    def targets(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return the states and the tokens that they score, each pair once and in order, and each request's pairs."""
+        pairs = [
+            torch.stack([torch.arange(context - 1, context - 1 + len(rest)), torch.tensor(rest)], 1)
+            for _, context, rest in self.asked
+        ]
+        unique, where = torch.unique(torch.cat(pairs), dim=0, return_inverse=True)
+        return unique[:, 0].contiguous(), unique[:, 1], where.split([len(rest) for _, _, rest in self.asked])
+
+
+def group_requests(requests: Sequence[tuple[Any, list[int], list[int]]], *, of_one_length: bool) -> list[RequestRow]:
+    """Return requests in rows, the longest first.
+
+    Args:
+        requests: the requests: each one's texts or None, the tokens of its context, and those of its continuation.
+        of_one_length: whether only requests of one length share a row.
+    """
+    texts = []
+    for i, (_, context, continuation) in enumerate(requests):
+        if not context or not continuation:
+            raise ValueError(f"request {i} has {len(context)} tokens of context and {len(continuation)} to score")
+        # Big-endian bytes sort as the numbers do, so that texts which begin alike become neighbours.
+        ids = numpy.array([*context, *continuation[:-1]], dtype=">i4").tobytes()
+        texts.append((len(ids) if of_one_length else 0, ids, i))
+    rows: list[tuple[int, bytes, list[int]]] = []
+    # In reverse order a text follows the longer ones that begin with it.
+    for length, ids, i in sorted(texts, reverse=True):
+        if not rows or rows[-1][0] != length or not rows[-1][1].startswith(ids):
+            rows.append((length, ids, []))
+        rows[-1][2].append(i)
+    rows.sort(key=lambda row: (-len(row[1]), row[1]))
+    return [
+        RequestRow(
+            torch.from_numpy(numpy.frombuffer(ids, dtype=">i4").astype(numpy.int64)),
+            [(i, len(requests[i][1]), requests[i][2]) for i in sorted(numbers)],
+        )
+        for _, ids, numbers in rows
+    ]

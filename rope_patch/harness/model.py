@@ -21,6 +21,7 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.modeling.scoring import Reader, model_hash
+from rope_patch.options.fields import COUNT
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import key_of
@@ -94,8 +95,8 @@ class RopePatchLM(AnsweringLM):
         if method is None and given:
             raise ValueError(f"{given[0]} says how to patch: give method= too (method=default leaves the table)")
         requested = None if method is None else as_method(method, **params)
-        if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-            raise ValueError(f"chunk must be a whole number of tokens >= 1, got {chunk!r}")
+        if chunk is not None:
+            COUNT.checked("chunk", chunk)
         if kwargs.get("truncation"):
             raise ValueError("truncation=True would cut prompts: leave it out, and choose tasks that fit")
         if not str(kwargs.get("softmax_dtype") or "float32").endswith("float32"):
@@ -108,8 +109,6 @@ class RopePatchLM(AnsweringLM):
                 raise TypeError(f"unexpected keyword argument {name!r} for a model in memory")
         self._split_over_processes(pretrained, kwargs)
         record = read_record(self.peft) if self.peft else None
-        if requested is not None and record is not None:
-            raise ValueError(f"the adapter {self.peft} was trained under {record.to_method()}: leave method= out")
         own = None
         if getattr(self.model.config.get_text_config(), "rope_patch", None):
             own = locate(self.model).record
@@ -153,8 +152,8 @@ class RopePatchLM(AnsweringLM):
         super()._get_backend(config, backend=backend, trust_remote_code=trust_remote_code)
         if self.backend != "causal":
             raise ValueError(
-                f"{getattr(config, 'model_type', 'this model')} is an encoder-decoder, and {MODEL_NAME} reads causal "
-                "language models: use --model hf"
+                f"{config.model_type} is an encoder-decoder, and {MODEL_NAME} reads causal language models: use "
+                "--model hf"
             )
 
     def get_model_info(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.evaluation.texts.documents import text_digest, whole_text
-from rope_patch.harness.lm_eval_versions import task_request
+from rope_patch.options.fields import COUNT
 
 TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows")
 """What ``--metadata`` may set."""
@@ -83,7 +84,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
         """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
-        request = task_request(self, doc, ctx, **kwargs)
+        request = super().construct_requests(doc, ctx, **kwargs)
         if self.OUTPUT_TYPE == "generate_until":
             request.arguments[1].setdefault("max_gen_toks", doc["answer_tokens"])
         return request
@@ -145,8 +146,7 @@ def retrieval_documents(
         ValueError: there is no tokenizer, an option is bad, or a prompt does not fit.
     """
     refuse_misspelled(rest)
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples must be a whole number >= 1, got {samples!r}: give --metadata samples=")
+    COUNT.checked("samples", samples)
     maker = _prompt_maker(tokenizer_arguments(rest), haystack, turns)
     depths = [depths] if isinstance(depths, int | float) else list(depths)
     rows = []
@@ -191,10 +191,8 @@ def perplexity_documents(
         stride = length // 2
     if windows is None:
         windows = max(1, min(32, 131072 // length))
-    for name, value, most in (("windows", windows, None), ("stride", stride, length - 1)):
-        if not isinstance(value, int) or value < 1 or (most is not None and value > most):
-            span = "at least 1" if most is None else f"in [1, {most}]"
-            raise ValueError(f"{name} must be a whole number {span}, got {value!r}: give --metadata {name}=")
+    COUNT.checked("windows", windows)
+    replace(COUNT, most=length - 1).checked("stride", stride)
     arguments = tokenizer_arguments(rest)
     tokenizer, prefix = load_tokenizer(arguments)
     words, tokens_before = words_of(arguments, text)
@@ -287,7 +285,7 @@ def tokenizer_arguments(metadata: Mapping[str, Any]) -> TokenizerArguments:
         raise ValueError(
             "lengths are counted in tokens of the model: give --metadata tokenizer= (or pretrained= in --model_args)"
         )
-    names = ("add_bos_token", "revision", "subfolder", "trust_remote_code", "use_fast_tokenizer")
+    names = ("add_bos_token", "revision", "subfolder", "trust_remote_code")
     return (("name", name), *((key, metadata[key]) for key in names if metadata.get(key) is not None))
 
 
@@ -301,8 +299,6 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
     options = dict(arguments)
     name = options.pop("name")
     bos = options.get("add_bos_token")
-    if "use_fast_tokenizer" in options:
-        options["use_fast"] = options.pop("use_fast_tokenizer")
     tokenizer = name
     if isinstance(name, str):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)

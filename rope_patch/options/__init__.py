@@ -6,16 +6,14 @@ The command line, YAML files, checks of values and the pages of documentation fo
 
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.options.checkpoints import ApplyOptions, DoctorOptions, RestoreOptions
-from rope_patch.options.compare import CompareOptions
-from rope_patch.options.evaluation import EvalSpec
+from rope_patch.options.evaluation import CompareOptions, EvalSpec
 from rope_patch.options.export import ExportOptions
 from rope_patch.options.extend import ExtendOptions
 from rope_patch.options.fields import OptionSet
 from rope_patch.options.finetune import FinetuneOptions
 from rope_patch.options.kv_check import KvCheckOptions
-from rope_patch.options.listing import MethodsOptions, TasksOptions
 from rope_patch.options.plan import PlanOptions
-from rope_patch.options.recipes import DemoOptions, RecipesOptions
+from rope_patch.options.shipped import DemoOptions, MethodsOptions, RecipesOptions, TasksOptions
 
 COMMANDS: dict[str, type[OptionSet]] = {
     kind.command: kind
@@ -38,4 +36,4 @@ COMMANDS: dict[str, type[OptionSet]] = {
 }
 """The options of every command by its name, in the order of the help."""
 
-__all__ = ["COMMANDS", "CompareOptions", "EvalSpec"]
+__all__ = ["COMMANDS", "EvalSpec"]

@@ -83,9 +83,3 @@ class AnalyzeOptions(OptionSet, command="analyze"):
     report: bool = shared.report()
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()
-
-    def __post_init__(self) -> None:
-        """Check the values, and drop repeated heads and values of p."""
-        super().__post_init__()
-        for name in ("heads", "p_values"):
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))

@@ -9,11 +9,6 @@ from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, contained, flag, path, word
 from rope_patch.options.shared import Patching
 
-_NEW_CHECKPOINT = (
-    "The output folder, or the output file if MODEL is a GGUF file. A folder must be new or empty, and a file new, "
-    "unless --force is given."
-)
-
 
 @dataclass(frozen=True)
 class ApplyOptions(OptionSet, command="apply"):
@@ -25,16 +20,22 @@ class ApplyOptions(OptionSet, command="apply"):
     Example: ``rope-patch apply ./llama abf rope_theta=500000 -o ./llama-abf``
     """
 
-    model: str = shared.checkpoint()
+    model: str = word(
+        "A checkpoint: a local folder, a Hugging Face hub id or a GGUF file.", metavar="MODEL", positional=True
+    )
     method: str = word(
         "The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are joined with +. "
         "rope-patch methods lists all of them.",
         metavar="METHOD",
         positional=True,
     )
-    output: Path = shared.new_output(_NEW_CHECKPOINT, "PATH")
+    output: Path = shared.new_output(
+        "The output folder, or the output file if MODEL is a GGUF file. A folder must be new or empty, and a file new, "
+        "unless --force is given.",
+        "PATH",
+    )
     parameters: tuple[str, ...] = word(
-        "The parameters of the method, if METHOD is only a name.",
+        "The parameters of the method, which may also be written behind its name.",
         (),
         metavar="KEY=VALUE",
         positional=True,
@@ -45,20 +46,6 @@ class ApplyOptions(OptionSet, command="apply"):
     force: bool = shared.force()
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()
-
-    def params(self) -> dict[str, str]:
-        """Return the parameters of the method by name.
-
-        Raises:
-            ValueError: a parameter is not of the form key=value.
-        """
-        params = {}
-        for item in self.parameters:
-            key, equals, value = item.partition("=")
-            if not (equals and key and value):
-                raise ValueError(f"expected key=value after the method, got {item!r}")
-            params[key] = value
-        return params
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The spec of an evaluation: a value that can be written to JSON, compared and hashed."""
+"""The spec of an evaluation, which can be written to JSON, compared and hashed, and the options of ``compare``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, number, tokens, whole, word
-
-CHAT_TEMPLATES = ("auto", "on", "off")
-"""Choices for whether prompts go through the tokenizer's chat template; ``"auto"`` means: if it has one."""
+from rope_patch.options.fields import OptionSet, contained, number, tokens, whole, word
+from rope_patch.options.shared import Machine, Patching
 
 DEFAULT_HAYSTACK = "noise"
 """The text that retrieval prompts hide their answers in by default. SmolLM2-135M-Instruct finds 6 of 6 passkeys in 1024
@@ -87,7 +86,7 @@ class EvalSpec(OptionSet):
         "Whether retrieval prompts go through the chat template of the tokenizer. auto means: if it has one.",
         "auto",
         metavar="auto|on|off",
-        choices=CHAT_TEMPLATES,
+        choices=("auto", "on", "off"),
     )
     bucket: int | None = tokens(
         "The width of the position ranges that perplexity is averaged over. By default a sixteenth of the longest "
@@ -96,7 +95,7 @@ class EvalSpec(OptionSet):
     )
     chunk: int | None = shared.chunk()
     batch_tokens: int = tokens("The largest number of tokens that are read as one batch.", 16384)
-    seed: int = shared.seed()
+    seed: int = whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
 
     def __post_init__(self) -> None:
         """Check the values, and put lengths and depths in order."""
@@ -145,3 +144,25 @@ class EvalSpec(OptionSet):
         # Through JSON, so that tuples are lists and the spec equals one that was read from a file.
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
+
+
+@dataclass(frozen=True)
+class CompareOptions(OptionSet, command="compare"):
+    """Compare methods on one model: perplexity by position in the text, and retrieval by prompt length.
+
+    Every method reads the same texts and prompts. The command writes ``comparison.json`` and ``report.html``. If it is
+    interrupted, run it again to continue: finished work is saved in the output folder.
+
+    Example: ``rope-patch compare ./llama --methods "default yarn:factor=4" --lengths "4k 16k" -o ./compared``
+    """
+
+    model: str = shared.model()
+    methods: tuple[str, ...] = shared.methods()
+    evaluation: EvalSpec = contained(EvalSpec)
+    output: Path = shared.output("rope-patch-compare")
+    patching: Patching = contained(Patching, without=("target_length",))
+    budget: int | None = shared.budget()
+    machine: Machine = contained(Machine)
+    report: bool = shared.report()
+    imports: tuple[str, ...] = shared.imports()
+    as_json: bool = shared.as_json()

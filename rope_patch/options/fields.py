@@ -165,6 +165,10 @@ class Option:
         return value
 
 
+COUNT = Option("", metavar="COUNT", kind=int, least=1)
+"""A number of things, for the values that no field holds."""
+
+
 @dataclass(frozen=True)
 class OptionSet:
     """A dataclass whose fields are options. The values are checked when an object is made.
@@ -274,9 +278,9 @@ def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
             try:
                 arguments[one.name] = build(one.metadata["kind"], defaults | inner)
             except ValueError as error:
-                if one.metadata["section"]:
-                    raise ValueError(f"{one.name}.{error}") from None
-                raise ValueError(str(error)) from None
+                if not one.metadata["section"]:
+                    raise
+                raise ValueError(f"{one.name}.{error}") from None
         elif inner:
             # What is left of the path of a leaf is empty.
             arguments[one.name] = inner[()]

@@ -212,8 +212,6 @@ class RecipeOptions(OptionSet):
             return
         if self.patch.patching.target_length is None:
             raise ValueError("data.positions=pose needs patch.target_length: positions are drawn from below it")
-        if data.chunks > data.length:
-            raise ValueError(f"data.chunks={data.chunks} is more than the tokens of a row, {data.length}")
         if data.boundaries == "apart":
             raise ValueError("data.positions=pose needs data.boundaries=join, not apart")
 

@@ -62,20 +62,14 @@ class Machine(OptionSet):
 # --- single options --------------------------------------------------------------------------------------------------
 
 
-def model(default: Any = MISSING) -> Any:
+def model() -> Any:
     """Return the field for a checkpoint or adapter."""
     return word(
         "A checkpoint or a PEFT adapter: a local folder, a Hugging Face hub id or a GGUF file. An adapter is loaded "
         "onto its base model, with the rotary patch that it was trained under.",
-        default,
         metavar="MODEL",
         positional=True,
     )
-
-
-def checkpoint() -> Any:
-    """Return the field for a checkpoint that is no adapter."""
-    return word("A checkpoint: a local folder, a Hugging Face hub id or a GGUF file.", metavar="MODEL", positional=True)
 
 
 def output(folder: str) -> Any:
@@ -148,11 +142,6 @@ def gpu_memory() -> Any:
     """Return the field for the memory of a GPU, written as 24 or 24GB."""
     help = "The memory of one GPU in GiB, as nvidia-smi shows it."
     return option(help, 80.0, metavar="GIB", kind=float, read=parse_memory, above=0)
-
-
-def seed() -> Any:
-    """Return the field for the random seed."""
-    return whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
 
 
 def force() -> Any:

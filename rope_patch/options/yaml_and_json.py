@@ -61,8 +61,11 @@ def read_value(option: Option, value: Any, where: str) -> Any:
     Raises:
         ValueError: the text is no value of the option; the message begins with ``where``.
     """
-    if option.several and isinstance(value, str):
-        value = value.replace(",", " ").split()
+    if isinstance(value, str):
+        if option.several:
+            value = value.replace(",", " ").split()
+        elif option.repeated:
+            value = [value]
     try:
         if isinstance(value, list | tuple):
             return tuple(option.value_of(item) if isinstance(item, str) else item for item in value)

@@ -15,7 +15,6 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from rope_patch import checkpoints
 from rope_patch.checkpoints.model_without_weights import model_without_weights
-from rope_patch.methods import as_method
 from rope_patch.options.finetune import ModelOptions, RecipeOptions
 from rope_patch.options.plan import ALL_LINEAR
 from rope_patch.packaged import data_path
@@ -26,16 +25,8 @@ from rope_patch.planning import Plan, plan
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.training.pack_rows import rows_per_step
 
-KERNEL_NAMES = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
-"""transformers' names of the attention kernels."""
-
 # Small reference checkpoints that come with the package, to try a recipe without a download.
 BUNDLED_MODELS = ("llama", "gemma3")
-# Their tokenizers have no chat template; without one a recipe that learns conversations could not be tried on them.
-BUNDLED_CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for turn in messages %}{{ turn.role + '\n' + turn.content + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
-)
 
 
 def bundled_folder_or_name(name: str) -> str:
@@ -69,13 +60,12 @@ def load_model(
         OSError: there is nothing that can be loaded, or no such repository; the message says what to do.
     """
     dtype = getattr(torch, options.dtype)
-    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": KERNEL_NAMES[options.attention]}
+    kernel = options.attention
+    if kernel == "flash":
+        kernel = "flash_attention_2"
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": kernel}
     shared: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     source = bundled_folder_or_name(options.name)
-    if Path(source, checkpoints.ADAPTER_FILE).is_file():
-        raise ValueError(
-            f"{options.name} is an adapter: merge it into its base first (merge_and_unload), and save that"
-        )
     config = checkpoints.load_config(source, **shared)
     quantized = is_gguf(source) or getattr(config, "quantization_config", None)
     if quantized and options.quantization != "none":
@@ -141,7 +131,7 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
             )
         apply(
             model,
-            as_method(patch.method or "default"),
+            patch.method or "default",
             target_length=_stated_context(model, options),
             layer_types=patch.patching.layer_types,
             freeze_at=patch.patching.freeze_at,

@@ -57,9 +57,7 @@ def open_source(options: DataOptions, seed: int) -> Any:
 
     path = Path(options.source)
     if options.source == "builtin":
-        documents = list(builtin_text("train").documents)
-        chats = [as_conversation(text) for text in documents]
-        dataset: Any = datasets.Dataset.from_dict({"text": documents, "messages": chats})
+        dataset: Any = datasets.Dataset.from_dict({"text": list(builtin_text("train").documents)})
     elif path.is_dir() or path.suffix in READERS:
         files = text_files(path)
         kinds = {READERS[file.suffix] for file in files}
@@ -86,14 +84,6 @@ def text_files(source: str | Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.suffix in READERS)
     return [path]
-
-
-def as_conversation(text: str) -> list[dict[str, str]]:
-    """Return the beginning of a text as a question and its answer, so that the built-in text can stand in for chats."""
-    return [
-        {"role": "user", "content": text[:300].strip()},
-        {"role": "assistant", "content": text[300:1000].strip()},
-    ]
 
 
 def conversation(
@@ -151,9 +141,7 @@ def held_out(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder:
     if spec.windows == 0 or spec.text is not None or options.data.source == "builtin":
         return []
     if folder is not None:
-        # A run of an earlier version held nothing out.
-        path = folder / HELD_OUT_FILE
-        return list(read_json(path)["texts"]) if path.is_file() else []
+        return list(read_json(folder / HELD_OUT_FILE)["texts"])
     documents = open_source(options.data, options.train.seed)
     most = DOCUMENTS_CHECKED
     if hasattr(documents, "__len__"):  # else it is streamed
@@ -333,8 +321,7 @@ def _endless(
     """Yield the documents, and start over whenever they end."""
     for epoch in itertools.count():
         if epoch == 1:
-            order = "another" if options.data.shuffle else "the same"
-            warnings.warn(f"the data ends before the run does: it is read again, in {order} order", stacklevel=2)
+            warnings.warn("the data ends before the run does: it is read again", stacklevel=2)
         yield from read_documents(options.data, tokenizer, options.train.seed + epoch, without)
 
 

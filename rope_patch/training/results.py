@@ -90,15 +90,12 @@ def write_results(
     model: Any = trainer.model
     record = verify_model(model)
     state = trainer.state
-    best_step = None
-    if state.best_model_checkpoint is not None:
-        best_step = int(Path(state.best_model_checkpoint).name.rpartition("-")[2])
     results: dict[str, Any] = {
         "command": command or " ".join(sys.argv),
         "options": to_dict(options),
         "patch": str(record.to_method()),
         "steps": state.global_step,
-        "best_step": best_step,
+        "best_step": state.best_global_step,
         "target_length": record.target_length or options.target_length,
         "tokens": state.global_step * rows_per_step(options) * options.data.length,
         "losses": [{"step": entry["step"], "loss": entry["loss"]} for entry in state.log_history if "loss" in entry],
@@ -179,10 +176,10 @@ def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> 
 
 def scores_table(results: dict[str, Any]) -> str:
     """Return the metrics of the model without its patch, before and after training as a table."""
-    columns = [column for column in ("unpatched", "before", "after") if results.get(column)]
+    headings = {"unpatched": "unpatched", "before": "before training", "after": "after training"}
+    columns = [column for column in headings if results.get(column)]
     rows: list[Cells] = []
     # The first number is the score that ranks checkpoints, a mixture that says little to a reader.
     for name in list(results["after"])[1:]:
         rows.append([name.replace("_", " "), *(f"{results[column][name]:.3g}" for column in columns)])
-    headings = {"unpatched": "unpatched", "before": "before training", "after": "after training"}
     return markdown_table(DataTable("Scores", ["", *(headings[column] for column in columns)], rows, ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,10 @@ def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolde
             raise ValueError(f"output: {out} holds files that are not of a run: give a new or empty folder")
         return RunFolder(out, settings)
     earlier = read_json(path)
-    checkpoint, results = last_checkpoint(out / "work"), _finished(out)
+    checkpoint = last_checkpoint(out / "work")
+    results = None
+    if (out / RESULTS_FILE).is_file():
+        results = read_json(out / RESULTS_FILE)
     changes = _changes(earlier, settings, contents(options))
     if restart or (changes and checkpoint is None and results is None):  # in the second case no work is lost
         return RunFolder(out, settings)
@@ -118,33 +122,22 @@ def last_checkpoint(work: Path) -> Path | None:
     kill and is skipped. With several processes the kill may have come while another one wrote its random state; Trainer
     continues without that.
     """
-    steps = {int(path.name.rpartition("-")[2]): path for path in work.glob("checkpoint-*") if _has_state(path)}
+    steps: dict[int, Path] = {}
+    for path in work.glob("checkpoint-*"):
+        with contextlib.suppress(OSError):
+            read_json(path / TRAINER_STATE_NAME)
+            steps[int(path.name.rpartition("-")[2])] = path
     if not steps:
         return None
     return steps[max(steps)]
 
 
-def _has_state(checkpoint: Path) -> bool:
-    try:
-        read_json(checkpoint / TRAINER_STATE_NAME)
-    except OSError:
-        return False
-    return True
-
-
-def _finished(out: Path) -> dict[str, Any] | None:
-    """Return the results of a finished run, or None; one whose weights were deleted does not count."""
-    if not (out / RESULTS_FILE).is_file() or not any(out.glob("*.safetensors")):
-        return None
-    return read_json(out / RESULTS_FILE)
-
-
 def _changes(earlier: dict[str, Any], settings: dict[str, Any], digests: dict[str, str]) -> str:
     """Return what differs between two runs, such as ``train.steps=100 (now 200)``.
 
-    Files that are gone do not count, since the rows are packed, and neither do those of a run that has no digests.
+    Files that are gone do not count, since the rows are packed.
     """
-    stored = earlier.pop("contents", {})
+    stored = earlier.pop("contents")
     before, now = flatten_dict(earlier), flatten_dict(settings)
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     changes = [f"{name}={before.get(name)} (now {now.get(name)})" for name in names]

@@ -75,7 +75,7 @@ def test_load_passes_every_option_of_from_pretrained_on(saved):
 
 
 def test_load_refuses_options_of_a_patch_without_a_method(saved):
-    with pytest.raises(ValueError, match="target_length="):
+    with pytest.raises(ValueError, match="target_length goes with a method"):
         rope_patch.load(saved / "base", target_length=128)
 
 
@@ -113,8 +113,6 @@ def test_verify_takes_a_model_a_folder_and_an_adapter(saved):
 def test_verify_refuses_what_carries_no_patch(saved):
     with pytest.raises(PatchError, match="carries"):
         rope_patch.verify(saved / "base")
-    with pytest.raises(ValueError, match="record="):
-        rope_patch.verify(saved / "base", rope_patch.verify(saved / "patched").record)
 
 
 def test_inspect_says_that_an_adapter_has_no_record(saved, tmp_path):

@@ -99,7 +99,7 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
     [
         (("apply", "{base}", "prope", "-o", "{out}"), "unknown method 'prope'. Did you mean 'p_rope'?"),
         (("apply", "{base}", "p_rope", "q=0.5", "-o", "{out}"), "p_rope has no parameter 'q'"),
-        (("apply", "{base}", "p_rope", "0.5", "-o", "{out}"), "expected key=value after the method, got '0.5'"),
+        (("apply", "{base}", "p_rope", "0.5", "-o", "{out}"), "expected key=value after 'p_rope', got '0.5'"),
         (("apply", "{base}", "p_rope", "-o", "{base}"), "is the checkpoint itself"),
         (("apply", "{base}", "p_rope", "-o", "{full}"), "is not empty: give a new folder"),
         (("apply", "{base}", "p_rope", "-o", "/proc/nowhere/out"), "'/proc/nowhere': no such file or directory"),

@@ -10,8 +10,7 @@ from support.commands import invoke
 from support.fresh import run_code
 
 from rope_patch.cli.parsing import parse, parse_given
-from rope_patch.options import CompareOptions
-from rope_patch.options.evaluation import EvalSpec
+from rope_patch.options.evaluation import CompareOptions, EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, path, word
 from rope_patch.options.shared import Machine
 
@@ -64,7 +63,7 @@ def test_flags_and_null():
         ((*COMPARE, "--lenghts", "1k"), "unknown option --lenghts. Did you mean '--lengths'?"),
         (COMPARE[:3], "missing --lengths TOKENS: "),
         (COMPARE[1:], "missing MODEL"),
-        ((*COMPARE, "--chunk"), "--chunk needs a value"),
+        ((*COMPARE, "--chunk"), "argument --chunk: expected one argument"),
         ((*COMPARE, "--chunk", "8kk"), "--chunk: a length is a number of tokens such as 4096 or 4k, got '8kk'"),
         ((*COMPARE, "--chunk", "-16k"), "--chunk: a length is a number of tokens such as 4096 or 4k, got '-16k'"),
         ((*COMPARE, "--budget", "0s"), "budget must be >= 1 s, got 0"),
@@ -120,7 +119,7 @@ def test_files_stack_and_flags_win(files):
 def test_positional_files_and_keys_apply_in_their_order(files):
     options = parse(
         RecipeOptions,
-        ["samples=7", "--train", "one.yaml", "lengths=[8k, 64]", "two.yaml", "seed=3", "machine.threads=4"],
+        ["samples=7", "--train", "one.yaml", "lengths=8k, 64", "two.yaml", "seed=3", "machine.threads=4"],
     )
     assert options.evaluation == EvalSpec([64, 8192], samples=3, seed=3, chat_template="off")
     assert options.train and options.machine == Machine(dtype="float32", threads=4)

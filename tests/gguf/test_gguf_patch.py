@@ -225,18 +225,14 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     assert (tmp_path / "out.gguf").stat().st_size > 48 * 2**20 > 3 * peak
 
 
-def test_progress_ends_with_every_byte_and_an_interrupt_leaves_nothing(base, tmp_path):
-    reports = []
-    patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", on_bytes=lambda *counts: reports.append(counts))
-    total = sum(tensor.n_bytes for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors)
-    assert reports[-1] == (total, total) and reports == sorted(reports)
-
-    def interrupt(written, total):
+def test_an_interrupt_leaves_nothing(base, tmp_path):
+    def interrupt():
         raise KeyboardInterrupt
 
+    pieces = [*open_gguf(base).pieces, Piece("last", (1,), gguf.GGMLQuantizationType.F32, interrupt)]
     with pytest.raises(KeyboardInterrupt):
-        patch_gguf(base, "yarn:factor=4", tmp_path / "other.gguf", on_bytes=interrupt)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+        write_gguf(tmp_path / "out.gguf", list(open_gguf(base).keys.values()), pieces)
+    assert not list(tmp_path.iterdir())
 
 
 def test_keys_that_ggufs_own_writer_refuses_are_kept(base, tmp_path):
@@ -261,8 +257,7 @@ def test_a_header_is_read_as_ggufs_own_reader_reads_it(base):
 
 def test_a_patched_file_is_verified(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
-    verified = rope_patch.verify(tmp_path / "out.gguf")
-    assert (verified.method, verified.weights) == ("yarn:factor=4", "Q4_1")
+    assert rope_patch.verify(tmp_path / "out.gguf").method == "yarn:factor=4"
     assert not rope_patch.inspect(tmp_path / "out.gguf").warnings
     with pytest.raises(PatchError, match="record"):
         rope_patch.verify(base)

@@ -24,7 +24,7 @@ SMALL = [
     "train.learning_rate=0.01",
     "train.log_every=1",
     "evaluation.lengths=128 256",
-    "evaluation.depths=[0.2,0.8]",
+    "evaluation.depths=0.2,0.8",
     "evaluation.samples=1",
     "evaluation.windows=2",
 ]

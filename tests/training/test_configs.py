@@ -18,7 +18,7 @@ from rope_patch.packaged import data_path
 from rope_patch.patching.locate import locate
 from rope_patch.planning import shape_of
 from rope_patch.training.models import BUNDLED_MODELS, prepare, training_plan
-from rope_patch.training.trainer_arguments import training_arguments
+from rope_patch.training.trainer import training_arguments
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 GIB = 2**30

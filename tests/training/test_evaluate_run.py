@@ -62,7 +62,7 @@ def test_perplexity_only_parts_equals():
 
 def options(*words):
     small = ("model.name=llama", "data.length=64", "output=x", "evaluation.lengths=48 64", "evaluation.samples=1")
-    return recipe(*small, "evaluation.depths=[0.0,1.0]", "evaluation.windows=2", *words)
+    return recipe(*small, "evaluation.depths=0.0,1.0", "evaluation.windows=2", *words)
 
 
 def test_an_evaluation_is_numbers_by_length(capfd):

@@ -1,4 +1,4 @@
-"""The options of ``rope-patch recipes`` and ``rope-patch demo``."""
+"""The options of commands that list, copy and try what ships with this package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, flag, path, whole, word
+
+
+@dataclass(frozen=True)
+class MethodsOptions(OptionSet, command="methods"):
+    """List the methods that change a rotary table, with their parameters and defaults."""
+
+    imports: tuple[str, ...] = shared.imports()
+    as_json: bool = shared.as_json()
+
+
+@dataclass(frozen=True)
+class TasksOptions(OptionSet, command="tasks"):
+    """List the long-context tasks for lm-evaluation-harness, and the folder that holds them.
+
+    Example: ``lm_eval --include_path "$(rope-patch tasks --folder)" --tasks rope_passkey …``
+    """
+
+    folder: bool = flag("Print only the folder, for lm_eval --include_path.")
 
 
 @dataclass(frozen=True)
