@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smaller, working_together
@@ -26,7 +27,7 @@ def kv_check(words: Sequence[str]) -> None:
 
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.kv_evaluation import kv_check as engine
-    from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_check
+    from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_attribute, tokens_to_check
     from rope_patch.methods import as_method
     from rope_patch.reports import kv as report
 
@@ -50,8 +51,11 @@ def kv_check(words: Sequence[str]) -> None:
         # Full precision is among the names, and is not a format to check.
         counts = (len(names) - 1, len(compared))
         suite, lost = suite_for(loaded, asked, *counts, given)
-        total = tokens_to_check(replace(suite.spec, windows=len(suite.windows)), *counts, options.decode)
-        say_smaller(total, lost, more=", and more where formats are unsafe")
+        planned = replace(suite.spec, windows=len(suite.windows))
+        total = tokens_to_check(planned, *counts, options.decode)
+        layers = int(loaded.config.get_text_config().num_hidden_layers)
+        more = math.prod(counts) * tokens_to_attribute(planned, layers)
+        say_smaller(total, lost, more=f", and up to {more:,} more where formats are unsafe")
         with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(
                 loaded,

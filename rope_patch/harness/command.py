@@ -14,6 +14,7 @@ from typing import Any
 
 from rope_patch.packaged import data_path
 from rope_patch.runtime.command import guarded
+from rope_patch.runtime.text import did_you_mean
 
 
 def main() -> None:
@@ -37,9 +38,13 @@ def _run() -> None:
     harness = HarnessCLI()
     try:
         harness.execute(with_ours(harness.parse_args()))
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         print(file=sys.stderr)  # so that the message stands below the bar, which lm-eval leaves open
-        raise
+        _, missing, name = str(error).partition("Tasks not found: ")
+        if not missing:
+            raise
+        ours = [path.stem for path in data_path("eval_tasks").glob("*.yaml")]
+        raise ValueError(f"{error}.{did_you_mean(name, ours)} All tasks: rope-patch-eval ls tasks") from error
 
 
 def without_imports(words: list[str]) -> list[str]:

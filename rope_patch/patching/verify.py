@@ -121,7 +121,7 @@ def trained_length(model: nn.Module) -> int:
     return context_reached(next(iter(locate(model).tables.values())))
 
 
-def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
+def verify_model(model: nn.Module) -> PatchRecord:
     """Check that a model really uses the tables that its record describes, and raise with the differences if not.
 
     The method is applied again to the base table, the config is read as transformers alone would read it, and the
@@ -129,7 +129,6 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
 
     Args:
         model: a patched model, in memory or loaded from a patched folder, with or without this package.
-        record: the record that the tables are compared with, such as an adapter's; by default the model's own.
 
     Returns:
         The record.
@@ -138,34 +137,30 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
         PatchError: there is no record, or any difference.
     """
     location = locate(model)
-    own = location.record
-    expected = record or own
-    if expected is None:
+    record = location.record
+    if record is None:
         raise PatchError(f"{location.name} carries no patch record: it is not patched, or the patch was lost")
     problems = []
     if holds_adapters_twice(model):
         problems.append("a PeftModel lies inside another, and the names in an adapter's file match nothing there")
-    if own is None:
-        problems.append("the model carries no patch record")
-    else:
-        # Three comparisons: the record against its method, the config against the record, the module against it.
-        recomputed = plan_from_record(location, own).record
-        problems += differences(own.base_tables, recomputed.base_tables, "base table")
-        problems += differences(own.tables, recomputed.tables, "method")
-        problems += differences(own.tables, records_of(location.stated_tables), "config")
-        stated = location.config.max_position_embeddings
-        if stated != own.stated_length:
-            problems.append(f"max_position_embeddings is {stated}, the record says {own.stated_length}")
+    # Three comparisons: the record against its method, the config against the record, the module against it.
+    recomputed = plan_from_record(location, record).record
+    problems += differences(record.base_tables, recomputed.base_tables, "base table")
+    problems += differences(record.tables, recomputed.tables, "method")
+    problems += differences(record.tables, records_of(location.stated_tables), "config")
+    stated = location.config.max_position_embeddings
+    if stated != record.stated_length:
+        problems.append(f"max_position_embeddings is {stated}, the record says {record.stated_length}")
     if not location.without_numbers:
-        for key, table in expected.tables.items():
+        for key, table in record.tables.items():
             measured = measure(location.module, location.layout, key, table, device_of(location.model))
             if measured.problem is not None:
                 problems.append(f"in use: {measured.problem}")
     if problems:
         raise PatchError(
-            f"{location.name} does not use the tables of {expected.to_method()}:\n  " + "\n  ".join(problems)
+            f"{location.name} does not use the tables of {record.to_method()}:\n  " + "\n  ".join(problems)
         )
-    return expected
+    return record
 
 
 def edits_since(location: Location) -> list[str]:

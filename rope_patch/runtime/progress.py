@@ -154,24 +154,21 @@ def work(tokens: int, *, reads: int | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forward_pass(decoder: nn.Module, tokens: int, *, passes: int = 1) -> Iterator[None]:
+def forward_pass(decoder: nn.Module, tokens: int) -> Iterator[None]:
     """Report the tokens of a forward pass of a decoder as it goes, after each of its layers.
 
     Args:
         decoder: the decoder of a causal language model of transformers, whose ``layers`` are reported one by one;
             without them the pass is reported when it ends.
         tokens: number of tokens that the pass reads, over all rows [tokens].
-        passes: number of equal parts in which the tokens are read; those of later passes, such as generated ones, are
-            not reported.
     """
     layers: Any = getattr(decoder, "layers", ())
-    steps, done = len(layers) * passes, 0
+    done = 0
 
     def after_layer(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal done
         done += 1
-        if done <= steps:
-            advance(tokens * done // steps - tokens * (done - 1) // steps)
+        advance(tokens * done // len(layers) - tokens * (done - 1) // len(layers))
 
     # The stack removes the hooks again, even if the pass raises.
     with contextlib.ExitStack() as stack:

@@ -105,7 +105,7 @@ def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolde
     earlier = read_json(path)
     checkpoint = last_checkpoint(out / "work")
     results = None
-    if (out / RESULTS_FILE).is_file():
+    if (out / RESULTS_FILE).is_file() and any(out.glob("*.safetensors")):  # without weights it is run again
         results = read_json(out / RESULTS_FILE)
     changes = _changes(earlier, settings, contents(options))
     if restart or (changes and checkpoint is None and results is None):  # in the second case no work is lost
