@@ -325,6 +325,8 @@ def offset_frequency_bound(context: int) -> float:
     >>> int((geometric(10000.0, 128) < offset_frequency_bound(4096)).sum())  # Llama-2-7B: pairs 46 to 63
     18
     """
+    if context <= 0:
+        raise ValueError(f"context must be positive, got {context}")
     return 2 * math.pi / context
 
 

@@ -32,7 +32,7 @@ EVALUATION = (
     Mutation(
         "answers_are_given_to_the_wrong_depths",
         "rope_patch/evaluation/retrieval/prompts.py",
-        "return [prompts[ranks[i]] for i in range(len(depths))]",
+        "return [by_depth[depth] for depth in depths]",
         "return prompts",
     ),
 )

@@ -28,7 +28,7 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """A description of a model's rotary tables, which shows all of it when it is printed.
+    """A description of a model's rotary tables; ``print`` shows all of it.
 
     Attributes:
         model_class: name of the model's class.
@@ -48,6 +48,10 @@ class Inspection:
         return None if self.record is None else str(self.record.to_method())
 
     def __repr__(self) -> str:
+        state = "not patched" if self.method is None else f"patched with {shortened(self.method)}"
+        return f"<Inspection of {self.model_class}: {state}, warnings: {len(self.warnings)}>"
+
+    def __str__(self) -> str:
         state = "not patched"
         if self.method is not None:
             state = f"patched, {self.method}"

@@ -45,7 +45,7 @@ def test_doctor_says_what_holds(checkpoint, tmp_path):
     found = json.loads(run("doctor", tmp_path / "mixed", "--json"))
     assert [table["layer_type"] for table in found["tables"]] == ["full_attention", "sliding_attention"]
     assert found["ok"] is True
-    assert [check["state"] for check in found["checks"] if check["counts"]] == ["holds"] * 5
+    assert [check["state"] for check in found["checks"] if check["counts"]] == ["holds"] * 6
 
 
 def test_doctor_says_what_differs_by_its_exit_status(checkpoint, tmp_path):

@@ -113,7 +113,7 @@ def test_help_and_list_name_every_preset():
         (("--formats", "kivi2"), "Did you mean 'kivi-2'"),
         (("--depths", "half"), "depths must be a number, got 'half'"),
         (("--text", "/nowhere"), "nowhere"),
-        (("--formats", "int4-token;skip=7"), "layers 0 to 1"),
+        (("--formats", "int4-token;skip=7"), "their own are 0-1"),
     ],
 )
 def test_wrong_words(folder, given, tmp_path, words, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -28,7 +29,7 @@ from rope_patch.runtime.result_cache import code_identity, key, open_cache
 from rope_patch.runtime.text import did_you_mean
 
 # A part of the keys of the result cache: raise it when what is stored for a haystack changes.
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True)
@@ -225,34 +226,14 @@ def retrieval(
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
 
-    def batches() -> Iterator[list[_Haystack]]:
-        for length in lengths:
-            size = max(1, spec.batch_tokens // length)
-            for low in range(0, spec.samples, size):
-                group = range(low, min(low + size, spec.samples))
-                yield [prompts_of(length, i) if i else first[length] for i in group]
-
-    def ask(haystacks: list[_Haystack]) -> list[list[dict[str, Any]]]:
-        # A batch is generated for the same number of steps: if answers differ in length, each haystack is asked alone.
-        shapes = {tuple(prompt.answer for prompt in prompts) for prompts in haystacks}
-        groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
-        graded = []
-        for group in groups:
-            rows = answer_prompts(reader, list(zip(*group, strict=True)), stops=stops, chunk=chunk, cache=cache)
-            for prompts, answers in zip(group, zip(*rows, strict=True), strict=True):
-                pairs = zip(prompts, answers, strict=True)
-                samples = [s for prompt, answer in pairs for s in grade(tokenizer, TASKS[task], prompt, answer)]
-                graded.append([asdict(sample) for sample in samples])
-        return graded
-
     def name(prompts: _Haystack) -> str:
         asked_of = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
         return key(what="retrieval", schema=SCHEMA, prompts=asked_of, **identity)
 
     graded = read_batches(
         model,
-        batches(),
-        score=ask,
+        ([prompts_of(length, i) for i in group] for length, group in _batches(spec)),
+        score=functools.partial(_graded, reader, tokenizer, TASKS[task], stops=stops, chunk=chunk, cache=cache),
         name=name,
         tokens=lambda prompts: sum(len(prompt.ids) for prompt in prompts),
         cache=open_cache(resume),
@@ -260,14 +241,34 @@ def retrieval(
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
     with in_eval_mode(model):
         for prompts, column in graded:
-            columns[len(prompts[0].ids)].append([_stored(sample) for sample in column])
+            columns[len(prompts[0].ids)].append([Sample(**sample) for sample in column])
     depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
     return _result(spec, maker, depths_of, columns)
 
 
-def _stored(sample: Mapping[str, Any]) -> Sample:
-    """Return a sample from the result cache; those of versions up to 0.2.0 also said whether it was first choice."""
-    return Sample(**{name: value for name, value in sample.items() if name != "first_choice"})
+def _batches(spec: EvalSpec) -> Iterator[tuple[int, range]]:
+    """Yield each length with the numbers of samples that are asked side by side."""
+    for length in spec.lengths:
+        size = max(1, spec.batch_tokens // length)
+        for low in range(0, spec.samples, size):
+            yield length, range(low, min(low + size, spec.samples))
+
+
+def _graded(
+    reader: Reader, tokenizer: Any, task: Task, haystacks: Sequence[_Haystack], **how: Any
+) -> list[list[dict[str, Any]]]:
+    """Ask the prompts of haystacks, and return the samples of each, ordered by depth."""
+    # A batch is generated for the same number of steps: if answers differ in length, each haystack is asked alone.
+    groups = [haystacks]
+    if len({tuple(prompt.answer for prompt in prompts) for prompts in haystacks}) > 1:
+        groups = [[prompts] for prompts in haystacks]
+    graded = []
+    for group in groups:
+        rows = answer_prompts(reader, list(zip(*group, strict=True)), **how)
+        for prompts, answers in zip(group, zip(*rows, strict=True), strict=True):
+            pairs = zip(prompts, answers, strict=True)
+            graded.append([asdict(one) for prompt, answer in pairs for one in grade(tokenizer, task, prompt, answer)])
+    return graded
 
 
 def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> EvalSpec:

@@ -54,7 +54,8 @@ def documents(source: Source) -> Iterator[Document]:
 
     Args:
         source: a text (``str``), a file or a folder of .txt files (``Path``), a built-in :class:`Corpus`, a
-            ``datasets`` dataset (streaming or not), or any iterable of texts or of mappings with a ``text``.
+            ``datasets`` dataset (streaming or not), or any iterable of texts, :class:`Document` or mappings with a
+            ``text``.
 
     Raises:
         FileNotFoundError: the file or folder does not exist.
@@ -100,6 +101,8 @@ def _documents(source: Source) -> Iterator[Document]:
         case _:
             for i, row in enumerate(source):
                 match row:
+                    case Document():
+                        yield row
                     case str(text) | {"text": str(text)}:
                         yield Document(f"row {i}", text)
                     case _:
