@@ -60,8 +60,8 @@ def doctor(
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: a program is unknown or is given for a model in memory, there is no such folder, or there are no
-            such results.
+        ValueError: a program is unknown or is given for a model in memory or an adapter, there is no such folder, or
+            there are no such results.
         OSError: there is nothing that can be read.
 
     Example:
@@ -94,6 +94,10 @@ def doctor(
         with cached_headers(model):
             diagnosed = _of_gguf(model)
     elif is_adapter(model):
+        if for_programs:
+            raise ValueError(
+                "for_programs (--for) goes with a whole model: what a program computes depends on its base"
+            )
         return _of_adapter(str(model))
     else:
         diagnosed = _of_folder(str(model), tokenizer, config_only)

@@ -90,6 +90,8 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
     rope_patch.save(lora(rope_patch.load(checkpoint, "yarn:factor=4")), tmp_path / "adapter")
     printed = run("doctor", tmp_path / "adapter")
     assert "patched with yarn:factor=4" in printed and "adapter: trained under yarn:factor=4" in printed
+    refused = invoke("doctor", tmp_path / "adapter", "--for", "vllm")
+    assert refused.exit_code == 2 and "goes with a whole model" in refused.stderr
     (tmp_path / "adapter" / "rope_patch.json").unlink()
     assert "no record says under which tables it was trained" in run("doctor", tmp_path / "adapter")
 
