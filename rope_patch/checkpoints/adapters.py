@@ -135,7 +135,7 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
         ValueError: ``source`` is neither a folder nor the name of a repository.
     """
     if Path(source).is_dir():
-        path = Path(source, name)
+        path = Path(source, hub.get("subfolder") or "", name)
         return path if path.is_file() else None
     check_source(source)
     if is_gguf(source):

@@ -40,6 +40,9 @@ def extend(words: Sequence[str]) -> int:
 
     settings, output = options.settings, options.output
     check_output(settings, output, options.force)
+    text = settings.evaluation.text
+    if text is not None and not Path(text).exists():
+        raise FileNotFoundError(f"no file or folder {text}")
     prepare(settings.machine)
     work = output.with_name(f"{output.name}.work")
     # A dry run deletes the folder only if no earlier run left measurements in it.

@@ -212,7 +212,10 @@ def _formula(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator
     computed = plain(table.inv_freq, table)
     if build is None or "proportional" in stated:
         if stated != "default" or table.is_geometric or computed is None:
-            yield Check(name, HOLDS, f"the model's class computes a table of type {stated!r}")
+            computes = "a table of its own"
+            if table.is_geometric:
+                computes = f"plain RoPE of base {table.rope_theta:g}"
+            yield Check(name, HOLDS, f"the model's class computes {computes} (rope_type {stated!r})")
             return
         expected = f"plain RoPE with a base of {table.rope_theta:g}"
     else:

@@ -102,7 +102,8 @@ def attend(
         run.observe(index, query, key, value, scaling)
     window = run.plans[index].layer.window or total
     unpadded = size == total and store.padding is None  # so that blocks begin with the first token
-    if unpadded and attention_mask is not None and not bool(attention_mask[:, :, 0, 0].all()):
+    # A row whose first token is hidden: blocks would begin with its padding.
+    if unpadded and attention_mask is not None and bool(_masked(query.new_zeros(()), attention_mask[..., 0, 0]).any()):
         raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
     # In half precision, logits of long keys (a bias of 239 in Qwen2.5) would be rounded as coarsely as a cache rounds.
     raw_keys, keys, query = (at_least_float(states) for states in (store.raw_keys, store.keys, query))
@@ -132,7 +133,7 @@ def attend(
         hidden = (distance < 0) | (distance >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
         if attention_mask is not None:
-            logits = logits.masked_fill(~attention_mask[:, :, low:high, at], -torch.inf)
+            logits = _masked(logits, attention_mask[:, :, low:high, at])
         # A query of padding sees no key, and its softmax is NaN.
         weights = logits.softmax(-1).nan_to_num().to(value.dtype)
         frozen = _frozen(store, "values", visible_tokens, places[at])
@@ -143,6 +144,13 @@ def attend(
             output += (weights * ~frozen).view(by_group) @ store.raw_values[:, :, at]
         out[:, low:high] = output.view(rows, heads, high - low, -1).transpose(1, 2)
     return out, None
+
+
+def _masked(logits: Tensor, mask: Tensor) -> Tensor:
+    """Return logits under a mask of what is seen (bool), or of what is added to them."""
+    if mask.dtype == torch.bool:
+        return logits.masked_fill(~mask, -torch.inf)
+    return logits + mask
 
 
 def _store(runs: Sequence[SchemeRun], index: int, size: int, key: Any, value: Tensor) -> QuantizedLayer:

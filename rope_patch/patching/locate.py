@@ -238,6 +238,8 @@ class Location:
         whole = base if type(self.model.config) is type(base) else self.model.config
         key = (type(self.model), whole.to_json_string(use_diff=False), str(settings))
         if key not in _probes:
+            if len(_probes) == 256:  # a process may go through any number of models
+                _probes.clear()
             _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables, self.layout)
         return _probes[key]
 

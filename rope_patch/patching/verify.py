@@ -57,7 +57,12 @@ class Inspection:
             state = f"patched, {self.method}"
         lines = [f"{self.model_class}: {state}"]
         for table in self.tables:
-            lines += [f"  {table}", f"    {turns_in_context(table)}"]
+            wavelengths = frequencies.wavelength(table.inv_freq)
+            rotated = wavelengths[torch.isfinite(wavelengths)]
+            span = "none rotates"
+            if len(rotated):
+                span = f"{rotated.min():.4g} to {rotated.max():.4g} tokens"
+            lines += [f"  {table}", f"    wavelengths {span}; {turns_in_context(table)}"]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.warnings)])
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
+from rope_patch.checkpoints.adapters import ADAPTER_FILE
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.options.finetune import ModelOptions, RecipeOptions
 from rope_patch.options.plan import ALL_LINEAR
@@ -71,6 +72,10 @@ def load_model(
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": kernel}
     shared: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     source = bundled_folder_or_name(options.name)
+    if Path(source, ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{options.name} is an adapter: merge it into its base first (merge_and_unload), and save that"
+        )
     config = checkpoints.load_config(source, **shared)
     quantized = is_gguf(source) or getattr(config, "quantization_config", None)
     if quantized and options.quantization != "none":

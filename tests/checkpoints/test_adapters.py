@@ -208,6 +208,7 @@ def test_the_record_of_a_subfolder_is_that_of_the_adapter_in_it(two_adapters, tm
     for where, name in ((tmp_path, "abf"), (tmp_path / "inner", "one")):
         shutil.copytree(root / name, where, dirs_exist_ok=True)
     assert torch.equal(logits(rope_patch.load(tmp_path, subfolder="inner").eval()), expected["one"])
+    assert checkpoints.read_record(tmp_path, subfolder="inner") == checkpoints.read_record(tmp_path / "inner")
     for method in ("abf", None):
         with pytest.raises(PatchError, match="trained under yarn"):
             rope_patch.load_adapter(rope_patch.load(root / "base", method), tmp_path, subfolder="inner")

@@ -364,6 +364,11 @@ def test_a_long_run_says_what_takes_less(tmp_path, monkeypatch):
     assert int(remedies[1]) == 11 and int(remedies[2]) in (2, 3)
 
 
+def test_a_missing_text_is_an_error_before_the_model_is_loaded(tmp_path):
+    result = invoke("extend", tmp_path / "no-model", "--length", "1k", "-o", tmp_path / "out", "--text", "missing.txt")
+    assert result.exit_code == 2 and "missing.txt" in result.stderr
+
+
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
     with rope_patch.patched(llama, "yarn", factor=2), pytest.raises(rope_patch.PatchError, match="is patched already"):
         extend(llama, TOKENIZER, output=tmp_path / "out", **QUICK)

@@ -426,6 +426,17 @@ def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
             close(got[i : i + 1], model(new[i : i + 1], **{cache_argument(model): own}).logits, 1e-9)
 
 
+def test_a_mask_that_is_added_hides_what_one_of_bools_hides():
+    model, rows = model_for("llama"), ids(TOKENS, 1)
+    hidden = torch.full((1, 1, TOKENS, TOKENS), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
+    first = hidden.index_fill(-1, torch.tensor([0]), -torch.inf)
+    with quantized(model, SCHEMES[0]) as factory, torch.no_grad():
+        added, bools = (model(rows, attention_mask=mask, past_key_values=factory()) for mask in (hidden, hidden == 0))
+        close(added.logits, bools.logits, 1e-9)
+        with pytest.raises(ValueError, match="padded on the left"):
+            model(rows, attention_mask=first, past_key_values=factory())
+
+
 def test_padded_rows_are_not_moved():
     model = model_for("llama")
     padded_ids, mask, positions = padded(ids(TOKENS, 3))

@@ -381,7 +381,7 @@ def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
     )
     loaded = rope_patch.load(other.folder, dtype=torch.float32)
     assert str(locate(loaded).record.to_method()) == "pi:factor=4"
-    with pytest.raises(ValueError, match="is an adapter: give its base model"):
+    with pytest.raises(ValueError, match="is an adapter: merge it"):
         finetune(options(tmp_path / "c", f"model.name={other.folder}", *QUICK))
 
 

@@ -231,7 +231,7 @@ class _Fit:
             self.pieces = context(size)
             return self._excess(longest)
 
-        each = excess(1) - excess(0)
+        each = max(1, excess(1) - excess(0))
         size = 0
         for _ in range(3):  # pieces have about the same number of tokens, so that few estimates come near
             size = max(0, size - excess(size) // each)
