@@ -197,14 +197,6 @@ def perplexity_documents(
     tokenizer, prefix = load_tokenizer(arguments)
     words, tokens_before = words_of(arguments, text)
 
-    needed = length + (windows - 1) * stride
-    too_short = ValueError(
-        f"{windows} windows of {length} tokens every {stride} need about {needed} tokens, the text holds "
-        f"{tokens_before[-1]}: give --metadata windows= (fewer) or text= (a longer one)"
-    )
-    if needed > tokens_before[-1]:
-        raise too_short
-
     def tokens(low: int, high: int) -> list[int]:
         part = "".join(words[low:high]).lstrip()
         return [*prefix, *tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
@@ -215,15 +207,15 @@ def perplexity_documents(
     rows: list[dict[str, Any]] = []
     middle = max(1, bisect.bisect_right(tokens_before, room) - 1)
     while len(rows) < windows:
-        # The tokens up to each word are an estimate, so the end found by them is corrected by counting real tokens.
         begin = min(bisect.bisect_left(tokens_before, tokens_before[middle] - room), middle - 1)
-        end = bisect.bisect_right(tokens_before, tokens_before[begin] + length - len(prefix)) - 1
-        while end > middle and len(tokens(begin, end)) > length:
-            end -= 1
-        while end < len(words) and len(tokens(begin, end + 1)) <= length:
-            end += 1
+        # Real tokens are counted, since those up to each word are an estimate.
+        last = min(begin + length, len(words))
+        end = bisect.bisect_right(range(last + 1), length, middle, key=lambda end: len(tokens(begin, end))) - 1
         if end == len(words):
-            raise too_short
+            raise ValueError(
+                f"{windows} windows of {length} tokens every {stride} need about {length + (windows - 1) * stride} "
+                f"tokens, the text holds {tokens_before[-1]}: give --metadata windows= (fewer) or text= (a longer one)"
+            )
         if end <= middle:
             raise ValueError(f"no word boundary within {stride} tokens: give --metadata stride= (more)")
         whole, context = tokens(begin, end), tokens(begin, middle)
