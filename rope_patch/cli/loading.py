@@ -144,7 +144,7 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
         print(f"{source}: the weights are {weights}", file=sys.stderr)
     if not spread:
         place = torch.device(choose_device(device))
-        if any(not _lies_on(parameter.device, place) for parameter in loaded.parameters()):
+        if loaded.device != place:
             loaded = loaded.to(place)  # quantized weights refuse this; they are on the GPU already
         if dtype == "auto" and place.type == "cpu":
             loaded = in_cpu_type(source, loaded)
@@ -188,10 +188,6 @@ def in_cpu_type(source: str, loaded: Any) -> Any:
         file=sys.stderr,
     )
     return loaded.to(better)
-
-
-def _lies_on(device: Any, place: Any) -> bool:
-    return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
 def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str = "") -> None:
