@@ -257,8 +257,7 @@ def _yarn(
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
     """Return YaRN's attention factor, by which cos and sin are multiplied, from the keys that the program obeys."""
     obeyed = {key: parameters[key] for key in dialect.yarn_keys if parameters.get(key) is not None}
-    stated = [key for key in _EVERY_YARN_KEY if parameters.get(key) is not None]
-    left_out = [key for key in stated if key not in obeyed]
+    left_out = [key for key in _EVERY_YARN_KEY if parameters.get(key) is not None and key not in obeyed]
     if left_out:
         reasons.append(f"it ignores {' and '.join(left_out)} of YaRN, and computes 0.1 ln(factor) + 1")
     if "attention_factor" in obeyed:

@@ -31,7 +31,7 @@ from rope_patch.engines.folders import read_tables
 from rope_patch.engines.program_contexts import kind_of, other_contexts
 from rope_patch.engines.stated_config import StatedConfig
 from rope_patch.engines.tables_by_program import PROGRAMS, reading_of
-from rope_patch.engines.verified_versions import UNVERIFIED, check_version
+from rope_patch.engines.verified_versions import UNVERIFIED
 from rope_patch.gguf.table import graph_of, read_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
@@ -99,16 +99,17 @@ class PatchedCheckpoint:
         complete.pop("original_max_position_embeddings", None)  # vLLM's default limit, which --max-model-len lifts
         raw = dict(self.stated.raw) | dict(settings)
         reading = reading_of(program, replace(self.stated, raw=raw, complete=complete))
-        name = f"{PROGRAMS[program].name} {PROGRAMS[program].version}"
-        if reading.refused is not None:
+        known = PROGRAMS[program]
+        name = f"{known.name} {known.version}"
+        if reading.refused:
             raise ValueError(f"{name} cannot run {self.stated.model_type}: {reading.refused}")
-        if reading.unverified is not None:
+        if reading.unverified:
             return f"{UNVERIFIED}: {reading.unverified}"
         if not reading.agrees(self.stated):
             reasons = [reason for built in reading.tables.values() for reason in built.reasons]
             raise ValueError(f"{name} would compute another table: {'; '.join([reading.moved, *reasons])}")
-        if ran := PROGRAMS[program].ran:
-            name = f"{PROGRAMS[program].name} {ran}, which was run with such options (make test-engines)"
+        if known.ran:
+            name = f"{known.name} {known.ran}, which was run with such options (make test-engines)"
         if self.multimodal:
             return f"{name}; how they get into text_config was read in its source"
         return name
@@ -196,7 +197,6 @@ def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
     stated, settings = checkpoint.stated, checkpoint.settings()
     parameters = settings["rope_parameters"]
     if not checkpoint.multimodal:  # of a multimodal checkpoint, they take the place of the old
-        check_version("sglang", stated.model_type, [*stated.tables.values()])
         parameters = stated.complete["rope_parameters"] | parameters
     shown = checkpoint.shown_by("sglang", settings | {"rope_parameters": parameters})
     lines = (checkpoint.option("--json-model-override-args", settings), f"--context-length {stated.context}")

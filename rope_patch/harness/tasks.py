@@ -7,7 +7,6 @@ import difflib
 import functools
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
 from rope_patch.evaluation.retrieval.chat_template import turns_of
-from rope_patch.evaluation.retrieval.prompts import PromptMaker
+from rope_patch.evaluation.retrieval.prompts import PromptMaker, words_and_sizes
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.evaluation.texts.documents import text_digest, whole_text
@@ -193,9 +192,13 @@ def perplexity_documents(
         windows = max(1, min(32, 131072 // length))
     COUNT.checked("windows", windows)
     replace(COUNT, most=length - 1).checked("stride", stride)
-    arguments = tokenizer_arguments(rest)
-    tokenizer, prefix = load_tokenizer(arguments)
-    words, tokens_before = words_of(arguments, text)
+    tokenizer, prefix = load_tokenizer(tokenizer_arguments(rest))
+    if text is None:
+        whole_document = builtin_text("heldout").text
+    else:
+        whole_document = whole_text(Path(text).expanduser())
+    words, sizes = words_and_sizes(tokenizer, whole_document)
+    tokens_before = [0, *itertools.accumulate(sizes)]
 
     def tokens(low: int, high: int) -> list[int]:
         part = "".join(words[low:high]).lstrip()
@@ -235,20 +238,6 @@ def perplexity_documents(
         )
         middle = max(end, bisect.bisect_right(tokens_before, room + len(rows) * spacing) - 1)
     return rows
-
-
-# All lengths of a task cut the same text, which is tokenized once.
-@functools.lru_cache(maxsize=1)
-def words_of(arguments: TokenizerArguments, path: str | None) -> tuple[list[str], list[int]]:
-    """Return the words of a text, and the tokens up to each: an estimate, since the tokens of neighbours may merge."""
-    tokenizer, _ = load_tokenizer(arguments)
-    if path is None:
-        text = builtin_text("heldout").text
-    else:
-        text = whole_text(Path(path).expanduser())
-    words = re.findall(r"\s*\S+", text)
-    coded = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
-    return words, [0, *itertools.accumulate(len(ids) for ids in coded)]
 
 
 def refuse_misspelled(rest: Mapping[str, Any]) -> None:

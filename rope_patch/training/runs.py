@@ -83,7 +83,7 @@ def contents(options: RecipeOptions) -> dict[str, str]:
     }
 
 
-def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolder:
+def inspect_folder(options: RecipeOptions, *, restart: bool) -> RunFolder:
     """Return what the output folder of a run holds; nothing is changed.
 
     Args:
