@@ -193,11 +193,8 @@ def perplexity_documents(
     COUNT.checked("windows", windows)
     replace(COUNT, most=length - 1).checked("stride", stride)
     tokenizer, prefix = load_tokenizer(tokenizer_arguments(rest))
-    if text is None:
-        whole_document = builtin_text("heldout").text
-    else:
-        whole_document = whole_text(Path(text).expanduser())
-    words, sizes = words_and_sizes(tokenizer, whole_document)
+    source: Any = builtin_text("heldout") if text is None else Path(text).expanduser()
+    words, sizes = words_and_sizes(tokenizer, whole_text(source))
     tokens_before = [0, *itertools.accumulate(sizes)]
 
     def tokens(low: int, high: int) -> list[int]:
