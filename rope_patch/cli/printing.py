@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from rope_patch.reports.page import DataTable, Page
 
 
-RESULT_CACHE = "finished.jsonl"
-"""Name of the file of finished work in the output folder; the same command reads it when it is run again."""
-
-
 def command_line() -> str:
     """Return the command line of this process, quoted for a shell."""
     return shlex.join(["rope-patch", *sys.argv[1:]])
