@@ -143,7 +143,7 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
     for weights in weights_in_file(loaded).values():
         print(f"{source}: the weights are {weights}", file=sys.stderr)
     if not spread:
-        place = torch.device(choose_device(device))
+        place = torch.empty(0, device=choose_device(device)).device  # with its index, as weights have it
         if loaded.device != place:
             loaded = loaded.to(place)  # quantized weights refuse this; they are on the GPU already
         if dtype == "auto" and place.type == "cpu":
@@ -178,7 +178,7 @@ def in_cpu_type(source: str, loaded: Any) -> Any:
     import torch
 
     stored = next(loaded.parameters()).dtype
-    better = cpu_type(stored, getattr(torch.cpu, "get_capabilities", dict)())
+    better = cpu_type(stored, torch.cpu.get_capabilities())
     if better == stored or getattr(loaded.config, "quantization_config", None) is not None:
         return loaded
     short, kept = str(better).removeprefix("torch."), str(stored).removeprefix("torch.")
