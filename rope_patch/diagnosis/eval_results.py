@@ -162,8 +162,7 @@ def _answers(task: str, rows: list[dict[str, Any]], lower: Collection[str]) -> C
     documents = len({row["doc_id"] for row in rows})
     # Of a document that several filters were applied to, one row is looked at.
     wrong = list({row["doc_id"]: row for row in rows if row["doc_id"] not in scored}.values())
-    known = [row for row in wrong if _targets(row)]
-    lost = [row for row in known if _holds_answer(row, row["resps"])]
+    lost = [row for row in wrong if _holds_answer(row, row["resps"])]
     empty = [row for row in wrong if not "".join(_texts(row["resps"])).strip()]
     if lost:
         filtered = sum(not _holds_answer(row, row["filtered_resps"]) for row in lost)
@@ -185,7 +184,7 @@ def _answers(task: str, rows: list[dict[str, Any]], lower: Collection[str]) -> C
             meaning="the model ended its text at once, or began with what the task stops at (until)",
             fix="look at the task's until and at the chat template",
         )
-    if wrong and not known:
+    if wrong and not any(map(_targets, wrong)):
         return Check(f"answers of {task}", NOTE, f"the right answers of the {len(wrong)} that score 0 are too short")
     return Check(f"answers of {task}", HOLDS, f"none of the {len(wrong)} of {documents} that score 0 is right")
 
@@ -210,9 +209,9 @@ def _targets(row: Mapping[str, Any]) -> list[str]:
 
 
 def _holds_answer(row: Mapping[str, Any], answers: Any) -> bool:
-    """Tell whether the text holds a right answer in whole words and numbers, in whatever way both are written."""
-    said = _writings(" ".join(_texts(answers)))
-    return any(one in text for target in _targets(row) for one in _writings(target) for text in said)
+    """Tell whether a text holds a right answer in whole words and numbers, in whatever way both are written."""
+    said = [writing for text in _texts(answers) for writing in _writings(text)]
+    return any(one in writing for target in _targets(row) for one in _writings(target) for writing in said)
 
 
 def _writings(text: str) -> list[str]:
