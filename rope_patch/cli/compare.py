@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smaller, working_together
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, resumable, write_and_show
+from rope_patch.cli.printing import resumable, write_and_show
 from rope_patch.options.evaluation import CompareOptions
 from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
@@ -25,6 +25,7 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
     from rope_patch.reports import comparison as report
+    from rope_patch.runtime.result_cache import RESULT_CACHE
 
     if options.report:
         require_matplotlib()

@@ -26,8 +26,9 @@ EXIT_NOTHING_CHOSEN = 4
 def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
     options = parse(ExtendOptions, words)
-    from rope_patch.extending.extend import RESULT_CACHE, Run
+    from rope_patch.extending.extend import Run
     from rope_patch.extending.write_extended import check_output
+    from rope_patch.runtime.result_cache import RESULT_CACHE
 
     if options.report:
         require_matplotlib()

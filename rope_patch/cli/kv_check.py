@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smaller, working_together
 from rope_patch.cli.parsing import parse_given
-from rope_patch.cli.printing import RESULT_CACHE, new_table, resumable, show, write_and_show
+from rope_patch.cli.printing import new_table, resumable, show, write_and_show
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
@@ -30,6 +30,7 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_attribute, tokens_to_check
     from rope_patch.methods import as_method
     from rope_patch.reports import kv as report
+    from rope_patch.runtime.result_cache import RESULT_CACHE
 
     if options.report:
         require_matplotlib()

@@ -143,8 +143,8 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
     for weights in weights_in_file(loaded).values():
         print(f"{source}: the weights are {weights}", file=sys.stderr)
     if not spread:
-        place = torch.device(choose_device(device))
-        if any(not _lies_on(parameter.device, place) for parameter in loaded.parameters()):
+        place = torch.empty(0, device=choose_device(device)).device  # with its index, as weights have it
+        if loaded.device != place:
             loaded = loaded.to(place)  # quantized weights refuse this; they are on the GPU already
         if dtype == "auto" and place.type == "cpu":
             loaded = in_cpu_type(source, loaded)
@@ -178,7 +178,7 @@ def in_cpu_type(source: str, loaded: Any) -> Any:
     import torch
 
     stored = next(loaded.parameters()).dtype
-    better = cpu_type(stored, getattr(torch.cpu, "get_capabilities", dict)())
+    better = cpu_type(stored, torch.cpu.get_capabilities())
     if better == stored or getattr(loaded.config, "quantization_config", None) is not None:
         return loaded
     short, kept = str(better).removeprefix("torch."), str(stored).removeprefix("torch.")
@@ -188,10 +188,6 @@ def in_cpu_type(source: str, loaded: Any) -> Any:
         file=sys.stderr,
     )
     return loaded.to(better)
-
-
-def _lies_on(device: Any, place: Any) -> bool:
-    return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
 def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str = "") -> None:

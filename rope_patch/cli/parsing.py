@@ -119,16 +119,16 @@ def _divided(
             more["action"] = "store_true"
         if option.positional:
             # Optional for argparse, since a value may also come from a file.
-            parser.add_argument(f"option{i}", nargs="*" if option.repeated else "?", **more)
+            parser.add_argument(str(i), nargs="*" if option.repeated else "?", **more)
             continue
         if option.repeated:
             more["action"] = "append"
-        parser.add_argument(*option.short, f"--{option.name}", dest=f"option{i}", **more)
+        parser.add_argument(*option.short, f"--{option.name}", dest=str(i), **more)
     # Intermixed, so that positional words may stand between flags.
     parsed, rest = parser.parse_known_intermixed_args(words)
     values: dict[tuple[str, ...], Any] = {}
     for name, value in vars(parsed).items():
-        option = known[int(name.removeprefix("option"))]
+        option = known[int(name)]
         values[option.path] = None if value == "null" else read_value(option, value, option.flag)
     return values, rest
 

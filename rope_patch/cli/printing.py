@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rope_patch.reports.page import DataTable, Page
-
-
-RESULT_CACHE = "finished.jsonl"
-"""Name of the file of finished work in the output folder; the same command reads it when it is run again."""
 
 
 def command_line() -> str:
@@ -32,22 +28,15 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
-def new_table(*columns: str, title: str = "", right: Collection[str] = (), **looks: Any) -> Table:
-    """Return a table of the package rich without rows.
-
-    Args:
-        *columns: headings of the columns.
-        title: text above the table.
-        right: headings of the columns that are aligned to the right.
-        **looks: further arguments of the table.
-    """
+def new_table(*columns: str, **looks: Any) -> Table:
+    """Return a table of the package rich without rows; ``looks`` are further arguments of the table."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left", **looks)
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", **looks)
     for head in columns:
-        table.add_column(escape(head), justify="right" if head in right else "left", overflow="fold")
+        table.add_column(escape(head), overflow="fold")
     return table
 
 
@@ -159,19 +148,18 @@ def write_and_show(
 
 def _rich_table(shown: DataTable, *, narrow: bool) -> Table:
     """Return a table of rich; a narrow one has its headings on several lines, and no notes, which the report has."""
+    from rich.markup import escape
     from rich.text import Text
 
-    right = []
-    columns = list(zip(*shown.cells, strict=True))
-    for head, below in list(zip(shown.columns, columns, strict=False))[1:]:
-        if below[0].style not in ("left", "text", "token", *VERDICTS):
-            right.append(head)
-    table = new_table(*shown.columns, title=shown.title, right=right)
-    for column, below in zip(table.columns, columns, strict=False):
-        if below[0].style == "text" or column is table.columns[0]:
+    table = new_table(*shown.columns, title=escape(shown.title))
+    for column, below in zip(table.columns, zip(*shown.cells, strict=True), strict=False):
+        style = below[0].style
+        if style == "text" or column is table.columns[0]:
             column.max_width = WIDEST_TEXT
         else:
             column.no_wrap = True
+            if style not in ("left", "token", *VERDICTS):  # a number
+                column.justify = "right"
         if narrow:
             column.header = Text("\n".join(Text.from_markup(str(column.header)).plain.split()))
     for row in shown.cells:

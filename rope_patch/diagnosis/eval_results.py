@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import json
 import re
 import unicodedata
@@ -36,14 +35,6 @@ _DIVIDING = (
     r"(?<=\d)(?<!\d{4})(?:[,.'\u2019\u066c_ ]|\{,\}|\\,)(?=(?:\d\d,)*\d{3}(?!\d))"
     r"|(?<=[^\W\d_])[-.'\u2010\u2019](?=[^\W_])"
 )
-# Characters of scripts that put no spaces between words (Thai, Lao, Tibetan, Burmese, Khmer, Chinese, Japanese), or add
-# particles to them (Korean).
-_ALONE = (
-    r"\u0e00-\u0eff\u0f40-\u109f\u1780-\u17ff\u3005-\u3007\u3041-\u30fa\u30fc-\ua4cf\uac00-\ud7a3\U00020000-\U0003ffff"
-)
-# Each of them is a word, and so are a decimal and other letters and digits, with the marks on them that are no letters:
-# 1234 is found beside a Chinese character, and not in 91234 or 0.1234.
-_WORD = rf"(?<![\d.])\d+\.\d+(?!\.?\d)|[{_ALONE}]|(?:[^\W_{_ALONE}]|[\u0300-\u036f\u0900-\u0963\u0966-\u0dff])+"
 
 
 def check_results(source: str | Path, tokenizer: Any) -> Iterator[Check]:
@@ -99,7 +90,7 @@ def _checks(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]], t
         requests = [request for row in rows for request in row["arguments"].values() if "arg_1" in request]
         rolling = ((results.get("configs") or {}).get(task) or {}).get("output_type") == "loglikelihood_rolling"
         if longest and requests and not rolling:  # rolling log-likelihoods cut nothing
-            yield _prompts(task, requests, longest, functools.partial(tokenizer, add_special_tokens=bos))
+            yield _prompts(task, requests, longest, tokenizer, bos)
         generated = [row for row in rows if isinstance(row["arguments"]["gen_args_0"].get("arg_1"), dict)]
         better = (results.get("higher_is_better") or {}).get(task) or {}
         if generated:
@@ -130,16 +121,14 @@ def _lengths(results: Mapping[str, Any], longest: int) -> Iterator[Check]:
             )
 
 
-def _prompts(task: str, requests: list[dict[str, Any]], longest: int, tokenize: Any) -> Check:
-    start = getattr(tokenize.func, "bos_token", None)
+def _prompts(task: str, requests: list[dict[str, Any]], longest: int, tokenizer: Any, bos: bool) -> Check:
+    start = getattr(tokenizer, "bos_token", None)
     sizes = []
     for request in requests:
         text = request["arg_0"]
-        options = {"verbose": False}
-        if start and text.startswith(start):
-            options["add_special_tokens"] = False
-        sizes.append(len(tokenize(text, **options)["input_ids"]))
-    room = [_room(request["arg_1"], longest, tokenize) for request in requests]
+        special = bos and not (start and text.startswith(start))
+        sizes.append(len(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]))
+    room = [_room(request["arg_1"], longest, tokenizer) for request in requests]
     cut = [size - most for size, most in zip(sizes, room, strict=True) if size > most]
     if not cut:
         return Check(f"prompts of {task}", HOLDS, f"all {len(sizes)} fit into {longest} tokens with their answers")
@@ -153,10 +142,10 @@ def _prompts(task: str, requests: list[dict[str, Any]], longest: int, tokenize: 
     )
 
 
-def _room(asked: Any, longest: int, tokenize: Any) -> int:
+def _room(asked: Any, longest: int, tokenizer: Any) -> int:
     """Return how many tokens of a prompt are kept: an answer, generated or given, takes its place of the length."""
     if isinstance(asked, str):  # the last token of an answer that is scored is not read
-        return longest + 1 - len(tokenize(asked, add_special_tokens=False)["input_ids"])
+        return longest + 1 - len(tokenizer(asked, add_special_tokens=False)["input_ids"])
     given = (asked[name] for name in ANSWER_LENGTHS if name in (asked or {}))
     return longest - int(next(given, DEFAULT_ANSWER))
 
@@ -173,8 +162,7 @@ def _answers(task: str, rows: list[dict[str, Any]], lower: Collection[str]) -> C
     documents = len({row["doc_id"] for row in rows})
     # Of a document that several filters were applied to, one row is looked at.
     wrong = list({row["doc_id"]: row for row in rows if row["doc_id"] not in scored}.values())
-    known = [row for row in wrong if _targets(row)]
-    lost = [row for row in known if _holds_answer(row, row["resps"])]
+    lost = [row for row in wrong if _holds_answer(row, row["resps"])]
     empty = [row for row in wrong if not "".join(_texts(row["resps"])).strip()]
     if lost:
         filtered = sum(not _holds_answer(row, row["filtered_resps"]) for row in lost)
@@ -196,14 +184,14 @@ def _answers(task: str, rows: list[dict[str, Any]], lower: Collection[str]) -> C
             meaning="the model ended its text at once, or began with what the task stops at (until)",
             fix="look at the task's until and at the chat template",
         )
-    if wrong and not known:
+    if wrong and not any(map(_targets, wrong)):
         return Check(f"answers of {task}", NOTE, f"the right answers of the {len(wrong)} that score 0 are too short")
     return Check(f"answers of {task}", HOLDS, f"none of the {len(wrong)} of {documents} that score 0 is right")
 
 
 def _scored_zero(row: Mapping[str, Any], lower: Collection[str]) -> bool:
     scores = [row[name] for name in row["metrics"] if name not in lower and isinstance(row.get(name), int | float)]
-    return 0 in scores and max(scores) == 0
+    return max(scores, default=1) == 0
 
 
 def _targets(row: Mapping[str, Any]) -> list[str]:
@@ -221,9 +209,9 @@ def _targets(row: Mapping[str, Any]) -> list[str]:
 
 
 def _holds_answer(row: Mapping[str, Any], answers: Any) -> bool:
-    """Tell whether the text holds a right answer in whole words and numbers, in whatever way both are written."""
-    said = _writings(" ".join(_texts(answers)))
-    return any(one in text for target in _targets(row) for one in _writings(target) for text in said)
+    """Tell whether a text holds a right answer in whole words and numbers, in whatever way both are written."""
+    said = [writing for text in _texts(answers) for writing in _writings(text)]
+    return any(one in writing for target in _targets(row) for one in _writings(target) for writing in said)
 
 
 def _writings(text: str) -> list[str]:
@@ -233,11 +221,24 @@ def _writings(text: str) -> list[str]:
     make no difference.
 
     >>> _writings("**Tokyo** = 東京: $28,334.5")
-    [' tokyo 東 京 28 334.5 ', ' tokyo 東 京 28334.5 ']
+    [' tokyo 東 京 28 334point5 ', ' tokyo 東 京 28334point5 ']
     """
     text = re.sub(_IGNORED, "", unicodedata.normalize("NFKC", text).casefold())
-    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)
-    return [f" {' '.join(re.findall(_WORD, one))} " for one in (text, re.sub(_DIVIDING, "", text))]
+    writings = []
+    for one in (text, re.sub(_DIVIDING, "", text)):
+        # A decimal is one word, so that 1234 is not found in 0.1234.
+        words = "".join(map(_plain, re.sub(r"(?<=\d)\.(?=\d)", "point", one))).split()
+        writings.append(f" {' '.join(words)} ")
+    return writings
+
+
+def _plain(sign: str) -> str:
+    kind = unicodedata.category(sign)
+    if kind == "Lo":  # a letter without case: such scripts write words together, or add particles to them
+        return f" {sign} "
+    if kind == "Nd":  # a digit of any script
+        return str(int(sign))
+    return sign if kind[0] in "LMN" else " "  # letters, marks on them and numbers
 
 
 def _texts(answers: Any) -> Iterator[str]:

@@ -19,7 +19,6 @@ from rope_patch.engines.export_gguf import PATTERNED, one_table
 from rope_patch.engines.folders import exported_config, read_tables
 from rope_patch.engines.stated_config import SLIDING, StatedConfig
 from rope_patch.engines.tables_by_program import PROGRAMS, Reading, reading_of
-from rope_patch.engines.verified_versions import check_version
 from rope_patch.gguf.table import graph_of, read_gguf, scaling_keys
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
@@ -102,7 +101,7 @@ def _of_folder(source: str | Path) -> ProgramComparison:
     for name in PROGRAMS:
         reading = reading_of(name, stated)
         fix = ""
-        if reading.unverified is None and not reading.agrees(stated):
+        if not reading.unverified and not reading.agrees(stated):
             fix = _fix(source, name, model, stated)
         rows += _rows(name, reading, stated, fix)
     # Without the record: checks of their own say what differs from it.
@@ -118,13 +117,13 @@ _SHARE_FIX = (
 
 def _failure(model: Any, stated: StatedConfig) -> str | None:
     """Return a sentence if transformers' attention fails on a table that it builds itself for a share of each head."""
-    heads = {kind: stated.head_dim(kind) for kind in stated.tables}
-    shares = [
-        f"{table.pairs} of {heads[kind] // 2}"
+    shares = (
+        f"{table.pairs} of {stated.head_dim(kind) // 2}"
         for kind, table in stated.tables.items()
-        if table.rotary_dim < heads[kind]
-    ]
-    if not shares:
+        if table.rotary_dim < stated.head_dim(kind)
+    )
+    share = next(shares, None)
+    if share is None:
         return None
     try:
         with torch.device("meta"):
@@ -133,8 +132,7 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
         # transformers calls the functions that multiply by cos and sin apply_rotary…
         if any(frame.f_code.co_name.startswith("apply_rotary") for frame, _ in traceback.walk_tb(error.__traceback__)):
             return (
-                f"it builds {shares[0]} pairs for {SHARE}, and its attention of {stated.model_type} fails on them: "
-                f"{error}"
+                f"it builds {share} pairs for {SHARE}, and its attention of {stated.model_type} fails on them: {error}"
             )
     return None
 
@@ -149,7 +147,7 @@ def _built(table: RotaryTable, *reasons: str) -> Built:
 
 def _rows(program: str, reading: Reading, stated: StatedConfig, fix: str) -> list[ProgramReading]:
     for verdict, reason in ((UNVERIFIED, reading.unverified), (REFUSES, reading.refused)):
-        if reason is not None:
+        if reason:
             return [ProgramReading(program, kind, verdict, reasons=(reason,), fix=fix) for kind in stated.tables]
     rows = []
     for kind, table in stated.tables.items():
@@ -191,9 +189,7 @@ def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> 
     try:
         if program == "llama.cpp":
             return _llama_cpp_fix(source, model, stated)
-        tables = read_tables(model)
-        check_version(to, str(model.config.model_type), tables)
-        config, _ = exported_config(model, tables, to)
+        config, _ = exported_config(model, read_tables(model), to)
         written = type(model.config).from_dict(copy.deepcopy(config))
     except PatchError:
         return _REPAIR

@@ -41,7 +41,7 @@ class Dialect:
         types: the rope types that the program knows; it fails on others.
         ignored: the rope types that the program reads as plain RoPE, without a warning.
         yarn_keys: the keys in which the program reads YaRN's attention factor.
-        longrope_keys: the keys in which the program reads longrope's attention factor.
+        longrope_key: the key in which the program reads longrope's attention factor; empty if it always computes it.
         proportional_share: whether the program obeys the share of ``proportional``.
         proportional_factor: whether the program obeys the factor of ``proportional``.
         zero_share: whether the program takes a share of 0.
@@ -55,7 +55,7 @@ class Dialect:
     types: frozenset[str]
     ignored: frozenset[str] = frozenset()
     yarn_keys: tuple[str, ...] = ()
-    longrope_keys: tuple[str, ...] = ()
+    longrope_key: str = ""
     proportional_share: bool = True
     proportional_factor: bool = False
     zero_share: bool = True
@@ -71,16 +71,15 @@ TOLERANCE = 1e-5
 
 _ALL = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
 _EVERY_YARN_KEY = ("attention_factor", *MSCALE)
-_SHORT_LONG = ("short_mscale", "long_mscale")
 
-_TRANSFORMERS = Dialect(_ALL, yarn_keys=_EVERY_YARN_KEY, longrope_keys=("attention_factor",), proportional_factor=True)
+_TRANSFORMERS = Dialect(_ALL, yarn_keys=_EVERY_YARN_KEY, longrope_key="attention_factor", proportional_factor=True)
 DIALECTS: dict[str, Dialect] = {
     "transformers-5": _TRANSFORMERS,
     "transformers-4": replace(_TRANSFORMERS, types=_ALL - {"proportional"}),
     "vllm": Dialect(
         _ALL,
         yarn_keys=_EVERY_YARN_KEY,
-        longrope_keys=_SHORT_LONG,
+        longrope_key="long_mscale",
         zero_share=False,
         whole_factors=False,
         counts_positions=True,
@@ -89,7 +88,7 @@ DIALECTS: dict[str, Dialect] = {
     "sglang": Dialect(
         _ALL,
         yarn_keys=MSCALE,
-        longrope_keys=_SHORT_LONG,
+        longrope_key="long_mscale",
         proportional_share=False,
         whole_factors=False,
         counts_positions=True,
@@ -258,8 +257,7 @@ def _yarn(
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
     """Return YaRN's attention factor, by which cos and sin are multiplied, from the keys that the program obeys."""
     obeyed = {key: parameters[key] for key in dialect.yarn_keys if parameters.get(key) is not None}
-    stated = [key for key in _EVERY_YARN_KEY if parameters.get(key) is not None]
-    left_out = [key for key in stated if key not in obeyed]
+    left_out = [key for key in _EVERY_YARN_KEY if parameters.get(key) is not None and key not in obeyed]
     if left_out:
         reasons.append(f"it ignores {' and '.join(left_out)} of YaRN, and computes 0.1 ln(factor) + 1")
     if "attention_factor" in obeyed:
@@ -272,19 +270,17 @@ def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[
 
 def _longrope_factor(parameters: Mapping[str, Any], context: int, dialect: Dialect, reasons: list[str]) -> float:
     """Return longrope's attention factor: the one that is stated, or the one that the contexts imply."""
-    if "attention_factor" in dialect.longrope_keys and parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
-    mscale = "long_mscale" in dialect.longrope_keys
-    if mscale and parameters.get("long_mscale") is not None:
-        return float(parameters["long_mscale"])
+    key = dialect.longrope_key
+    if parameters.get(key) is not None:
+        return float(parameters[key])
     if parameters.get("attention_factor") is not None:
         reasons.append(
-            f"it ignores attention_factor of longrope: {'without short_mscale and long_mscale ' * mscale}it computes a "
-            "factor from max_position_embeddings over original_max_position_embeddings"
+            f"it ignores attention_factor of longrope: {'without short_mscale and long_mscale ' * bool(key)}it "
+            "computes a factor from max_position_embeddings over original_max_position_embeddings"
         )
     original = _original(parameters, context)
     grown = context / original
-    if "attention_factor" in dialect.longrope_keys and "original_max_position_embeddings" not in parameters:
+    if key == "attention_factor" and "original_max_position_embeddings" not in parameters:
         # transformers takes the stated factor where no original context is stated, since it cannot compute one.
         grown = float(parameters.get("factor") or 1.0)
     if grown > 1:

@@ -44,8 +44,8 @@ def export_gguf(
     *,
     converter: Path,
     name: str,
-    dtype: str = "auto",
-    overwrite: bool = False,
+    dtype: str,
+    overwrite: bool,
 ) -> dict[str, Any]:
     """Write a GGUF file of a model with its rotary table, which an unmodified llama.cpp runs.
 

@@ -31,7 +31,7 @@ from rope_patch.engines.folders import read_tables
 from rope_patch.engines.program_contexts import kind_of, other_contexts
 from rope_patch.engines.stated_config import StatedConfig
 from rope_patch.engines.tables_by_program import PROGRAMS, reading_of
-from rope_patch.engines.verified_versions import UNVERIFIED, check_version
+from rope_patch.engines.verified_versions import UNVERIFIED
 from rope_patch.gguf.table import graph_of, read_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
@@ -99,16 +99,17 @@ class PatchedCheckpoint:
         complete.pop("original_max_position_embeddings", None)  # vLLM's default limit, which --max-model-len lifts
         raw = dict(self.stated.raw) | dict(settings)
         reading = reading_of(program, replace(self.stated, raw=raw, complete=complete))
-        name = f"{PROGRAMS[program].name} {PROGRAMS[program].version}"
-        if reading.refused is not None:
+        known = PROGRAMS[program]
+        name = f"{known.name} {known.version}"
+        if reading.refused:
             raise ValueError(f"{name} cannot run {self.stated.model_type}: {reading.refused}")
-        if reading.unverified is not None:
+        if reading.unverified:
             return f"{UNVERIFIED}: {reading.unverified}"
         if not reading.agrees(self.stated):
             reasons = [reason for built in reading.tables.values() for reason in built.reasons]
             raise ValueError(f"{name} would compute another table: {'; '.join([reading.moved, *reasons])}")
-        if ran := PROGRAMS[program].ran:
-            name = f"{PROGRAMS[program].name} {ran}, which was run with such options (make test-engines)"
+        if known.ran:
+            name = f"{known.name} {known.ran}, which was run with such options (make test-engines)"
         if self.multimodal:
             return f"{name}; how they get into text_config was read in its source"
         return name
@@ -173,52 +174,47 @@ def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
 
 
 def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
-    settings = checkpoint.settings()
-    before = checkpoint.stated.complete["rope_parameters"]
+    stated, settings = checkpoint.stated, checkpoint.settings()
     parameters = settings["rope_parameters"]
     if checkpoint.multimodal:  # what it finds in text_config is merged into the old dictionaries
-        for kind in checkpoint.stated.tables:
-            new = parameters
-            old = before
-            if kind is not None:
-                new = parameters[kind]
-                old = before[kind]
+        merged = {**stated.complete["rope_parameters"]}
+        for kind in stated.tables:
+            old = stated.parameters(kind)
+            new = parameters if kind is None else parameters[kind]
             if SHARE in old:
                 new.setdefault(SHARE, 1.0)
-        parameters = _merged(before, parameters)
+            if kind is None:
+                merged |= new
+            else:
+                merged[kind] = {**old, **new}
+        parameters = merged
     shown = checkpoint.shown_by("vllm", settings | {"rope_parameters": parameters})
-    lines = (checkpoint.option("--hf-overrides", settings), f"--max-model-len {checkpoint.stated.context}")
+    lines = (checkpoint.option("--hf-overrides", settings), f"--max-model-len {stated.context}")
     return Flags("vllm", lines, settings, shown)
-
-
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dictionary with the keys of another set in it, dictionary by dictionary."""
-    inner = {key: _merged(old.get(key) or {}, value) for key, value in new.items() if isinstance(value, Mapping)}
-    return {**old, **new, **inner}
 
 
 def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
     stated, settings = checkpoint.stated, checkpoint.settings()
     parameters = settings["rope_parameters"]
     if not checkpoint.multimodal:  # of a multimodal checkpoint, they take the place of the old
-        check_version("sglang", stated.model_type, [*stated.tables.values()])
         parameters = stated.complete["rope_parameters"] | parameters
     shown = checkpoint.shown_by("sglang", settings | {"rope_parameters": parameters})
-    lines = (checkpoint.option("--json-model-override-args", settings), f"--context-length {checkpoint.stated.context}")
+    lines = (checkpoint.option("--json-model-override-args", settings), f"--context-length {stated.context}")
     return Flags("sglang", lines, settings, shown)
 
 
 def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
-    if checkpoint.stated.model_type == "gemma2":  # llama_model::get_rope_freq_base
+    stated = checkpoint.stated
+    if stated.model_type == "gemma2":  # llama_model::get_rope_freq_base
         raise ValueError(
             "llama.cpp's options do not reach the sliding layers of gemma2, every other one: these keep the base and "
             "the scale of the file. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes another table for all of them"
         )
-    graph = graph_of(checkpoint.stated.model_type)
+    graph = graph_of(stated.model_type)
     if graph.always or len(graph.tensors) > 1:
         raise ValueError(f"whether llama.cpp's graph for {graph.architecture} obeys its options was never checked")
     # The options state one table, that of full attention: sliding layers keep the plain one of the file.
-    tables = checkpoint.stated.tables
+    tables = stated.tables
     table = tables.get(None) or tables["full_attention"]
     for other in tables.values():
         if other is not table and not other.is_geometric:
@@ -233,7 +229,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     # What llama.cpp computes from its options; of those in a file it reads no beta_fast and beta_slow.
     dialect = replace(DIALECTS["llama.cpp"], obeys_betas=True, ignored=frozenset())
     try:
-        expressed = build(encoded, table.rotary_dim, checkpoint.stated.context, dialect).equals(table)
+        expressed = build(encoded, table.rotary_dim, stated.context, dialect).equals(table)
     except RefusesError:
         expressed = False
     if not expressed:
@@ -251,17 +247,17 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
         for key in ("beta_fast", "beta_slow"):
             if key in encoded:
                 options[f"--yarn-{key.replace('_', '-')}"] = encoded[key]
-    options |= {"--ctx-size": checkpoint.stated.context}
+    options |= {"--ctx-size": stated.context}
     # The server gives a prompt no more than the context that the file states.
-    if checkpoint.stated.context > checkpoint.stated.complete["max_position_embeddings"]:
-        options |= {"--override-kv": f"{graph.architecture}.context_length=int:{checkpoint.stated.context}"}
+    if stated.context > stated.complete["max_position_embeddings"]:
+        options |= {"--override-kv": f"{graph.architecture}.context_length=int:{stated.context}"}
     lines = []
     for name, value in options.items():
         if isinstance(value, float):
             value = f"{value:.9g}"
         lines.append(f"{name} {value}")
     shown = f"{UNVERIFIED}: read in llama.cpp's source at 0c1e57098, and run on Llama alone"
-    if checkpoint.stated.model_type == "llama":
+    if stated.model_type == "llama":
         shown = "llama.cpp 0c1e57098, whose logits with such options are those of the table (make test-engines)"
     notes: tuple[str, ...] = ()
     if not is_gguf(checkpoint.source):

@@ -58,9 +58,9 @@ def export_folder(
     out: str | Path,
     *,
     to: str,
-    overwrite: bool = False,
-    adapter: str | Path | None = None,
-    dtype: str = "bfloat16",
+    overwrite: bool,
+    adapter: str | Path | None,
+    dtype: str,
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint whose config encodes its tables for transformers and for an engine.
 
@@ -70,7 +70,7 @@ def export_folder(
         out: the folder to write; new or empty unless ``overwrite`` is given.
         to: the engine, a key of :data:`~rope_patch.engines.verified_versions.ENGINES`.
         overwrite: whether to write into a folder that holds files.
-        adapter: the folder of a LoRA adapter that is copied into the folder, to be served beside this base.
+        adapter: the folder of a LoRA adapter that is copied into the folder, to be served beside this base, or None.
         dtype: the data type to which the weights of a GGUF file are dequantized.
 
     Returns:

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from rope_patch import frequencies
 from rope_patch.engines.dialect_tables import DIALECTS, SHARE, Built, RefusesError, build
 from rope_patch.engines.program_contexts import kind_of
@@ -76,15 +74,15 @@ class Reading:
         tables: the tables that the program builds, by layer type; empty if it refuses the config or is not verified.
         layers: the layers as the program runs them; empty like the tables.
         moved: the reason why layers are others than those of transformers; empty if none is.
-        refused: the reason why the program fails on the config; None if it does not.
-        unverified: the reason why it is not known what the program computes; None if it is known.
+        refused: the reason why the program fails on the config; empty if it does not.
+        unverified: the reason why it is not known what the program computes; empty if it is known.
     """
 
     tables: Mapping[str | None, Built] = field(default_factory=dict)
     layers: tuple[LayerReach, ...] = ()
     moved: str = ""
-    refused: str | None = None
-    unverified: str | None = None
+    refused: str = ""
+    unverified: str = ""
 
     def agrees(self, stated: StatedConfig) -> bool:
         """Tell whether the program computes the tables of transformers 5 in the layers of transformers 5."""
@@ -121,8 +119,7 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
 
 
 def _plain(theta: float, rotary_dim: int, context: int, *reasons: str) -> Built:
-    inv_freq: Tensor = frequencies.geometric(float(theta), rotary_dim)
-    return Built(inv_freq, 1.0, context, None, reasons)
+    return Built(frequencies.geometric(float(theta), rotary_dim), 1.0, context, None, reasons)
 
 
 # --- vLLM and SGLang, which load the config through transformers 5 ---------------------------------------------------
@@ -197,9 +194,9 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
     scaling = _older_scaling(raw, family)
     theta, share, reasons = _at_the_top(raw, family, kind, *_OLDER[family])
     dims = int(stated.head_dim(kind) * share)
-    parameters = {**scaling, "rope_theta": theta}
     if kind == SLIDING:
-        parameters = {**_UNSCALED, "rope_theta": theta}
+        scaling = _UNSCALED
+    parameters = {**scaling, "rope_theta": theta}
     if kind_of(scaling) == "longrope":
         # For longrope, transformers 4 looks for the original context at the top of config.json alone.
         parameters.pop("original_max_position_embeddings", None)
@@ -312,10 +309,8 @@ def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
     if family == "qwen3" and written:
         raw["rope_theta"] = raw.get("rope_theta") or written.get("rope_theta")
         raw["rope_scaling"] = raw.get("rope_scaling") or written
-    reasons = []
     base, share = {**_OLDER, "qwen2": (1e6, 1.0), "phi": (1e4, 0.4)}[family]
-    theta, share, unread = _at_the_top(raw, family, kind, base, share)
-    reasons += unread
+    theta, share, reasons = _at_the_top(raw, family, kind, base, share)
     scaling = raw.get("rope_scaling") or _UNSCALED
     if family == "phi3" and raw.get("rope_scaling"):
         if not {"type", "long_factor"} <= set(scaling):

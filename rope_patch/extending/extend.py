@@ -34,9 +34,9 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.folders import locked_output, write_atomically
 from rope_patch.runtime.parallel import alone, from_first_process, processes
+from rope_patch.runtime.result_cache import RESULT_CACHE
 from rope_patch.tables import choose_layer_types
 
-RESULT_CACHE = "finished.jsonl"
 MEASURING_SHARE = 0.4
 """Share of a budget that is for measuring the candidates, where a training follows."""
 DEFAULT_PASSES = 15

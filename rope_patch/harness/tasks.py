@@ -7,7 +7,6 @@ import difflib
 import functools
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
 from rope_patch.evaluation.retrieval.chat_template import turns_of
-from rope_patch.evaluation.retrieval.prompts import PromptMaker
+from rope_patch.evaluation.retrieval.prompts import PromptMaker, words_and_sizes
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.evaluation.texts.documents import text_digest, whole_text
@@ -193,17 +192,10 @@ def perplexity_documents(
         windows = max(1, min(32, 131072 // length))
     COUNT.checked("windows", windows)
     replace(COUNT, most=length - 1).checked("stride", stride)
-    arguments = tokenizer_arguments(rest)
-    tokenizer, prefix = load_tokenizer(arguments)
-    words, tokens_before = words_of(arguments, text)
-
-    needed = length + (windows - 1) * stride
-    too_short = ValueError(
-        f"{windows} windows of {length} tokens every {stride} need about {needed} tokens, the text holds "
-        f"{tokens_before[-1]}: give --metadata windows= (fewer) or text= (a longer one)"
-    )
-    if needed > tokens_before[-1]:
-        raise too_short
+    tokenizer, prefix = load_tokenizer(tokenizer_arguments(rest))
+    source: Any = builtin_text("heldout") if text is None else Path(text).expanduser()
+    words, sizes = words_and_sizes(tokenizer, whole_text(source))
+    tokens_before = [0, *itertools.accumulate(sizes)]
 
     def tokens(low: int, high: int) -> list[int]:
         part = "".join(words[low:high]).lstrip()
@@ -215,15 +207,15 @@ def perplexity_documents(
     rows: list[dict[str, Any]] = []
     middle = max(1, bisect.bisect_right(tokens_before, room) - 1)
     while len(rows) < windows:
-        # The tokens up to each word are an estimate, so the end found by them is corrected by counting real tokens.
         begin = min(bisect.bisect_left(tokens_before, tokens_before[middle] - room), middle - 1)
-        end = bisect.bisect_right(tokens_before, tokens_before[begin] + length - len(prefix)) - 1
-        while end > middle and len(tokens(begin, end)) > length:
-            end -= 1
-        while end < len(words) and len(tokens(begin, end + 1)) <= length:
-            end += 1
+        # Real tokens are counted, since those up to each word are an estimate.
+        last = min(begin + length, len(words))
+        end = bisect.bisect_right(range(last + 1), length, middle, key=lambda end: len(tokens(begin, end))) - 1
         if end == len(words):
-            raise too_short
+            raise ValueError(
+                f"{windows} windows of {length} tokens every {stride} need about {length + (windows - 1) * stride} "
+                f"tokens, the text holds {tokens_before[-1]}: give --metadata windows= (fewer) or text= (a longer one)"
+            )
         if end <= middle:
             raise ValueError(f"no word boundary within {stride} tokens: give --metadata stride= (more)")
         whole, context = tokens(begin, end), tokens(begin, middle)
@@ -243,20 +235,6 @@ def perplexity_documents(
         )
         middle = max(end, bisect.bisect_right(tokens_before, room + len(rows) * spacing) - 1)
     return rows
-
-
-# All lengths of a task cut the same text, which is tokenized once.
-@functools.lru_cache(maxsize=1)
-def words_of(arguments: TokenizerArguments, path: str | None) -> tuple[list[str], list[int]]:
-    """Return the words of a text, and the tokens up to each: an estimate, since the tokens of neighbours may merge."""
-    tokenizer, _ = load_tokenizer(arguments)
-    if path is None:
-        text = builtin_text("heldout").text
-    else:
-        text = whole_text(Path(path).expanduser())
-    words = re.findall(r"\s*\S+", text)
-    coded = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
-    return words, [0, *itertools.accumulate(len(ids) for ids in coded)]
 
 
 def refuse_misspelled(rest: Mapping[str, Any]) -> None:

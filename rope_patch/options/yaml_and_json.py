@@ -44,15 +44,14 @@ def stated(
     """
     sections = {key.rpartition(".")[0] for key in known}
     for name, value in values.items():
-        inside = {name: value}
         if name in sections:
             if value and not isinstance(value, Mapping):
                 raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
-            inside = {f"{name}.{key}": one for key, one in (value or {}).items()}
-        for key, one in inside.items():
-            if key not in known:
-                raise ValueError(f"{where}unknown option {key!r}.{did_you_mean(str(key), known)}")
-            yield known[key].path, read_value(known[key], one, f"{where}{key}")
+            yield from stated(known, {f"{name}.{key}": one for key, one in (value or {}).items()}, where)
+        elif name in known:
+            yield known[name].path, read_value(known[name], value, f"{where}{name}")
+        else:
+            raise ValueError(f"{where}unknown option {name!r}.{did_you_mean(str(name), known)}")
 
 
 def read_value(option: Option, value: Any, where: str) -> Any:

@@ -10,4 +10,3 @@
 
 from rope_patch.planning.plans import Plan as Plan
 from rope_patch.planning.plans import plan as plan
-from rope_patch.planning.shapes import shape_of as shape_of

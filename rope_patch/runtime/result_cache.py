@@ -15,6 +15,9 @@ from typing import Any
 
 from rope_patch.runtime.parallel import from_first_process
 
+RESULT_CACHE = "finished.jsonl"
+"""Name of the file of finished work in the output folder; the same command reads it when it is run again."""
+
 # What each line of a result cache begins with: `json.dumps` writes keys in the order of the dictionary. By it a line
 # that was cut short is told from the line of some other file.
 LINE_START = b'{"key"'

@@ -139,14 +139,8 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
                 "longer rows; choose a method with `rope-patch methods`, or set patch.method=default to say so",
                 stacklevel=2,
             )
-        apply(
-            model,
-            patch.method or "default",
-            target_length=_stated_context(model, options),
-            layer_types=patch.patching.layer_types,
-            freeze_at=patch.patching.freeze_at,
-            replace=patch.replace,
-        )
+        how = patch.patching.arguments() | {"target_length": _stated_context(model, options)}
+        apply(model, patch.method or "default", **how, replace=patch.replace)
     if not lora.rank:
         return model
     from peft import LoraConfig, get_peft_model

@@ -337,16 +337,17 @@ def _endless(
 
 def _check_documents(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse data in which no document is as long as a row, and so no two tokens are a row apart."""
-    data, count, longest = options.data, 0, 0
-    documents = read_documents(data, tokenizer, options.train.seed)
-    for count, (ids, _) in enumerate(itertools.islice(documents, DOCUMENTS_CHECKED), 1):  # noqa: B007
-        longest = max(longest, len(ids))
-        if longest >= data.length or data.allow_short:
+    data = options.data
+    lengths = []
+    for ids, _ in itertools.islice(read_documents(data, tokenizer, options.train.seed), DOCUMENTS_CHECKED):
+        lengths.append(len(ids))
+        if data.allow_short or len(ids) >= data.length:
             return
-    if not count:
+    if not lengths:
         raise ValueError(f"data.source: {data.source} holds no text")
     raise ValueError(
-        f"no document is as long as a row: the longest of {count} read has {longest} tokens, a row has {data.length}, "
+        f"no document is as long as a row: the longest of {len(lengths)} read has {max(lengths)} tokens, a row has "
+        f"{data.length}, "
         "so nothing could be learned about such distances. Give longer documents or a shorter data.length, or set "
         "data.allow_short=true to train on short documents joined into rows"
     )

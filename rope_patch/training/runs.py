@@ -66,24 +66,24 @@ def contents(options: RecipeOptions) -> dict[str, str]:
     Every byte is read, as in loading. What is on the hub has none, and the code of a built-in method is "".
     """
     method = as_method(options.patch.method or "default")
-    code = {"patch.method": code_identity(*map(type, getattr(method, "steps", [method])))}
+    digests = {"patch.method": code_identity(*map(type, getattr(method, "steps", [method])))}
     base = Path(bundled_folder_or_name(options.model.name))
     weights = model_files(base) or sorted(base.glob("pytorch_model*.bin"))
-    model = [base] if base.is_file() else [base / CONFIG_FILE, *weights]
-    others = [*TOKENIZER_FILES, *(path.name for path in base.glob("*.py") if options.model.trust_remote_code)]
-    model += [path for name in others if (path := base / name).is_file()]
+    code = base.glob("*.py") if options.model.trust_remote_code else ()
     files = {
-        "model.name": model,
+        "model.name": [base, base / CONFIG_FILE, *weights, *(base / name for name in TOKENIZER_FILES), *code],
         "data.source": text_files(options.data.source),
         "evaluation.text": text_files(options.evaluation.spec.text or "builtin"),
         "evaluation.haystack": text_files(options.evaluation.spec.haystack or "builtin"),
     }
-    return code | {
-        name: key(files=[*map(file_hash, paths)]) for name, paths in files.items() if any(map(Path.is_file, paths))
-    }
+    for name, paths in files.items():
+        hashes = [file_hash(path) for path in paths if path.is_file()]
+        if hashes:
+            digests[name] = key(files=hashes)
+    return digests
 
 
-def inspect_folder(options: RecipeOptions, *, restart: bool = False) -> RunFolder:
+def inspect_folder(options: RecipeOptions, *, restart: bool) -> RunFolder:
     """Return what the output folder of a run holds; nothing is changed.
 
     Args:

@@ -40,6 +40,19 @@ class Prompt:
     depths: tuple[float, ...]
 
 
+def words_and_sizes(tokenizer: Any, text: str) -> tuple[list[str], list[int]]:
+    """Return the words of a text, each with the space before it, and the number of tokens of each.
+
+    Words joined again are the text itself. The numbers are estimates: a tokenizer may merge neighbouring words.
+    """
+    words = re.findall(r"\s*\S+", text)
+    # A text repeats most of its words, and each different one is tokenised once.
+    different = list(dict.fromkeys(words))
+    coded = tokenizer(different, add_special_tokens=False, verbose=False)["input_ids"]
+    size = dict(zip(different, map(len, coded), strict=True))
+    return words, [size[word] for word in words]
+
+
 class PromptMaker:
     """Makes prompts for a tokenizer and a haystack.
 
@@ -74,16 +87,10 @@ class PromptMaker:
         if prefix is None:
             prefix = prefix_ids(tokenizer) if turns is None else ()
         self.prefix = tuple(prefix)
-        # Each word keeps the space before it, so that words joined again are the text itself.
-        self.words: list[str] = re.findall(r"\s*\S+", self.haystack.text)
+        text = self.haystack.text
         if self.haystack.endless:  # a copy of the text follows the one before it after a space
-            self.words[0] = f" {self.words[0].lstrip()}"
-        # A text repeats most of its words, and each different one is tokenised once.
-        different = list(dict.fromkeys(self.words))
-        coded = tokenizer(different, add_special_tokens=False, verbose=False)["input_ids"]
-        size = dict(zip(different, map(len, coded), strict=True))
-        # Number of tokens of each word. It is an estimate, because a tokenizer may merge neighbouring words.
-        self.sizes = [size[word] for word in self.words]
+            text = f" {text.lstrip()}"
+        self.words, self.sizes = words_and_sizes(tokenizer, text)
         self._made: dict[tuple[Any, ...], list[Prompt]] = {}
 
     def prompts(
