@@ -41,7 +41,7 @@ def check_results(source: str | Path, tokenizer: Any) -> Iterator[Check]:
     """Yield checks of the results of lm-eval, and of the samples that ``--log_samples`` wrote beside them.
 
     Args:
-        source: a file ``results_*.json``, or a folder whose newest results are read.
+        source: a file ``results_*.json`` or ``samples_*.jsonl``, or a folder whose newest results are read.
         tokenizer: the tokenizer of the model, which counts the tokens of prompts.
 
     Raises:
@@ -54,6 +54,8 @@ def check_results(source: str | Path, tokenizer: Any) -> Iterator[Check]:
         if not found:
             raise ValueError(f"{source} has no results_*.json of lm_eval --output_path")
         file = found[-1]
+    if file.match("samples_*.jsonl"):  # its results have its time in their name
+        file = file.with_name(f"results_{file.stem.rpartition('_')[2]}.json")
     results = read_json(file)
     if "config" not in results:
         raise ValueError(f"{file} is no results_*.json of lm_eval")

@@ -98,7 +98,7 @@ class DoctorOptions(OptionSet, command="doctor"):
         repeated=True,
     )
     results: Path | None = path(
-        "Check results of lm-eval, too: the folder of --output_path or a results file in it, best with --log_samples.",
+        "Check results of lm-eval, too: the folder of --output_path or a file in it, best with --log_samples.",
         None,
     )
     method: str | None = word(

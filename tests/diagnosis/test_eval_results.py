@@ -108,6 +108,8 @@ def test_the_command_counts_them(tmp_path):
     path = written(tmp_path, sample("It is 28334."))
     printed = invoke("doctor", str(LLAMA), "--results", str(path))
     assert printed.exit_code == 1 and "hold the right answer '28334'" in " ".join(printed.output.split())
+    of_samples = invoke("doctor", str(LLAMA), "--results", str(tmp_path / f"samples_niah_{STAMP}.jsonl"))
+    assert of_samples.output == printed.output
     for wrong, said in [(tmp_path / "none", "none"), (LLAMA, "has no results_"), (LLAMA / "config.json", "is no")]:
         printed = invoke("doctor", str(LLAMA), "--results", str(wrong))
         assert printed.exit_code == 2 and said in printed.output, printed.output
