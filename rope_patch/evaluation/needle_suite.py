@@ -23,10 +23,10 @@ from rope_patch.evaluation.suite import EvalResult, Suite
 from rope_patch.evaluation.tasks import TASKS, Draw, Question
 from rope_patch.evaluation.texts.documents import Source, TokenDocument
 from rope_patch.modeling.inputs import check_ids, ids_hash
-from rope_patch.modeling.scoring import Reader, losses, model_hash
+from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.result_cache import code_identity, key, open_cache
+from rope_patch.runtime.result_cache import key, open_cache
 
 # A part of the keys of the result cache: raise it when what is stored for a window changes.
 SCHEMA = 1
@@ -172,14 +172,12 @@ class NeedleSuite(Suite):
         stops = stop_ids(model, self.tokenizer)
         settings: dict[str, Any] = {"lengths": spec.lengths, "room": self.room, "edges": self.edges}
         settings |= {"chunk": chunk, "stops": stops}
-        if resume is not None:  # the hash reads every weight: only where keys are stored
-            settings |= {"model": model_hash(model), "task": code_identity(type(TASKS[self.task]))}
 
-        def name(item: NeedleWindow) -> str:
+        def name(item: NeedleWindow, model: str) -> str:
             asked = item.question
             question = asked.ids, asked.answer, asked.parts, asked.ends
             text = ids_hash(item.source.ids), ids_hash(item.is_text.long())
-            return key(what="needle window", schema=SCHEMA, text=text, question=question, **settings)
+            return key(what="needle window", schema=SCHEMA, text=text, question=question, model=model, **settings)
 
         def score(items: list[NeedleWindow]) -> list[dict[str, Any]]:
             return [self._read(reader, item, chunk, stops) for item in items]
@@ -189,7 +187,13 @@ class NeedleSuite(Suite):
         batches = ([one] for one in self.laden)
         with in_eval_mode(model):
             pairs = read_batches(
-                model, batches, score=score, name=name, tokens=lambda item: spec.longest, cache=open_cache(resume)
+                model,
+                batches,
+                score=score,
+                name=name,
+                tokens=lambda item: spec.longest,
+                cache=open_cache(resume),
+                classes=[type(TASKS[self.task])],
             )
             values = [value for _, value in pairs]
         return EvalResult(spec, self._perplexity(values, chunk), self._retrieval(values))

@@ -15,7 +15,7 @@ from rope_patch.evaluation.perplexity.result import SCHEMA, DocumentSums, Perple
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.texts.documents import TokenDocument
 from rope_patch.modeling.inputs import check_ids, ids_hash
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses, model_hash
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import key, open_cache
@@ -76,11 +76,8 @@ def perplexity(
         raise ValueError(f"buckets must rise within 0 and {window}, the first past position 1, got {edges}")
     if batch < 1:
         raise ValueError(f"batch must be >= 1, got {batch}")
-    known = cache_identity(cache, resume is not None)
     # Another cache, other chunks or other ranges give other numbers, so they are part of every key.
-    settings = {"edges": edges, "chunk": chunk} | known
-    # The hash reads every weight of the model, so it is computed only where keys are stored.
-    identity = settings | {"model": "" if resume is None else model_hash(model)}
+    settings = {"edges": edges, "chunk": chunk} | cache_identity(cache, resume is not None)
     tally = DocumentSums(edges)
 
     def score(items: list[Window]) -> list[dict[str, Any]]:
@@ -94,7 +91,7 @@ def perplexity(
         model,
         _batched(_sliding_windows(documents, window, stride, tally, reader), batch),
         score=score,
-        name=lambda item: _key(item, identity),
+        name=lambda item, model: _key(item, settings | {"model": model}),
         tokens=lambda item: item.stop - item.start,
         cache=open_cache(resume),
     )

@@ -22,10 +22,10 @@ from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.smaller_specs import check_tasks
 from rope_patch.evaluation.tasks import TASKS, Task
 from rope_patch.evaluation.texts.documents import check_tokenizer, text_digest
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, model_hash
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.result_cache import code_identity, key, open_cache
+from rope_patch.runtime.result_cache import key, open_cache
 from rope_patch.runtime.text import did_you_mean
 
 # A part of the keys of the result cache: raise it when what is stored for a haystack changes.
@@ -216,8 +216,6 @@ def retrieval(
     stops = stop_ids(model, tokenizer)
     # Stop tokens cut the output, and another cache or chunk may change it, so they are part of every key.
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
-    # The hash reads every weight: only where keys are stored. A task of the user's own grades what is stored.
-    identity = settings | {"model": "" if resume is None else model_hash(model) + code_identity(type(TASKS[task]))}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, seed=spec.seed, sample=sample)
@@ -226,9 +224,9 @@ def retrieval(
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
 
-    def name(prompts: _Haystack) -> str:
+    def name(prompts: _Haystack, model: str) -> str:
         asked_of = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
-        return key(what="retrieval", schema=SCHEMA, prompts=asked_of, **identity)
+        return key(what="retrieval", schema=SCHEMA, prompts=asked_of, model=model, **settings)
 
     graded = read_batches(
         model,
@@ -237,6 +235,7 @@ def retrieval(
         name=name,
         tokens=lambda prompts: sum(len(prompt.ids) for prompt in prompts),
         cache=open_cache(resume),
+        classes=[type(TASKS[task])],  # a task of the user's own grades what is stored
     )
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
     with in_eval_mode(model):
