@@ -155,6 +155,10 @@ class Reader:
                 out = self.call(self.decoder, input_ids=part, **cache)
             yield start, out.last_hidden_state
 
+    def states(self, ids: Tensor, past: Any = None, chunk: int | None = None) -> Tensor:
+        """Return the last hidden states (rows, tokens, hidden) of all tokens, which :meth:`read` reads."""
+        return torch.cat([hidden for _, hidden in self.read(ids, past, chunk)], dim=1)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does it."""
         return self._scaled(self._head(hidden))

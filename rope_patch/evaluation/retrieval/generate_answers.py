@@ -163,12 +163,12 @@ def answer_from(
     if stepwise:
         # A cache that rounds gives other states if several tokens are added at once, so they are added as generation
         # adds them.
-        states = [_last_hidden_state(reader, ids[:, read:prompt_tokens], past)]
-        states += [_last_hidden_state(reader, expected[:, i, None], past) for i in range(answer - 1)]
+        states = [reader.states(ids[:, read:prompt_tokens], past)[:, -1:]]
+        states += [reader.states(expected[:, i, None], past) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
         # The last token of the answer predicts nothing that is scored, so it is left out.
-        hidden = _hidden_states(reader, ids[:, read:-1], past)[:, -answer:]
+        hidden = reader.states(ids[:, read:-1], past)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
@@ -187,7 +187,7 @@ def answer_from(
         outputs[:, first] = predicted[:, first]
         start = torch.cat([ids[:, read : prompt_tokens + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
-            _, token = reader.score(_last_hidden_state(reader, start, spare)[:, 0], expected[:, i])
+            _, token = reader.score(reader.states(start, spare)[:, -1], expected[:, i])
             outputs[:, i], start = token, token[:, None]
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
@@ -195,14 +195,6 @@ def answer_from(
         Answer(before_stop(output.tolist(), stops), tuple(score.tolist()))
         for output, score in zip(outputs, logprobs, strict=True)
     ]
-
-
-def _hidden_states(reader: Reader, ids: Tensor, past: Any) -> Tensor:
-    return torch.cat([hidden for _, hidden in reader.read(ids, past)], dim=1)
-
-
-def _last_hidden_state(reader: Reader, ids: Tensor, past: Any) -> Tensor:
-    return _hidden_states(reader, ids, past)[:, -1:]
 
 
 def before_stop(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
