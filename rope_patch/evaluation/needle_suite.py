@@ -168,7 +168,7 @@ class NeedleSuite(Suite):
             TypeError: the argument is not a model, for example the name of one.
         """
         spec, reader = self.spec, Reader(model)
-        chunk = reader.default_chunk(spec.longest) if spec.chunk is None else min(spec.chunk, spec.longest)
+        chunk = reader.chunk(spec.longest, spec.chunk)
         stops = stop_ids(model, self.tokenizer)
         settings: dict[str, Any] = {"lengths": spec.lengths, "room": self.room, "edges": self.edges}
         settings |= {"chunk": chunk, "stops": stops}

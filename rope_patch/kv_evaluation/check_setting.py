@@ -70,8 +70,7 @@ class Setting:
     @property
     def chunk(self) -> int | None:
         """Number of tokens in a forward pass over text; None for whole windows."""
-        spec = self.suite.spec
-        return None if spec.chunk is None else min(spec.chunk, spec.longest)
+        return self.suite.spec.chunk
 
     def finished(self, tokens: int, measures: Mapping[str, Callable[[], Any]], **about: Any) -> dict[str, Any]:
         """Return results by their names, from the result cache or measured and stored there.

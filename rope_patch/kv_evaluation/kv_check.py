@@ -22,9 +22,8 @@ from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, Setting
 from rope_patch.kv_evaluation.decoding import check_decoding
-from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats
+from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats, tokens_to_attribute
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
 from rope_patch.methods.scaled import context_reached
@@ -170,10 +169,9 @@ def kv_check(
 def _measure(setting: Setting, formats: Mapping[str, Scheme]) -> list[CheckRow]:
     """Measure every format under a method, and attribute the cost of those that are unsafe at some length."""
     base, *rows = measure_formats(setting, formats)
-    layers, spec = len(setting.layers), replace(setting.suite.spec, windows=len(setting.suite.windows))
     unsafe = [row for row in rows if _unsafe(setting, row, base)]
     # Only now is it known how many formats are unsafe, so the progress could not count their tokens before.
-    progress.more(len(unsafe) * tokens_to_attribute(spec, layers))
+    progress.more(len(unsafe) * tokens_to_attribute(setting.suite.planned, len(setting.layers)))
     attributions = {}
     for row in unsafe:
         with progress.stage(f"{setting.method}, {row.format}: attribution"):

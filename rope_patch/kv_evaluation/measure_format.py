@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.evaluation.compare import naming_method
+from rope_patch.evaluation.smaller_specs import tokens_to_read
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import attention_errors
@@ -24,12 +25,13 @@ from rope_patch.kv_evaluation.attribution import (
     without_causes,
 )
 from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token_bytes
-from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS, Setting
-from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding
+from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, Setting
+from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, tokens_to_decode
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.inputs import ids_hash
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.modeling.temporary_modes import in_eval_mode
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime import progress
 
 
@@ -127,15 +129,40 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
     possible = remedies(scheme, setting, layers, of_keys=keys > whole / 2)
     values = measured({remedy.name: change for remedy, change in possible})
     helps = [replace(remedy, kl=value) for (remedy, _), value in zip(possible, values, strict=True)]
-    left = passes_of_attribution(len(setting.layers)) - 1 - len(owners) - len(helps)
+    left = _passes(len(setting.layers)) - 1 - len(owners) - len(helps)
     progress.known(left * tokens)
     shares = _shares(setting, scheme)
     return Attribution(whole, keys, layers, shares, tuple(sorted(helps, key=lambda remedy: remedy.kl)))
 
 
-def passes_of_attribution(layers: int) -> int:
+def _passes(layers: int) -> int:
     """Return how often :func:`measure_attribution` reads its windows at most."""
     return 1 + layers + MOST_REMEDIES  # the 1 is for keys
+
+
+def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
+    """Return the number of tokens that each unsafe format adds under each method, at most."""
+    return _passes(layers) * _tokens_compared(spec) + min(ERROR_TOKENS, spec.longest)
+
+
+def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0) -> int:
+    """Return the number of tokens that a check reads if no format is unsafe.
+
+    Under each method these are the windows and prompts, in full precision and through each format; and the compared
+    windows, likewise and once more for the statistics of keys.
+
+    Args:
+        spec: the spec of the check, which states a number of windows, that of the suite.
+        formats: number of formats besides full precision.
+        methods: number of methods under which the formats are checked.
+        decode: number of tokens by which each window is continued.
+    """
+    decoded = (spec.windows or 0) * tokens_to_decode(spec.longest, decode, formats)
+    return methods * ((1 + formats) * tokens_to_read(spec) + (2 + formats) * _tokens_compared(spec) + decoded)
+
+
+def _tokens_compared(spec: EvalSpec) -> int:
+    return min(COMPARED_WINDOWS, spec.windows or 0) * spec.longest
 
 
 def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:

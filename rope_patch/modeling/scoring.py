@@ -98,12 +98,14 @@ class Reader:
         self.device = input_device(owner.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
 
-    def default_chunk(self, tokens: int, cache: CacheFactory | None = None) -> int:
-        """Return how many of some tokens a forward pass reads where no chunk is asked for: all of them, if possible.
+    def chunk(self, tokens: int, asked: int | None = None, cache: CacheFactory | None = None) -> int:
+        """Return how many of some tokens a forward pass reads: as many as asked for, or else all of them, if possible.
 
         Read at once, a layer with a sliding window computes the scores of all pairs of tokens, and masks most of them.
         A cache of the caller's own is given all tokens.
         """
+        if asked is not None:
+            return min(tokens, asked)
         if self.sliding_window is None or self.dynamic or cache is not None:
             return tokens
         return min(tokens, max(SLIDING_CHUNK, self.sliding_window))

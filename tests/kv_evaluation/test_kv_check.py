@@ -25,8 +25,8 @@ from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import error_shares, worst_layers
+from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.token_count import tokens_to_attribute, tokens_to_check
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.progress import listen

@@ -116,7 +116,7 @@ def test_the_plan_of_a_recipe_is_what_a_step_takes(path):
 
 def read_text(model, length):
     reader = Reader(model)
-    chunk = reader.default_chunk(length)
+    chunk = reader.chunk(length)
     losses(reader, torch.zeros(1, length).long(), [1], chunk=None if chunk == length else chunk)
 
 

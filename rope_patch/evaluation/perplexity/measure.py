@@ -67,9 +67,9 @@ def perplexity(
     """
     documents, window, stride = _as_documents(token_ids, window, stride)
     reader = Reader(model)
-    chunk = reader.default_chunk(window, cache) if chunk is None else chunk
-    if not 1 <= chunk <= window:
-        raise ValueError(f"chunk must be in [1, {window}] tokens, got {chunk}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 token, got {chunk}")
+    chunk = reader.chunk(window, chunk, cache)
     edges = list(buckets) if buckets is not None else [0, window]
     # The token at position 0 is never predicted, so a first range that ends at 1 would always be empty.
     if len(edges) < 2 or edges != sorted(set(edges)) or edges[0] < 0 or edges[-1] > window or edges[1] < 2:

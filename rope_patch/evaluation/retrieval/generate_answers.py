@@ -78,7 +78,7 @@ def answer_prompts(
     Args:
         reader: the model that answers.
         rows: (questions, batch) prompts of the same length; within a row the answers have the same length too.
-        chunk: length of a forward pass [tokens]; by default that of :meth:`Reader.default_chunk`.
+        chunk: length of a forward pass [tokens]; by default that of :meth:`Reader.chunk`.
         cache: a factory of the cache to read through. With one, the answer is read a token at a time, as in generation.
         stops: ids of the tokens that end a text.
 
@@ -92,7 +92,7 @@ def answer_prompts(
     ids = torch.tensor([[prompt.ids for prompt in row] for row in rows])  # (questions, batch, tokens)
     size = ids.shape[2]
     trunk, parting = _trunk(ids)
-    chunk = reader.default_chunk(size, cache) if chunk is None else chunk
+    chunk = reader.chunk(size, chunk, cache)
     # Its memory is taken once for the whole prompt, so that adding to it copies nothing.
     past = cache() if cache is not None else reader.new_cache(size)
     read, answers = 0, {}
