@@ -147,7 +147,7 @@ def load(text: Path, model: str, table: str) -> Loaded:
     windows, digest = spread_windows(tokenizer, text.read_text(encoding="utf-8"), LENGTH, WINDOWS.get(model, 2))
     ids = torch.stack([window.ids for window in windows])
     exact = [last_states(Reader(loaded), row, None) for row in ids]
-    return Loaded(loaded, tokenizer, find_attention_layers(loaded).layers, ids, digest, exact)
+    return Loaded(loaded, tokenizer, find_attention_layers(loaded), ids, digest, exact)
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ def kv_check(
     for label, in_place in places.items():
         with in_place() as tables, naming_method(label):
             check_decoding(suite.spec.longest, decode, min(map(context_reached, tables)))
-            layers[label] = find_attention_layers(model).layers
+            layers[label] = find_attention_layers(model)
             for name, scheme in parsed.items():
                 with naming_method(name):
                     plan_layers(layers[label], scheme)

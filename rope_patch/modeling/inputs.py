@@ -48,14 +48,8 @@ def token_rows(token_ids: Tensor) -> Tensor:
     return rows.cpu()
 
 
-def rows_digest(rows: Tensor) -> str:
-    """Return 16 hex digits that identify token ids (rows, tokens)."""
-    # Bytes in a fixed order (`<`), so that all machines give the same digits.
-    return hashlib.sha256(f"{tuple(rows.shape)}".encode() + rows.numpy().astype("<i8").tobytes()).hexdigest()[:16]
-
-
 def ids_hash(ids: Tensor) -> str:
-    """Return the SHA-256 of token ids, for the keys of stored results."""
+    """Return the SHA-256 of token ids."""
     return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
 
 

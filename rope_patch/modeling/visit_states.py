@@ -44,7 +44,7 @@ def visit_states(
         token_ids: (tokens,) or (rows, tokens) token ids.
         visit: function that is called with each state, a slice of tokens at a time.
         chunk: number of tokens in a forward pass; by default a row is read in one pass.
-        layers: indices of the layers whose states are passed on; all by default.
+        layers: indices of the layers whose states are passed on, which the model has; all by default.
 
     Returns:
         The layers whose states were passed on.
@@ -60,8 +60,8 @@ def visit_states(
         root: Any = location.model
         embedding = root.get_input_embeddings()
         check_ids(rows, embedding.num_embeddings)
-        attention = find_attention_layers(model)
-        shown = attention.pick(layers)
+        decoder = root.get_decoder()
+        shown = tuple(one for one in find_attention_layers(model) if layers is None or one.index in layers)
         place, received = (0, 0), 0  # row of the text, and the position at which the pass begins
 
         def passing_on(layer: AttentionLayer, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -84,9 +84,9 @@ def visit_states(
             for start in range(0, len(row), size):
                 place, received = (number, start), 0
                 ids = row[None, start : start + size].to(device_of(embedding))
-                with progress.forward_pass(attention.decoder, ids.numel()):
-                    cache = {cache_argument(attention.decoder): past, "use_cache": past is not None}
-                    attention.decoder(input_ids=ids, **cache)
+                with progress.forward_pass(decoder, ids.numel()):
+                    cache = {cache_argument(decoder): past, "use_cache": past is not None}
+                    decoder(input_ids=ids, **cache)
                 # A hook that does not run would leave its layer out of the statistics in silence.
                 if received != len(shown) * len(ROLES):
                     raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")

@@ -144,9 +144,7 @@ def attention_of(model):
     """Return the layers of a model, as they are found in a small real one."""
     small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": model.config.head_dim}
     with unset_fake_temporarily():
-        return find_attention_layers(
-            shipped(model.name, num_hidden_layers=model.config.num_hidden_layers, **small)
-        ).layers
+        return find_attention_layers(shipped(model.name, num_hidden_layers=model.config.num_hidden_layers, **small))
 
 
 def attend(model, length):
