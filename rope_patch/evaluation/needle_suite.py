@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.perplexity.measure import sums_by_position
-from rope_patch.evaluation.perplexity.result import DocumentSums, PerplexityResult, Window
+from rope_patch.evaluation.perplexity.result import Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.retrieval.generate_answers import answer_from, copy_cache
 from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult, Sample, grade, stop_ids
@@ -196,7 +196,10 @@ class NeedleSuite(Suite):
                 classes=[type(TASKS[self.task])],
             )
             values = [value for _, value in pairs]
-        return EvalResult(spec, self._perplexity(values, chunk), self._retrieval(values))
+        windows = [_window(item, number) for number, item in enumerate(self.laden)]
+        texts = zip(windows, [value["text"] for value in values], strict=True)
+        perplexity = sum_up(texts, self.edges, window=spec.longest, stride=spec.longest, chunk=chunk)
+        return EvalResult(spec, perplexity, self._retrieval(values))
 
     def _read(self, reader: Reader, item: NeedleWindow, chunk: int, stops: list[int]) -> dict[str, Any]:
         """Read a window, and ask at every length."""
@@ -215,12 +218,6 @@ class NeedleSuite(Suite):
             answers.append(asdict(sample))
         sums = sums_by_position(_window(item, 0), torch.cat(parts), scored, self.edges)
         return {"text": sums, "answers": answers}
-
-    def _perplexity(self, values: list[dict[str, Any]], chunk: int) -> PerplexityResult:
-        tally = DocumentSums(self.edges)
-        for number, (one, value) in enumerate(zip(self.laden, values, strict=True)):
-            tally.add(_window(one, number), value["text"])
-        return tally.result(window=self.spec.longest, stride=self.spec.longest, chunk=chunk)
 
     def _retrieval(self, values: list[dict[str, Any]]) -> dict[str, RetrievalResult]:
         spec, cells = self.spec, []

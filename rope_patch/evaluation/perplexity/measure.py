@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.perplexity.result import SCHEMA, DocumentSums, PerplexityResult, Window
+from rope_patch.evaluation.perplexity.result import SCHEMA, PerplexityResult, Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.texts.documents import TokenDocument
 from rope_patch.modeling.inputs import check_ids, ids_hash
@@ -78,7 +78,11 @@ def perplexity(
         raise ValueError(f"batch must be >= 1, got {batch}")
     # Another cache, other chunks or other ranges give other numbers, so they are part of every key.
     settings = {"edges": edges, "chunk": chunk} | cache_identity(cache, resume is not None)
-    tally = DocumentSums(edges)
+
+    def name(item: Window, model: str) -> str:
+        # The key holds the tokens and not the place of the window: equal windows are read once.
+        place = {"ids": ids_hash(item.ids), "first": item.scored - item.start}
+        return key(what="perplexity", schema=SCHEMA, model=model, **place, **settings)
 
     def score(items: list[Window]) -> list[dict[str, Any]]:
         sizes = [len(item.ids) for item in items]
@@ -89,16 +93,14 @@ def perplexity(
 
     scored = read_batches(
         model,
-        _batched(_sliding_windows(documents, window, stride, tally, reader), batch),
+        _batched(_sliding_windows(documents, window, stride, reader), batch),
         score=score,
-        name=lambda item, model: _key(item, settings | {"model": model}),
+        name=name,
         tokens=lambda item: item.stop - item.start,
         cache=open_cache(resume),
     )
     with in_eval_mode(model):
-        for item, part in scored:
-            tally.add(item, part)
-    return tally.result(window=window, stride=stride, chunk=chunk)
+        return sum_up(scored, edges, window=window, stride=stride, chunk=chunk)
 
 
 def _as_documents(
@@ -109,11 +111,8 @@ def _as_documents(
     if isinstance(token_ids, Tensor):
         if token_ids.ndim not in (1, 2):
             raise ValueError(f"token_ids must have one or two axes, got shape {tuple(token_ids.shape)}")
-        if token_ids.ndim == 2:
-            if window is not None or stride is not None:
-                raise ValueError("token_ids with two axes are windows already: give neither window nor stride")
-            if not len(token_ids):
-                raise ValueError("no window to score")
+        if token_ids.ndim == 2 and (window is not None or stride is not None):
+            raise ValueError("token_ids with two axes are windows already: give neither window nor stride")
         window = token_ids.shape[-1] if window is None else window
         if token_ids.ndim == 1 and 2 <= len(token_ids) < window:
             raise ValueError(f"the text has {len(token_ids)} tokens, less than one window of {window}")
@@ -131,9 +130,7 @@ def _as_documents(
     return documents, window, stride
 
 
-def _sliding_windows(
-    documents: Iterable[TokenDocument], window: int, stride: int, tally: DocumentSums, reader: Reader
-) -> Iterator[Window]:
+def _sliding_windows(documents: Iterable[TokenDocument], window: int, stride: int, reader: Reader) -> Iterator[Window]:
     for number, document in enumerate(documents):
         if not isinstance(document, TokenDocument):
             raise TypeError(f"documents must come from encode(tokenizer, source), got {type(document).__name__}")
@@ -143,15 +140,11 @@ def _sliding_windows(
         if done >= window:
             raise ValueError(f"a window needs at least {done + 1} tokens to predict one, got {window}")
         if size <= done:
-            tally.skipped += 1
             continue
         try:
             ids = check_ids(document.ids, reader.vocabulary)
         except ValueError as error:
-            message = str(error)
-            if number > 0:
-                message = f"{document.name}: {message}"
-            raise ValueError(message) from None
+            raise ValueError(f"{document.name}: {error}") from None
         checked = replace(document, ids=ids)
         start = 0
         unscored = done
@@ -171,12 +164,6 @@ def _sliding_windows(
 def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
     while group := list(itertools.islice(windows, size)):
         yield group
-
-
-def _key(item: Window, identity: dict[str, Any]) -> str:
-    # The key holds the tokens and not the place of the window: equal windows are read once.
-    ids = ids_hash(item.ids)
-    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **identity)
 
 
 def _score(
