@@ -29,7 +29,7 @@ from rope_patch.evaluation.metrics import (
     spans_of,
     value_text,
 )
-from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, unpatched_missing
+from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, retrieval_warnings
 from rope_patch.methods import Default, MethodLike
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
@@ -139,21 +139,12 @@ class Comparison:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
-    def lengths(self) -> Sequence[int]:
-        """Prompt lengths in rising order [tokens]."""
-        return self.spec.lengths
-
-    @property
     def warnings(self) -> list[str]:
         """Sentences that the reader should know before reading the scores."""
         # The model had a patch of its own, so "default" is not the unpatched model.
         if "patch before" in self.environment:
             return []
-        unpatched = [row.scores for row in self.rows if row.method == "default"]
-        sentences = [sentence for scores in unpatched for sentence in scores.warnings(self.trained_length)]
-        if not unpatched:
-            sentences = unpatched_missing([row.scores for row in self.rows], self.trained_length)
-        return sentences
+        return retrieval_warnings({row.label: row.scores for row in self.rows}, UNPATCHED, self.trained_length)
 
     def columns(self) -> list[Column]:
         """Return the columns of the table, metric by metric, with paired differences."""
@@ -198,10 +189,8 @@ class Comparison:
 
     def _column(self, metric: Metric, span: Span) -> Column:
         values = [metric.value(row.scores, span) for row in self.rows]
-        if metric.lower_is_better:
-            best = min(range(len(values)), key=values.__getitem__)
-        else:
-            best = max(range(len(values)), key=values.__getitem__)
+        choose = min if metric.lower_is_better else max
+        best = choose(range(len(values)), key=values.__getitem__)
         # The best row was chosen by its measured value, so each interval is wide enough for those of all pairs to hold
         # together (Bonferroni).
         each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
@@ -232,7 +221,7 @@ class Comparison:
                 for table in row.tables
             ]
             rows.append(values)
-        head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.lengths}
+        head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.spec.lengths}
         head |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "seed": self.spec.seed}
         names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
         head |= {name: getattr(self, name) for name in names}
@@ -278,7 +267,7 @@ def compare(
     result_cache = open_cache(resume)
     rows = []
     for name, in_place in places.items():
-        with in_place() as tables, naming_method(name), progress.stage(name):
+        with in_place() as tables, progress.stage(name):
             rows.append(Row(name, suite.run(model, resume=result_cache), tables))
     record = locate(model).record
     environment_values = environment(model)
@@ -318,6 +307,8 @@ def methods_in_turn(
 ) -> dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]]:
     """Return by the string of each method what puts it into a model within a ``with`` block and gives its tables.
 
+    A ValueError that is raised in the block names the method.
+
     Args:
         model: a causal language model. If it is patched already, ``"default"`` is its patch, which others replace.
         methods: the methods.
@@ -342,18 +333,19 @@ def methods_in_turn(
         # The default of a patched model is the patch that it came with, so that nothing is put in its place.
         if not (request.replace and isinstance(method, Default)):
             plan = plan_patch(location, method, request)
-        places[name] = partial(_in_place, location, plan)
+        places[name] = partial(_in_place, name, location, plan)
     return places
 
 
 @contextlib.contextmanager
-def _in_place(location: Location, plan: PatchPlan | None) -> Iterator[tuple[RotaryTable, ...]]:
+def _in_place(name: str, location: Location, plan: PatchPlan | None) -> Iterator[tuple[RotaryTable, ...]]:
     """Put a plan into a model within a ``with`` block, and yield the tables in use; None leaves the model as it is."""
-    if plan is None:
-        yield inspect_model(location.model).tables
-        return
-    with installed(location, plan) as patch:
-        yield tuple(patch.after.values())
+    with naming_method(name):
+        if plan is None:
+            yield inspect_model(location.model).tables
+        else:
+            with installed(location, plan) as patch:
+                yield tuple(patch.after.values())
 
 
 @contextlib.contextmanager

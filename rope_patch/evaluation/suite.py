@@ -43,19 +43,6 @@ class EvalResult:
     perplexity: PerplexityResult | None
     retrieval: Mapping[str, RetrievalResult]
 
-    def warnings(self, trained_length: int) -> list[str]:
-        """Return a sentence for each task that the unpatched model mostly fails within its trained length.
-
-        Args:
-            trained_length: trained context length of the model [tokens].
-        """
-        return [
-            f"without a patch the model answers {result.answered(length)} {task} prompts of {length} tokens, within "
-            f"its trained length of {trained_length}, so scores at longer prompts say little about the tables. Try "
-            f"{_advice(result, self.spec.chat_template)}"
-            for task, length, result in _too_hard([self], trained_length)
-        ]
-
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, without the spec."""
         return {
@@ -65,23 +52,34 @@ class EvalResult:
 
 
 AnySuite = TypeVar("AnySuite", bound="Suite")
-
 ADD_DEFAULT = "add default to the methods (--methods), which measures it"
 
 
-def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy: str = ADD_DEFAULT) -> list[str]:
-    """Return a warning if no method answers within the trained length and the unpatched model was not measured.
+def retrieval_warnings(
+    scores: Mapping[str, EvalResult], unpatched: str, trained_length: int, remedy: str = ADD_DEFAULT
+) -> list[str]:
+    """Return a sentence for each task that the unpatched model mostly fails within its trained length.
 
-    The list has one sentence at most. If any of the methods answers, the task is not too hard for the model.
+    If it was not measured, there is one sentence if no other answers, either. If any of the others answers, the task is
+    not too hard for the model.
 
     Args:
-        scores: results of all methods, all of one spec, without the unpatched model.
+        scores: results of all methods, all of one spec.
+        unpatched: name of the unpatched model among them.
         trained_length: trained context length of the model [tokens].
-        remedy: the end of the sentence: a way to measure the unpatched model.
+        remedy: the end of the sentence if it was not measured: a way to measure it.
     """
+    if unpatched in scores:
+        own = scores[unpatched]
+        return [
+            f"without a patch the model answers {result.answered(length)} {task} prompts of {length} tokens, within "
+            f"its trained length of {trained_length}, so scores at longer prompts say little about the tables. Try "
+            f"{_advice(result, own.spec.chat_template)}"
+            for task, length, result in _too_hard([own], trained_length)
+        ]
     failures = [
         f"{result.answered(length)} {task} prompts of {length} tokens"
-        for task, length, result in _too_hard(scores, trained_length)
+        for task, length, result in _too_hard(list(scores.values()), trained_length)
     ]
     if not failures:
         return []

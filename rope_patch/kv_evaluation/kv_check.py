@@ -120,7 +120,7 @@ def kv_check(
     layers: dict[str, Sequence[AttentionLayer]] = {}
     biases: tuple[KeyBias, ...] = ()
     for label, in_place in places.items():
-        with in_place() as tables, naming_method(label):
+        with in_place() as tables:
             check_decoding(suite.spec.longest, decode, min(map(context_reached, tables)))
             layers[label] = find_attention_layers(model)
             for name, scheme in parsed.items():
@@ -133,7 +133,7 @@ def kv_check(
     compared = torch.stack([window.ids for window in suite.windows[:COMPARED_WINDOWS]])
     result_cache, rows, captures = open_cache(resume), [], {}
     for label, in_place in places.items():
-        with in_place() as tables, naming_method(label):
+        with in_place() as tables:
             with progress.stage(f"{label}, statistics of keys"):
                 captures[label] = capture(model, compared)
             setting = Setting(
@@ -169,7 +169,11 @@ def kv_check(
 def _measure(setting: Setting, formats: Mapping[str, Scheme]) -> list[CheckRow]:
     """Measure every format under a method, and attribute the cost of those that are unsafe at some length."""
     base, *rows = measure_formats(setting, formats)
-    unsafe = [row for row in rows if _unsafe(setting, row, base)]
+    unsafe = [
+        row
+        for row in rows
+        if any(verdict_of(row, base, length, setting.limits).kind == "unsafe" for length in setting.lengths)
+    ]
     # Only now is it known how many formats are unsafe, so the progress could not count their tokens before.
     progress.more(len(unsafe) * tokens_to_attribute(setting.suite.planned, len(setting.layers)))
     attributions = {}
@@ -177,7 +181,3 @@ def _measure(setting: Setting, formats: Mapping[str, Scheme]) -> list[CheckRow]:
         with progress.stage(f"{setting.method}, {row.format}: attribution"):
             attributions[row.format] = measure_attribution(setting, row)
     return [base, *(replace(row, attribution=attributions.get(row.format)) for row in rows)]
-
-
-def _unsafe(setting: Setting, row: CheckRow, base: CheckRow) -> bool:
-    return any(verdict_of(row, base, length, setting.limits).kind == "unsafe" for length in setting.lengths)
