@@ -41,12 +41,12 @@ class NeedleWindow:
     """A window of text with a needle, and what is asked about it.
 
     Attributes:
-        source: the text with the needle, up to the last question.
+        window: the text with the needle, up to the last question.
         is_text: (tokens,) bool, the tokens whose loss counts: those of the text.
         question: the question with its answer, in tokens of their own.
     """
 
-    source: TokenDocument
+    window: Window
     is_text: Tensor
     question: Prompt
 
@@ -83,7 +83,7 @@ class NeedleSuite(Suite):
         self.spec = replace(
             self.spec, tasks=(task,), lengths=lengths, windows=count, samples=count, depths=[NEEDLE_DEPTH]
         )
-        self.laden = [self._laden(window) for window in self.windows]
+        self.laden = [self._laden(number, window) for number, window in enumerate(self.windows)]
         # The same room in each window, so that all are read up to the same positions.
         self.room = max(len(one.question.ids) for one in self.laden)
         for shorter, longer in itertools.pairwise(self.spec.lengths):
@@ -129,7 +129,7 @@ class NeedleSuite(Suite):
         part.windows, part.laden = [self.windows[i] for i in chosen], [self.laden[i] for i in chosen]
         return part
 
-    def _laden(self, window: TokenDocument) -> NeedleWindow:
+    def _laden(self, number: int, window: TokenDocument) -> NeedleWindow:
         """Return a window with its needle and question, drawn by the seed and the window's name."""
         spec, tokenizer = self.spec, self.tokenizer
         asked = _question(self.task, Draw(tokenizer, random.Random(f"{spec.seed}/{window.name}")))
@@ -146,7 +146,8 @@ class NeedleSuite(Suite):
         is_text[:first] = False
         # The token behind the needle continues the text before it.
         is_text[at : at + len(needle) + 1] = False
-        return NeedleWindow(TokenDocument(window.name, torch.tensor(ids), None, window.prefix), is_text, question)
+        document = TokenDocument(window.name, torch.tensor(ids), None, window.prefix)
+        return NeedleWindow(Window(number, 0, len(ids), 1, document), is_text, question)
 
     def _word_start(self, ids: list[int], place: int) -> int:
         """Return the first place from here on where a word begins; the place itself if none does soon."""
@@ -176,14 +177,14 @@ class NeedleSuite(Suite):
         def name(item: NeedleWindow, model: str) -> str:
             asked = item.question
             question = asked.ids, asked.answer, asked.parts, asked.ends
-            text = ids_hash(item.source.ids), ids_hash(item.is_text.long())
+            text = ids_hash(item.window.source.ids), ids_hash(item.is_text.long())
             return key(what="needle window", schema=SCHEMA, text=text, question=question, model=model, **settings)
 
         def score(items: list[NeedleWindow]) -> list[dict[str, Any]]:
             return [self._read(reader, item, chunk, stops) for item in items]
 
         for one in self.laden:
-            check_ids(one.source.ids, reader.vocabulary)
+            check_ids(one.window.source.ids, reader.vocabulary)
         batches = ([one] for one in self.laden)
         with in_eval_mode(model):
             pairs = read_batches(
@@ -196,27 +197,25 @@ class NeedleSuite(Suite):
                 classes=[type(TASKS[self.task])],
             )
             values = [value for _, value in pairs]
-        windows = [_window(item, number) for number, item in enumerate(self.laden)]
-        texts = zip(windows, [value["text"] for value in values], strict=True)
+        texts = [(item.window, value["text"]) for item, value in zip(self.laden, values, strict=True)]
         perplexity = sum_up(texts, self.edges, window=spec.longest, stride=spec.longest, chunk=chunk)
         return EvalResult(spec, perplexity, self._retrieval(values))
 
     def _read(self, reader: Reader, item: NeedleWindow, chunk: int, stops: list[int]) -> dict[str, Any]:
         """Read a window, and ask at every length."""
-        ids, past = item.source.ids, reader.new_cache(self.spec.longest)
+        ids, past = item.window.source.ids, reader.new_cache(self.spec.longest)
         parts, answers, read = [], [], 0
         scored = item.is_text[: self.spec.longest - self.room].clone()
         for length in self.spec.lengths:
             stop = length - self.room
-            part, _ = losses(reader, ids[None, read:stop], [1], chunk=chunk, cache=lambda: past)
-            parts.append(part[0])
+            parts.append(losses(reader, ids[None, read:stop], [1], chunk=chunk, cache=lambda: past)[0])
             scored[read] = False  # no state of this part predicts its first token
             read = stop
             prompt = torch.cat([ids[:stop], torch.tensor(item.question.ids)])[None]
             (answer,) = answer_from(reader, [item.question], prompt, stop, copy_cache(past), stops=stops)
             (sample,) = grade(self.tokenizer, TASKS[self.task], item.question, answer)
             answers.append(asdict(sample))
-        sums = sums_by_position(_window(item, 0), torch.cat(parts), scored, self.edges)
+        sums = sums_by_position(item.window, torch.cat(parts), scored, self.edges)
         return {"text": sums, "answers": answers}
 
     def _retrieval(self, values: list[dict[str, Any]]) -> dict[str, RetrievalResult]:
@@ -232,7 +231,7 @@ class NeedleSuite(Suite):
             f"{self.text_name}, a needle in the first {spec.lengths[0]} tokens of each window",
             self.text_sha256,
             self.python_version,
-            self.laden[0].source.prefix,
+            self.laden[0].window.source.prefix,
             in_windows=True,
         )
         return {self.task: result}
@@ -252,7 +251,3 @@ def _question(task: str, draw: Draw) -> Question:
             "measures it"
         )
     return question
-
-
-def _window(item: NeedleWindow, number: int) -> Window:
-    return Window(number, 0, len(item.source.ids), 1, item.source)

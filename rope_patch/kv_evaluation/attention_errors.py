@@ -18,9 +18,9 @@ from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer
+from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
-from rope_patch.patching.locate import device_of, locate
-from rope_patch.runtime import progress
+from rope_patch.patching.locate import locate
 
 ERROR_QUERIES = 64
 """Number of queries of a text at which errors are measured, spread over its second half."""
@@ -48,14 +48,10 @@ def attention_errors(
         the CPU.
 
     Raises:
-        ValueError: the text is not one row of tokens, or the format does not fit the model (see
-            :func:`~rope_patch.kv_cache.plans.plan_layers`).
+        ValueError: the format does not fit the model (see :func:`~rope_patch.kv_cache.plans.plan_layers`).
     """
-    if token_ids.ndim != 1 or not len(token_ids):
-        raise ValueError(f"token_ids must be (tokens,), got shape {tuple(token_ids.shape)}")
     location = locate(model)
     root: Any = location.model
-    decoder = root.get_decoder()
     plans = plan_layers(layers, scheme)
     errors: list[Tensor] = []
 
@@ -70,13 +66,8 @@ def attention_errors(
         errors.append(_errors(stores, query[0].cpu(), scaling))
 
     plain = SchemeRun(plan_layers(layers, Scheme()), observe=observe)
-    with (
-        in_eval_mode(model),
-        recording_turns(location, plain),
-        attending_by(plain, root),
-        progress.forward_pass(decoder, len(token_ids)),
-    ):
-        decoder(input_ids=token_ids[None].to(device_of(root.get_input_embeddings())), use_cache=False)
+    with in_eval_mode(model), recording_turns(location, plain), attending_by(plain, root):
+        Reader(model).states(token_ids[None])
     return errors
 
 

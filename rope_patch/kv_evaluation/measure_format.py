@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -67,7 +67,6 @@ def _measure(setting: Setting, name: str, scheme: Scheme) -> CheckRow:
         if quantizing:
             divergences = _divergences(setting, scheme, factory)
     stored = stored_states(setting.layers, setting.capture, scheme)
-    bits = {name: [states.bits for states in stored if states.name == name] for name in ("keys", "values")}
     return CheckRow(
         method=setting.method,
         format=name,
@@ -75,8 +74,8 @@ def _measure(setting: Setting, name: str, scheme: Scheme) -> CheckRow:
         scores=scores,
         tables=setting.tables,
         divergences=divergences,
-        key_bits=math.fsum(bits["keys"]) / len(bits["keys"]),
-        value_bits=math.fsum(bits["values"]) / len(bits["values"]),
+        key_bits=fmean(states.bits for states in stored if states.name == "keys"),
+        value_bits=fmean(states.bits for states in stored if states.name == "values"),
         cache_bits={length: cache_bits(stored, length) for length in setting.lengths},
         token_bytes=token_bytes(stored),
     )
@@ -187,10 +186,12 @@ def _divergences(setting: Setting, scheme: Scheme, cache: CacheFactory) -> dict[
     """
 
     def measure() -> dict[str, Any]:
-        measured = _compared(setting, cache)
-        below = {length: measured[..., :length].flatten(1) for length in setting.lengths}
-        means = {length: part.mean(1).tolist() for length, part in below.items()}
-        return {str(n): {"kl": kl, "top1": top1, "tokens": below[n].shape[1]} for n, (kl, top1) in means.items()}
+        measured, divergences = _compared(setting, cache), {}
+        for length in setting.lengths:
+            below = measured[..., :length].flatten(1)
+            kl, top1 = below.mean(1).tolist()
+            divergences[str(length)] = {"kl": kl, "top1": top1, "tokens": below.shape[1]}
+        return divergences
 
     ids = setting.compared
     about = {"scheme": scheme.identity, "ids": ids_hash(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}

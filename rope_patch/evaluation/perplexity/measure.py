@@ -177,7 +177,7 @@ def _score(
     rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]
-    table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache)
+    table = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache)
     sums_of_windows = []
     for item, low, size, loss in zip(group, first, sizes, table, strict=True):
         scored = torch.zeros(len(loss), dtype=torch.bool)

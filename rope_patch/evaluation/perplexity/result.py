@@ -145,14 +145,11 @@ class Window:
         special = self.source.ids.new_tensor(self.source.prefix)
         return torch.cat((special, self.source.ids[self.start + len(special) : self.stop]))
 
-    def bytes_between(self, low: int, high: int) -> int | None:
-        """Return how many UTF-8 bytes the tokens ``low:high`` have; None if they came without their text."""
+    @property
+    def bytes(self) -> int | None:
+        """Number of UTF-8 bytes of the scored tokens; None if they came without their text."""
         ends = self.source.ends
-        if ends is None:
-            return None
-        if low == 0:
-            return int(ends[high - 1])
-        return int(ends[high - 1] - ends[low - 1])
+        return None if ends is None else int(ends[self.stop - 1] - ends[self.scored - 1])
 
 
 def sum_up(
@@ -179,7 +176,7 @@ def sum_up(
             nll=tuple(part["nll"]),
             total_tokens=part["total_tokens"],
             total_nll=part["total_nll"],
-            bytes=item.bytes_between(item.scored, item.stop),
+            bytes=item.bytes,
         )
         documents.setdefault(item.document, []).append(score)
         names[item.document] = item.source.name

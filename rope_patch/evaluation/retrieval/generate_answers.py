@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,12 +84,8 @@ def answer_prompts(
         stops: ids of the tokens that end a text.
 
     Raises:
-        ValueError: the prompts differ in length, or logits are not finite.
+        ValueError: logits are not finite.
     """
-    if len({len(prompt.ids) for row in rows for prompt in row}) != 1 or len({len(row) for row in rows}) != 1:
-        raise ValueError("the prompts of a grid must be of one length")
-    if any(len({prompt.answer for prompt in row}) != 1 for row in rows):
-        raise ValueError("answers of one row must be of one length in tokens")
     ids = torch.tensor([[prompt.ids for prompt in row] for row in rows])  # (questions, batch, tokens)
     size = ids.shape[2]
     trunk, parting = _trunk(ids)
@@ -122,13 +119,10 @@ def answer_prompts(
 
 def _trunk(ids: Tensor) -> tuple[int, list[int]]:
     """Return the index of the trunk, and for each question how many tokens its prompts share with it [tokens]."""
-    best: tuple[int, list[int]] = (0, [])
-    for i in range(len(ids)):
-        shared = (ids == ids[i]).all(1).long().cumprod(1).sum(1)  # tokens that are shared in all columns of the batch
-        parting = [int(n) for n in shared]
-        if not best[1] or sum(parting) > sum(best[1]):
-            best = i, parting
-    return best
+    # Tokens that are shared in all columns of the batch.
+    shared = [(ids == row).all(1).long().cumprod(1).sum(1).tolist() for row in ids]
+    trunk = max(range(len(ids)), key=lambda i: sum(shared[i]))
+    return trunk, shared[trunk]
 
 
 def answer_from(
@@ -192,12 +186,6 @@ def answer_from(
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
     return [
-        Answer(before_stop(output.tolist(), stops), tuple(score.tolist()))
+        Answer(tuple(itertools.takewhile(lambda token: token not in stops, output.tolist())), tuple(score.tolist()))
         for output, score in zip(outputs, logprobs, strict=True)
     ]
-
-
-def before_stop(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens before the first one that is among ``stops``."""
-    at = next((i for i, token in enumerate(output) if token in stops), len(output))
-    return tuple(output[:at])

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -116,10 +117,12 @@ class RetrievalResult:
 
         The answers are searched haystack by haystack, and within each by depth.
         """
-        cells = [cell for cell in self.cells if cell.length == length]
-        samples = [(cell.depth, cell.samples[i]) for i in range(len(cells[0].samples)) for cell in cells]
-        firsts = ([one for one in samples if bool(one[1].correct) is correct][:1] for correct in (False, True))
-        return list(itertools.chain(*firsts))
+        depths = [cell.depth for cell in self.cells if cell.length == length]
+        firsts: dict[bool, tuple[float, Sample]] = {}
+        for haystack in self.haystacks(length):
+            for depth, sample in zip(depths, haystack, strict=True):
+                firsts.setdefault(bool(sample.correct), (depth, sample))
+        return [firsts[correct] for correct in sorted(firsts)]
 
     def accuracy(self, length: int) -> float:
         """Return the share of exact matches at a length, over all depths."""
@@ -145,8 +148,7 @@ class RetrievalResult:
 
     def logprob(self, length: int) -> float:
         """Return the mean log-probability of the right answers at a length [nats]."""
-        samples = self.samples(length)
-        return math.fsum(sample.logprob for sample in samples) / len(samples)
+        return fmean(sample.logprob for sample in self.samples(length))
 
 
 def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidence: float) -> float:
@@ -169,6 +171,7 @@ RETRIEVAL_FIELDS = ("lengths", "depths", "samples", "seed", "chat_template", "ch
 """Fields of an :class:`~rope_patch.EvalSpec` that :func:`retrieval` takes as keyword arguments."""
 
 
+# Long: the public function, whose options are documented one by one.
 def retrieval(
     model: nn.Module,
     tokenizer: Any,
