@@ -24,7 +24,8 @@ from rope_patch.kv_cache.cache import CacheMaker, quantized
 from rope_patch.kv_cache.plans import LayerPlan
 from rope_patch.kv_cache.schemes import SCALE_BITS
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
-from rope_patch.modeling.capture import Capture, capture
+from rope_patch.modeling.capture import capture
+from rope_patch.modeling.state_statistics import Capture
 from rope_patch.patching.cache_argument import cache_argument
 
 LEAST, MOST = 1, 8

@@ -70,7 +70,7 @@ def _record(
         states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
         names = {child: name for name, child in module.named_children()}
         outputs = [(names[child], child, output) for child, output in recording.outputs.items() if child in names]
-        index = int(getattr(module, "layer_idx", len(recording.calls)))  # type: ignore[arg-type]
+        index = int(getattr(module, "layer_idx", len(recording.calls)))
         recording.calls.append(AttentionCall(index, module, states, kwargs, window_of(attention_mask), outputs))
         recording.outputs.clear()
     out = nn.functional.scaled_dot_product_attention(

@@ -26,8 +26,6 @@ from rope_patch.patching.locate import locate
 LARGEST_STATE = 1e18
 """States of this size or more are refused, as infinite ones are: their squares leave the range of float32."""
 
-__all__ = ["Capture", "LayerCapture", "Statistics", "capture"]
-
 
 def capture(
     model: nn.Module,
@@ -103,11 +101,6 @@ class _StateSums:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
         self.device = device_of_sums(states.device)
-        if head_dim < 2 * self.pairs:
-            raise ValueError(
-                f"layer {layer.index} has {role}s of {head_dim} features and a table for {2 * self.pairs}: "
-                "they cannot be paired"
-            )
         self.tokens = tokens
         self.largest = torch.zeros_like(states[0])
         self.sum = self._zeros(heads, head_dim)

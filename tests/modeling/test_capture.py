@@ -207,7 +207,7 @@ def test_some_layers_alone():
     def visit(layer, role, states, number, start):
         visited[layer.index, role] = states.abs().amax(0).double()
 
-    selected = visit_states.visit_states(model, row, visit, layers=[3, 1])
+    selected = visit_states.visit_states(model, row[None], visit, layers=[3, 1])
     assert [layer.index for layer in selected] == [1, 3] and len(visited) == 2 * len(ROLES)
     everything = capture(model, row)
     for (index, role), largest in visited.items():
