@@ -45,6 +45,8 @@ from rope_patch.tables import RotaryTable
 SCHEMA = 5
 UNPATCHED = "default"
 """The method string of the model as it is."""
+InPlace = Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]
+"""A function that puts a method into a model within a ``with`` block, and gives its tables."""
 
 
 @dataclass(frozen=True)
@@ -162,30 +164,24 @@ class Comparison:
         rows = {row.label: row.scores for row in self.rows}
         return METRICS.find(metric).difference(rows[method], rows[other], span, self.confidence)
 
-    def differences_text(self) -> list[str]:
-        """Return lines on how each method differs from the unpatched model, or from the first one."""
-        names = [row.label for row in self.rows]
-        if len(names) == 1:
-            return []
-        first = UNPATCHED if UNPATCHED in names else names[0]
-        lines = [f"Against {first}, paired by window and by prompt, with {self.confidence:.0%} intervals:"]
-        for name in names:
-            if name == first:
-                continue
-            changes = []
-            for column in self.columns():
-                change = self.difference(name, first, column.metric, column.span)
-                changes.append(f"{column.heading}: {change_sentence(METRICS[column.metric], change)}")
-            lines.append(f"  {name}: {'; '.join(changes)}")
-        return lines
-
     def __str__(self) -> str:
-        lines = [f"{self.model}, trained at {self.trained_length} tokens"]
-        columns = self.columns()
+        """Return the scores of each method, and how each differs from the unpatched model, or from the first one."""
+        lines, columns = [f"{self.model}, trained at {self.trained_length} tokens"], self.columns()
         for i, row in enumerate(self.rows):
             scores = [f"{column.heading} {value_text(METRICS[column.metric], column.values[i])}" for column in columns]
             lines.append(f"  {row.label}: {', '.join(scores)}")
-        return "\n".join(lines + self.differences_text())
+        names = [row.label for row in self.rows]
+        first = UNPATCHED if UNPATCHED in names else names[0]
+        names.remove(first)
+        if names:
+            lines.append(f"Against {first}, paired by window and by prompt, with {self.confidence:.0%} intervals:")
+        for name in names:
+            changes = []
+            for column in columns:
+                change = self.difference(name, first, column.metric, column.span)
+                changes.append(f"{column.heading}: {change_sentence(METRICS[column.metric], change)}")
+            lines.append(f"  {name}: {'; '.join(changes)}")
+        return "\n".join(lines)
 
     def _column(self, metric: Metric, span: Span) -> Column:
         values = [metric.value(row.scores, span) for row in self.rows]
@@ -304,7 +300,7 @@ def environment(model: nn.Module) -> dict[str, str]:
 
 def methods_in_turn(
     model: nn.Module, methods: Sequence[MethodLike], target_length: int, **options: Any
-) -> dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]]:
+) -> dict[str, InPlace]:
     """Return by the string of each method what puts it into a model within a ``with`` block and gives its tables.
 
     A ValueError that is raised in the block names the method.
@@ -326,7 +322,7 @@ def methods_in_turn(
     if len(set(names)) < len(names):
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
     location = locate(model)
-    places: dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]] = {}
+    places: dict[str, InPlace] = {}
     request = PatchRequest(replace=location.record is not None, **options)
     for name, method in zip(names, resolved, strict=True):
         plan = None
@@ -362,5 +358,5 @@ def _precision_name(model: Any, dtype: str) -> str:
     if config is None:
         return dtype
     config_values = config if isinstance(config, dict) else config.to_dict()
-    bits = next((f"{n} bits" for n in (4, 8) if config_values.get(f"load_in_{n}bit")), "")
-    return f"{config_values.get('quant_method', 'quantized')} {bits}, computed in {dtype}".replace(" ,", ",")
+    bits = next((f" {n} bits" for n in (4, 8) if config_values.get(f"load_in_{n}bit")), "")
+    return f"{config_values.get('quant_method', 'quantized')}{bits}, computed in {dtype}"

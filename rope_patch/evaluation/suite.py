@@ -237,8 +237,6 @@ class EvalSuite(Suite):
         spec = self.spec
         result_cache = open_cache(resume)
         score = None
-        if window_batch is None:
-            window_batch = spec.window_batch
         if self.windows:
             score = perplexity(
                 model,
@@ -246,7 +244,7 @@ class EvalSuite(Suite):
                 window=spec.longest,
                 buckets=spec.edges,
                 chunk=spec.chunk,
-                batch=window_batch,
+                batch=window_batch or spec.window_batch,
                 cache=cache,
                 resume=result_cache,
             )

@@ -168,7 +168,7 @@ def remedies(
     """
     worst = sorted(worst_layers(costs))
     flag = f"vLLM: --kv-cache-dtype-skip-layers {' '.join(map(str, worst))}"
-    found = [(Remedy(f"{indices_text('layer', worst)} in full precision", flag), _sides(Side(), Side(), worst))]
+    found = [(Remedy(f"{indices_text('layer', worst)} in full precision", flag), with_sides(Side(), Side(), worst))]
     if not of_keys:
         return found
     key, value = scheme.key, scheme.value
@@ -182,18 +182,18 @@ def remedies(
         side, offered = Side(f"int{bits}", "channel", 32, key.pre, rope=key.rope), ""
         if bits in (2, 4):
             offered = "KIVI’s code; transformers: QuantizedCache, quanto, axis_key=-1"
-        found.append((Remedy(f"a scale per channel of keys ({side})", offered), _sides(side, value)))
+        found.append((Remedy(f"a scale per channel of keys ({side})", offered), with_sides(side, value)))
         if not key.hadamard:
             rotated = Remedy("features of keys rotated (hadamard)", "llama.cpp and vLLM’s TurboQuant, in their formats")
-            found.append((rotated, _sides(replace(key, hadamard=1), value)))
+            found.append((rotated, with_sides(replace(key, hadamard=1), value)))
     if key.format == "fp8":
         scaled = replace(key, format="fp8-scaled")
         by_head = Remedy("a scale per token and head", "vLLM on a GPU: --kv-cache-dtype fp8_per_token_head")
-        found.append((by_head, _sides(scaled, scaled if value == key else value)))
+        found.append((by_head, with_sides(scaled, scaled if value == key else value)))
     return found
 
 
-def _sides(key: Side, value: Side, layers: Collection[int] | None = None) -> Change:
+def with_sides(key: Side, value: Side, layers: Collection[int] | None = None) -> Change:
     """Return the change to other sides, in some layers or in all; layers in full precision stay so."""
 
     def change(plan: LayerPlan) -> LayerPlan:

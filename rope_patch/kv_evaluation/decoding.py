@@ -69,14 +69,14 @@ def tokens_to_decode(prompt: int, steps: int, formats: int) -> int:
     return bool(steps) * (prompt + steps + formats * 3 * steps)
 
 
-def measure_decoding(setting: Setting, formats: Mapping[str, Scheme], steps: int) -> dict[str, Decoding]:
-    """Measure by format what it changes while the model continues the windows of a check.
+def measure_decoding(setting: Setting, formats: Mapping[str, Scheme]) -> dict[str, Decoding]:
+    """Measure by format what it changes while the model continues the windows of a check, beyond ends of text.
 
     Args:
         setting: the setting of the check.
         formats: the formats by name.
-        steps: number of tokens by which each window is continued; the ends of texts are written over.
     """
+    steps = setting.decode
     measured: dict[str, list[tuple[Any, Any, int | None]]] = {name: [] for name in formats}
     windows = torch.stack([window.ids for window in setting.suite.windows])
     with torch.no_grad(), in_eval_mode(setting.model):

@@ -22,6 +22,7 @@ from rope_patch.kv_evaluation.attribution import (
     Change,
     error_shares,
     remedies,
+    with_sides,
     without_causes,
 )
 from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token_bytes
@@ -51,7 +52,7 @@ def measure_formats(setting: Setting, formats: Mapping[str, Scheme]) -> list[Che
             rows.append(_measure(setting, name, scheme))
     if setting.decode:
         with progress.stage(f"{setting.method}, decoding"):
-            decoded = measure_decoding(setting, {row.format: formats[row.format] for row in rows[1:]}, setting.decode)
+            decoded = measure_decoding(setting, {row.format: formats[row.format] for row in rows[1:]})
         rows = [replace(row, decoding=decoded.get(row.format)) for row in rows]
     return rows
 
@@ -115,15 +116,12 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
         costs = setting.finished(tokens, parts, scheme=scheme.identity, ids=ids, chunk=setting.chunk)
         return list(costs.values())
 
-    def in_full(*names: str) -> Change:
-        return lambda plan: replace(plan, sides=plan.sides | dict.fromkeys(names, Side()))
-
-    def only(layer: int) -> Change:
-        return lambda plan: plan if plan.layer.keys_of == layer else in_full("keys", "values")(plan)
-
     assert row.divergence is not None
     whole, owners = row.divergence.kl, [layer.index for layer in setting.layers if layer.keys_of == layer.index]
-    keys, *costs = measured({"keys": in_full("values"), **{f"layer {layer}": only(layer) for layer in owners}})
+    parts = {"keys": with_sides(scheme.key, Side())}
+    for layer in owners:
+        parts[f"layer {layer}"] = with_sides(Side(), Side(), {*owners} - {layer})
+    keys, *costs = measured(parts)
     layers = dict(zip(owners, costs, strict=True))
     possible = remedies(scheme, setting, layers, of_keys=keys > whole / 2)
     values = measured({remedy.name: change for remedy, change in possible})

@@ -127,6 +127,7 @@ def find_attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
     location = locate(model)
     tables = _tables_in_use(location.model, location.module)
     root: Any = location.model
+    name = type(root).__name__
     probe = torch.arange(PROBE_TOKENS)[None]
     positions = probe * PROBE_STEP
     size = root.get_input_embeddings().num_embeddings
@@ -135,11 +136,12 @@ def find_attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
         calls = record_attention(location.model, root.get_decoder(), ids, positions)
     if not calls:
         raise ValueError(
-            f"{type(root).__name__} does not attend through transformers' AttentionInterface: what it rotates cannot "
-            "be checked"
+            f"{name} does not attend through transformers' AttentionInterface: what it rotates cannot be checked"
         )
     for call in calls:
-        _check_finite(type(root).__name__, call)
+        for role, state in call.states.items():
+            if not bool(torch.isfinite(state).all()):  # such a state matches no output of a module
+                raise ValueError(f"layer {call.index} of {name} has a {role} that is NaN or infinite")
     positions_on_device = positions.to(device_of(location.model))
     turns = {kind: tuple(half.cpu() for half in location.cos_sin(kind, positions_on_device)) for kind in tables}
     types = getattr(location.config, "layer_types", None) or ()
@@ -148,38 +150,29 @@ def find_attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
         expected = types[call.index] if call.index < len(types) else None
         # The stated layer type is tried first, since two tables of a model may be equal.
         kinds = sorted(tables, key=lambda kind: kind != expected)
-        layers.append(_match(type(root).__name__, call, {k: tables[k] for k in kinds}, turns, calls, layers))
+        layers.append(_match(name, call, {k: tables[k] for k in kinds}, turns, calls, layers))
     if len({layer.index for layer in layers}) < len(layers):
-        raise ValueError(f"{type(root).__name__} calls an attention layer more than once in a pass")
+        raise ValueError(f"{name} calls an attention layer more than once in a pass")
     return tuple(layers)
 
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
     """Return the tables that a model's rotary module holds, by layer type, with any rounding by a cast."""
     inspection = inspect_model(model)  # it raises for models that cannot be patched, either
+    if isinstance(module, PatchedRotary):
+        return {table.layer_type: table for table in inspection.tables}
     for table in inspection.tables:
-        if not isinstance(module, PatchedRotary) and table.is_dynamic:
+        if table.is_dynamic:
             raise ValueError(
                 f"{table.name} has a dynamic table (rope_type {table.rope_type!r}): it changes with the length that "
                 "is read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
             )
-    if isinstance(module, PatchedRotary):
-        return {table.layer_type: table for table in inspection.tables}
     original = original_tables(module)
     # What the config states stays with the table: how far it reaches follows from it.
     return {
         table.layer_type: replace(table, inv_freq=zero_unrotated(original[table.layer_type].float().cpu()))
         for table in inspection.tables
     }
-
-
-def _check_finite(model: str, call: AttentionCall) -> None:
-    """Raise ValueError if states of a layer are NaN or infinite, since such states match no module's output."""
-    for role, state in call.states.items():
-        if not bool(torch.isfinite(state).all()):
-            raise ValueError(
-                f"layer {call.index} of {model} has a {role} that is NaN or infinite: finite states are needed"
-            )
 
 
 # --- matching --------------------------------------------------------------------------------------------------------

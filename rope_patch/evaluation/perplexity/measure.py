@@ -88,8 +88,7 @@ def perplexity(
         sizes = [len(item.ids) for item in items]
         # Shorter windows are padded to the longest, and the padding is computed too.
         with progress.work(sum(sizes), reads=len(sizes) * max(sizes)):
-            # A window that is one chunk needs no cache.
-            return _score(reader, items, edges, chunk if chunk < window else None, cache)
+            return _score(reader, items, edges, chunk, cache)
 
     scored = read_batches(
         model,
@@ -170,7 +169,7 @@ def _score(
     reader: Reader,
     group: Sequence[Window],
     edges: Sequence[int],
-    chunk: int | None,
+    chunk: int,
     cache: CacheFactory | None,
 ) -> list[dict[str, Any]]:
     """Return the sums of each window by bucket, as JSON values for the result cache."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -212,7 +212,11 @@ def retrieval(
     Example:
         ``retrieval(model, tokenizer, "niah", lengths=[4096, 16384], depths=[0, 0.5, 1], samples=4)``
     """
-    spec = _spec_of(task, spec, asked)
+    unknown = asked.keys() - RETRIEVAL_FIELDS
+    if unknown:
+        raise TypeError(f"retrieval has no {', '.join(sorted(unknown))}. Known: {', '.join(RETRIEVAL_FIELDS)}")
+    asked["tasks"] = (task,)
+    spec = check_tasks(EvalSpec(**asked) if spec is None else replace(spec, **asked))
     check_tokenizer(tokenizer)
     reader = Reader(model)
     hidden_in = spec.haystack if haystack is None else haystack
@@ -293,23 +297,13 @@ def _graded(
     return graded
 
 
-def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> EvalSpec:
-    """Return a spec of one task, with some fields replaced by keyword arguments."""
-    unknown = asked.keys() - RETRIEVAL_FIELDS
-    if unknown:
-        raise TypeError(f"retrieval has no {', '.join(sorted(unknown))}. Known: {', '.join(RETRIEVAL_FIELDS)}")
-    values = {**asked, "tasks": (task,)}
-    return check_tasks(EvalSpec(**values) if spec is None else replace(spec, **values))
-
-
 def stop_ids(model: nn.Module, tokenizer: Any) -> list[int]:
     """Return the ids of the tokens that end a text, according to the model's generation config and the tokenizer."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if not isinstance(ids, list | tuple):
         ids = [ids]
     # Chat models often end a turn with another token than the tokenizer's end of text: either of them ends an answer.
-    several = [*ids, tokenizer.eos_token_id]
-    return sorted({int(i) for i in several if i is not None})
+    return sorted({int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None})
 
 
 def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sample]:
