@@ -354,7 +354,7 @@ def naming_method(method: str) -> Iterator[None]:
 
 
 def _precision_name(model: Any, dtype: str) -> str:
-    config: Any = getattr(model.config, "quantization_config", None)
+    config = getattr(model.config, "quantization_config", None)
     if config is None:
         return dtype
     config_values = config if isinstance(config, dict) else config.to_dict()

@@ -185,11 +185,10 @@ class NeedleSuite(Suite):
 
         for one in self.laden:
             check_ids(one.window.source.ids, reader.vocabulary)
-        batches = ([one] for one in self.laden)
         with in_eval_mode(model):
             pairs = read_batches(
                 model,
-                batches,
+                ([one] for one in self.laden),
                 score=score,
                 name=name,
                 tokens=lambda item: spec.longest,

@@ -42,7 +42,7 @@ FILLED_SHARE = 0.85
 def default_tokens(model: nn.Module) -> int:
     """Return how many tokens a long command reads if no time is given: the larger the model, the fewer."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return int(DEFAULT_WORK.get(device_of(model).type, DEFAULT_WORK["cpu"]) / max(parameters, 1))
+    return int(DEFAULT_WORK.get(device_of(model).type, DEFAULT_WORK["cpu"]) / parameters)
 
 
 def suite_within(

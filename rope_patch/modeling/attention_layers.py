@@ -149,8 +149,8 @@ def find_attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
     for call in calls:
         expected = types[call.index] if call.index < len(types) else None
         # The stated layer type is tried first, since two tables of a model may be equal.
-        kinds = sorted(tables, key=lambda kind: kind != expected)
-        layers.append(_match(name, call, {k: tables[k] for k in kinds}, turns, calls, layers))
+        likely = dict(sorted(tables.items(), key=lambda item: item[0] != expected))
+        layers.append(_match(name, call, likely, turns, calls, layers))
     if len({layer.index for layer in layers}) < len(layers):
         raise ValueError(f"{name} calls an attention layer more than once in a pass")
     return tuple(layers)

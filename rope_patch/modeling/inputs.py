@@ -20,7 +20,7 @@ def check_ids(ids: Tensor, vocabulary: int | None = None) -> Tensor:
         ValueError: the ids are not whole numbers, or lie beyond the vocabulary.
     """
     # An id that is out of range ends a process on a GPU with an error that names no cause.
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"token_ids must be whole numbers, got {ids.dtype}")
     if vocabulary is not None and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise ValueError(
