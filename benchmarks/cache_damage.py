@@ -41,7 +41,7 @@ from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.attention_errors import LayerErrors, attention_errors
+from rope_patch.kv_evaluation.attention_errors import attention_errors
 from rope_patch.kv_evaluation.attribution import Change, error_shares, key_offsets, without_causes
 from rope_patch.kv_evaluation.decoding import kl_by_position
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
@@ -147,7 +147,7 @@ def load(text: Path, model: str, table: str) -> Loaded:
     windows, digest = spread_windows(tokenizer, text.read_text(encoding="utf-8"), LENGTH, WINDOWS.get(model, 2))
     ids = torch.stack([window.ids for window in windows])
     exact = [last_states(Reader(loaded), row, None) for row in ids]
-    return Loaded(loaded, tokenizer, find_attention_layers(loaded).layers, ids, digest, exact)
+    return Loaded(loaded, tokenizer, find_attention_layers(loaded), ids, digest, exact)
 
 
 @torch.no_grad()
@@ -235,8 +235,8 @@ def keys(loaded: Loaded, cell: Cell) -> dict[str, Any]:
     scheme = Scheme.parse(f"k=int{cell.what};v=none")
     errors = attention_errors(loaded.model, loaded.windows[0], scheme, loaded.layers, changes)
     # Unrotated pairs are taken out alone; a cause before them is taken out with those before it.
-    shares = error_shares([LayerErrors(error.layer, error.logit[:-1]) for error in errors], list(causes))
-    squares = torch.stack([error.logit.square().sum(1) for error in errors]).sum(0)
+    shares = error_shares([error[:-1] for error in errors], list(causes))
+    squares = torch.stack([error.square().sum(1) for error in errors]).sum(0)
     kl = {}
     for name, (text, change) in changed_formats(cell.what, loaded.layers, means, cell.table).items():
         with quantized(loaded.model, text, layers=loaded.layers) as maker:

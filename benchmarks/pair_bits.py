@@ -24,7 +24,8 @@ from rope_patch.kv_cache.cache import CacheMaker, quantized
 from rope_patch.kv_cache.plans import LayerPlan
 from rope_patch.kv_cache.schemes import SCALE_BITS
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
-from rope_patch.modeling.capture import Capture, capture
+from rope_patch.modeling.capture import capture
+from rope_patch.modeling.state_statistics import Capture
 from rope_patch.patching.cache_argument import cache_argument
 
 LEAST, MOST = 1, 8
@@ -172,7 +173,7 @@ class LayerEnergies(NamedTuple):
 
 def measure_energies(model: Any, rows: Tensor) -> dict[int, LayerEnergies]:
     """Measure energies on (rows, tokens) token ids, each row forward and backward, by the index of the layer."""
-    layers = find_attention_layers(model).layers
+    layers = find_attention_layers(model)
     seen: dict[tuple[int, str], Tensor] = {}
     sums: dict[tuple[int, str], Tensor] = {}
 
@@ -227,7 +228,7 @@ def greedy_bits(scores: Tensor, average: int) -> Tensor:
 
 def equal_bits(model: nn.Module, count: int) -> dict[int, Tensor]:
     """Return the same number of bits for every pair: (heads, pairs) of each layer, by its index."""
-    keys = {layer.index: layer.parts["key"] for layer in find_attention_layers(model).layers}
+    keys = {layer.index: layer.parts["key"] for layer in find_attention_layers(model)}
     return {index: torch.full((len(key.heads), key.head_dim // 2), count) for index, key in keys.items()}
 
 

@@ -437,7 +437,7 @@ def compare_caches(
         return torch.cat(columns, 1).double()
 
     def chunked(ids: Tensor) -> Tensor:
-        return states(reader, ids, reader.new_cache(len(ids)), reader.default_chunk(len(ids)))
+        return states(reader, ids, reader.new_cache(len(ids)), reader.chunk(len(ids)))
 
     exact = [chunked(window) for window in windows]
     measured = {"none": [compared(one, one, ids) for one, ids in zip(exact, windows, strict=True)]}

@@ -241,7 +241,7 @@ def key_biases(model: nn.Module, layers: Sequence[AttentionLayer] | None = None)
         layers: its attention layers, where they are known already.
     """
     if layers is None:
-        layers = find_attention_layers(model).layers
+        layers = find_attention_layers(model)
     own = [layer for layer in layers if layer.keys_of == layer.index]
     biases = {layer: bias for layer in own if (bias := layer.parts["key"].bias) is not None}
     if not biases:

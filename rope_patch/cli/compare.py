@@ -21,7 +21,7 @@ def compare(words: Sequence[str]) -> None:
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.smaller_specs import check_tasks
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.evaluation.time_budget import comparison_within
+    from rope_patch.evaluation.time_budget import comparison_within, suite_for
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
     from rope_patch.reports import comparison as report
@@ -42,7 +42,10 @@ def compare(words: Sequence[str]) -> None:
         del patch["target_length"]  # the lengths say it
         # A factor that is left out follows from the longest requested length, even if the budget drops that length.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        suite, lost = comparison_within(asked, loaded, len(compared), options.budget, finished, given)
+        if options.budget is None:
+            suite, lost = suite_for(asked, loaded, len(compared), given)
+        else:
+            suite, lost = comparison_within(asked, loaded, len(compared), options.budget, finished)
         total = len(compared) * suite.tokens
         say_smaller(total, lost, options.budget)
         with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=options.as_json or not first):

@@ -26,8 +26,9 @@ def kv_check(words: Sequence[str]) -> None:
     from dataclasses import replace
 
     from rope_patch.evaluation.suite import EvalSuite
+    from rope_patch.evaluation.time_budget import suite_for
     from rope_patch.kv_evaluation import kv_check as engine
-    from rope_patch.kv_evaluation.token_count import suite_for, tokens_to_attribute, tokens_to_check
+    from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
     from rope_patch.methods import as_method
     from rope_patch.reports import kv as report
     from rope_patch.runtime.result_cache import RESULT_CACHE
@@ -51,11 +52,10 @@ def kv_check(words: Sequence[str]) -> None:
         del patch["target_length"]  # the lengths say it
         # Full precision is among the names, and is not a format to check.
         counts = (len(names) - 1, len(compared))
-        suite, lost = suite_for(loaded, asked, *counts, given)
-        planned = replace(suite.spec, windows=len(suite.windows))
-        total = tokens_to_check(planned, *counts, options.decode)
+        suite, lost = suite_for(asked, loaded, len(names) * len(compared), given)
+        total = tokens_to_check(suite.planned, *counts, options.decode)
         layers = int(loaded.config.get_text_config().num_hidden_layers)
-        more = math.prod(counts) * tokens_to_attribute(planned, layers)
+        more = math.prod(counts) * tokens_to_attribute(suite.planned, layers)
         say_smaller(total, lost, more=f", and up to {more:,} more where formats are unsafe")
         with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(

@@ -29,7 +29,7 @@ from rope_patch.evaluation.metrics import (
     spans_of,
     value_text,
 )
-from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, unpatched_missing
+from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, retrieval_warnings
 from rope_patch.methods import Default, MethodLike
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
@@ -45,6 +45,8 @@ from rope_patch.tables import RotaryTable
 SCHEMA = 5
 UNPATCHED = "default"
 """The method string of the model as it is."""
+InPlace = Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]
+"""A function that puts a method into a model within a ``with`` block, and gives its tables."""
 
 
 @dataclass(frozen=True)
@@ -139,21 +141,12 @@ class Comparison:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
-    def lengths(self) -> Sequence[int]:
-        """Prompt lengths in rising order [tokens]."""
-        return self.spec.lengths
-
-    @property
     def warnings(self) -> list[str]:
         """Sentences that the reader should know before reading the scores."""
         # The model had a patch of its own, so "default" is not the unpatched model.
         if "patch before" in self.environment:
             return []
-        unpatched = [row.scores for row in self.rows if row.method == "default"]
-        sentences = [sentence for scores in unpatched for sentence in scores.warnings(self.trained_length)]
-        if not unpatched:
-            sentences = unpatched_missing([row.scores for row in self.rows], self.trained_length)
-        return sentences
+        return retrieval_warnings({row.label: row.scores for row in self.rows}, UNPATCHED, self.trained_length)
 
     def columns(self) -> list[Column]:
         """Return the columns of the table, metric by metric, with paired differences."""
@@ -171,37 +164,29 @@ class Comparison:
         rows = {row.label: row.scores for row in self.rows}
         return METRICS.find(metric).difference(rows[method], rows[other], span, self.confidence)
 
-    def differences_text(self) -> list[str]:
-        """Return lines on how each method differs from the unpatched model, or from the first one."""
-        names = [row.label for row in self.rows]
-        if len(names) == 1:
-            return []
-        first = UNPATCHED if UNPATCHED in names else names[0]
-        lines = [f"Against {first}, paired by window and by prompt, with {self.confidence:.0%} intervals:"]
-        for name in names:
-            if name == first:
-                continue
-            changes = []
-            for column in self.columns():
-                change = self.difference(name, first, column.metric, column.span)
-                changes.append(f"{column.heading}: {change_sentence(METRICS[column.metric], change)}")
-            lines.append(f"  {name}: {'; '.join(changes)}")
-        return lines
-
     def __str__(self) -> str:
-        lines = [f"{self.model}, trained at {self.trained_length} tokens"]
-        columns = self.columns()
+        """Return the scores of each method, and how each differs from the unpatched model, or from the first one."""
+        lines, columns = [f"{self.model}, trained at {self.trained_length} tokens"], self.columns()
         for i, row in enumerate(self.rows):
             scores = [f"{column.heading} {value_text(METRICS[column.metric], column.values[i])}" for column in columns]
             lines.append(f"  {row.label}: {', '.join(scores)}")
-        return "\n".join(lines + self.differences_text())
+        names = [row.label for row in self.rows]
+        first = UNPATCHED if UNPATCHED in names else names[0]
+        names.remove(first)
+        if names:
+            lines.append(f"Against {first}, paired by window and by prompt, with {self.confidence:.0%} intervals:")
+        for name in names:
+            changes = []
+            for column in columns:
+                change = self.difference(name, first, column.metric, column.span)
+                changes.append(f"{column.heading}: {change_sentence(METRICS[column.metric], change)}")
+            lines.append(f"  {name}: {'; '.join(changes)}")
+        return "\n".join(lines)
 
     def _column(self, metric: Metric, span: Span) -> Column:
         values = [metric.value(row.scores, span) for row in self.rows]
-        if metric.lower_is_better:
-            best = min(range(len(values)), key=values.__getitem__)
-        else:
-            best = max(range(len(values)), key=values.__getitem__)
+        choose = min if metric.lower_is_better else max
+        best = choose(range(len(values)), key=values.__getitem__)
         # The best row was chosen by its measured value, so each interval is wide enough for those of all pairs to hold
         # together (Bonferroni).
         each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
@@ -232,7 +217,7 @@ class Comparison:
                 for table in row.tables
             ]
             rows.append(values)
-        head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.lengths}
+        head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.spec.lengths}
         head |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "seed": self.spec.seed}
         names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
         head |= {name: getattr(self, name) for name in names}
@@ -278,7 +263,7 @@ def compare(
     result_cache = open_cache(resume)
     rows = []
     for name, in_place in places.items():
-        with in_place() as tables, naming_method(name), progress.stage(name):
+        with in_place() as tables, progress.stage(name):
             rows.append(Row(name, suite.run(model, resume=result_cache), tables))
     record = locate(model).record
     environment_values = environment(model)
@@ -315,8 +300,10 @@ def environment(model: nn.Module) -> dict[str, str]:
 
 def methods_in_turn(
     model: nn.Module, methods: Sequence[MethodLike], target_length: int, **options: Any
-) -> dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]]:
+) -> dict[str, InPlace]:
     """Return by the string of each method what puts it into a model within a ``with`` block and gives its tables.
+
+    A ValueError that is raised in the block names the method.
 
     Args:
         model: a causal language model. If it is patched already, ``"default"`` is its patch, which others replace.
@@ -335,25 +322,26 @@ def methods_in_turn(
     if len(set(names)) < len(names):
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
     location = locate(model)
-    places: dict[str, Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]] = {}
+    places: dict[str, InPlace] = {}
     request = PatchRequest(replace=location.record is not None, **options)
     for name, method in zip(names, resolved, strict=True):
         plan = None
         # The default of a patched model is the patch that it came with, so that nothing is put in its place.
         if not (request.replace and isinstance(method, Default)):
             plan = plan_patch(location, method, request)
-        places[name] = partial(_in_place, location, plan)
+        places[name] = partial(_in_place, name, location, plan)
     return places
 
 
 @contextlib.contextmanager
-def _in_place(location: Location, plan: PatchPlan | None) -> Iterator[tuple[RotaryTable, ...]]:
+def _in_place(name: str, location: Location, plan: PatchPlan | None) -> Iterator[tuple[RotaryTable, ...]]:
     """Put a plan into a model within a ``with`` block, and yield the tables in use; None leaves the model as it is."""
-    if plan is None:
-        yield inspect_model(location.model).tables
-        return
-    with installed(location, plan) as patch:
-        yield tuple(patch.after.values())
+    with naming_method(name):
+        if plan is None:
+            yield inspect_model(location.model).tables
+        else:
+            with installed(location, plan) as patch:
+                yield tuple(patch.after.values())
 
 
 @contextlib.contextmanager
@@ -366,9 +354,9 @@ def naming_method(method: str) -> Iterator[None]:
 
 
 def _precision_name(model: Any, dtype: str) -> str:
-    config: Any = getattr(model.config, "quantization_config", None)
+    config = getattr(model.config, "quantization_config", None)
     if config is None:
         return dtype
     config_values = config if isinstance(config, dict) else config.to_dict()
-    bits = next((f"{n} bits" for n in (4, 8) if config_values.get(f"load_in_{n}bit")), "")
-    return f"{config_values.get('quant_method', 'quantized')} {bits}, computed in {dtype}".replace(" ,", ",")
+    bits = next((f" {n} bits" for n in (4, 8) if config_values.get(f"load_in_{n}bit")), "")
+    return f"{config_values.get('quant_method', 'quantized')}{bits}, computed in {dtype}"

@@ -9,13 +9,14 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import paired_means, paired_shares
 from rope_patch.evaluation.number_format import number_text, percent, perplexity_text
 from rope_patch.evaluation.perplexity.result import PerplexityResult
-from rope_patch.evaluation.retrieval.measure import effective_prompts
+from rope_patch.evaluation.retrieval.measure import RetrievalResult, effective_prompts
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
@@ -109,26 +110,20 @@ class Metric(ABC):
                 setattr(cls, attribute, name)
         METRICS.add(name, cls())
 
-    def is_measured(self, spec: EvalSpec) -> bool:
-        """Tell whether an evaluation measures it."""
-        return not self.of_text or spec.windows != 0
-
     @abstractmethod
     def values(self, result: EvalResult, span: Span) -> Sequence[float]:
         """Return the value of each window or prompt; those of two results of one spec are paired by their order."""
 
     def value(self, result: EvalResult, span: Span) -> float:
         """Return the value that tables show."""
-        values = self.values(result, span)
-        return math.fsum(values) / len(values)
+        return fmean(self.values(result, span))
 
     def difference(
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
     ) -> PairedDifference:
         """Return how one result differs from another: by default Student's interval over pairs of values."""
         a, b = self.values(ours, span), self.values(theirs, span)
-        estimate = math.fsum(a) / len(a) - math.fsum(b) / len(b)
-        return PairedDifference(estimate, *paired_means(a, b, confidence))
+        return PairedDifference(fmean(a) - fmean(b), *paired_means(a, b, confidence))
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
         """Return whether a change is harmless.
@@ -184,19 +179,19 @@ class Retrieval(Metric, name="retrieval"):
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return 1 for each prompt that is answered and 0 for each other one."""
-        return [float(sample.correct) for sample in result.retrieval[span.task or ""].samples(span.stop)]
+        return [float(sample.correct) for sample in _answers_of(result, span).samples(span.stop)]
 
     def difference(
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
     ) -> PairedDifference:
         """Return the difference with Newcombe's interval, over the count of :func:`effective_prompts`."""
-        task, length = span.task or "", span.stop
         a, b = self.values(ours, span), self.values(theirs, span)
-        pairs = zip(ours.retrieval[task].haystacks(length), theirs.retrieval[task].haystacks(length), strict=True)
+        haystacks = [_answers_of(result, span).haystacks(span.stop) for result in (ours, theirs)]
+        pairs = zip(*haystacks, strict=True)
         changes = [[x.correct - y.correct for x, y in zip(mine, others, strict=True)] for mine, others in pairs]
         # How much alike the prompts of a haystack are is estimated from their differences, because the interval is
         # about these.
-        count = effective_prompts(task, changes, confidence)
+        count = effective_prompts(str(span.task), changes, confidence)
         return PairedDifference((sum(a) - sum(b)) / len(a), *paired_shares(a, b, confidence, count=count))
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
@@ -221,14 +216,14 @@ class AnswerLogprob(Metric, name="logprob"):
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return the mean over the prompts of each haystack [nats]; one prompt may ask for several values."""
-        haystacks = result.retrieval[span.task or ""].haystacks(span.stop)
-        prompts = 1 if TASKS[span.task or ""].joined else len(haystacks[0])
+        haystacks = _answers_of(result, span).haystacks(span.stop)
+        prompts = 1 if TASKS[str(span.task)].joined else len(haystacks[0])
         return [math.fsum(sample.logprob for sample in haystack) / prompts for haystack in haystacks]
 
 
 def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:
     """Return the spans of a metric's columns: the positions between the lengths, or every task and length."""
-    if not metric.is_measured(spec):
+    if metric.of_text and spec.windows == 0:
         return []
     if metric.of_text:
         return [Span(stop, start) for start, stop in itertools.pairwise([0, *spec.lengths])]
@@ -239,10 +234,9 @@ def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:
 def spans_at(spec: EvalSpec, length: int) -> Iterator[tuple[Metric, Span]]:
     """Yield every metric that verdicts rest on, with its span at one length: all positions below it, or its prompts."""
     for metric in (one for one in METRICS.values() if not one.supporting):
-        if metric.of_text and metric.is_measured(spec):
-            yield metric, Span(length, 0)
-        else:
-            yield from ((metric, span) for span in spans_of(metric, spec) if span.stop == length)
+        for span in spans_of(metric, spec):
+            if span.stop == length:
+                yield metric, replace(span, start=None if span.start is None else 0)
 
 
 # --- how metrics are written
@@ -274,6 +268,10 @@ def change_sentence(metric: Metric, change: PairedDifference) -> str:
         unit = "window" if metric.of_text else "haystack"
         return f"{estimate} (no interval from one {unit})"
     return f"{estimate} ({low} to {high})"
+
+
+def _answers_of(result: EvalResult, span: Span) -> RetrievalResult:
+    return result.retrieval[str(span.task)]
 
 
 def _text_of(result: EvalResult) -> PerplexityResult:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.perplexity.measure import sums_by_position
-from rope_patch.evaluation.perplexity.result import DocumentSums, PerplexityResult, Window
+from rope_patch.evaluation.perplexity.result import Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.retrieval.generate_answers import answer_from, copy_cache
 from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult, Sample, grade, stop_ids
@@ -23,10 +23,10 @@ from rope_patch.evaluation.suite import EvalResult, Suite
 from rope_patch.evaluation.tasks import TASKS, Draw, Question
 from rope_patch.evaluation.texts.documents import Source, TokenDocument
 from rope_patch.modeling.inputs import check_ids, ids_hash
-from rope_patch.modeling.scoring import Reader, losses, model_hash
+from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.result_cache import code_identity, key, open_cache
+from rope_patch.runtime.result_cache import key, open_cache
 
 # A part of the keys of the result cache: raise it when what is stored for a window changes.
 SCHEMA = 1
@@ -41,12 +41,12 @@ class NeedleWindow:
     """A window of text with a needle, and what is asked about it.
 
     Attributes:
-        source: the text with the needle, up to the last question.
+        window: the text with the needle, up to the last question.
         is_text: (tokens,) bool, the tokens whose loss counts: those of the text.
         question: the question with its answer, in tokens of their own.
     """
 
-    source: TokenDocument
+    window: Window
     is_text: Tensor
     question: Prompt
 
@@ -83,7 +83,7 @@ class NeedleSuite(Suite):
         self.spec = replace(
             self.spec, tasks=(task,), lengths=lengths, windows=count, samples=count, depths=[NEEDLE_DEPTH]
         )
-        self.laden = [self._laden(window) for window in self.windows]
+        self.laden = [self._laden(number, window) for number, window in enumerate(self.windows)]
         # The same room in each window, so that all are read up to the same positions.
         self.room = max(len(one.question.ids) for one in self.laden)
         for shorter, longer in itertools.pairwise(self.spec.lengths):
@@ -129,7 +129,7 @@ class NeedleSuite(Suite):
         part.windows, part.laden = [self.windows[i] for i in chosen], [self.laden[i] for i in chosen]
         return part
 
-    def _laden(self, window: TokenDocument) -> NeedleWindow:
+    def _laden(self, number: int, window: TokenDocument) -> NeedleWindow:
         """Return a window with its needle and question, drawn by the seed and the window's name."""
         spec, tokenizer = self.spec, self.tokenizer
         asked = _question(self.task, Draw(tokenizer, random.Random(f"{spec.seed}/{window.name}")))
@@ -146,7 +146,8 @@ class NeedleSuite(Suite):
         is_text[:first] = False
         # The token behind the needle continues the text before it.
         is_text[at : at + len(needle) + 1] = False
-        return NeedleWindow(TokenDocument(window.name, torch.tensor(ids), None, window.prefix), is_text, question)
+        document = TokenDocument(window.name, torch.tensor(ids), None, window.prefix)
+        return NeedleWindow(Window(number, 0, len(ids), 1, document), is_text, question)
 
     def _word_start(self, ids: list[int], place: int) -> int:
         """Return the first place from here on where a word begins; the place itself if none does soon."""
@@ -168,55 +169,53 @@ class NeedleSuite(Suite):
             TypeError: the argument is not a model, for example the name of one.
         """
         spec, reader = self.spec, Reader(model)
-        chunk = reader.default_chunk(spec.longest) if spec.chunk is None else min(spec.chunk, spec.longest)
+        chunk = reader.chunk(spec.longest, spec.chunk)
         stops = stop_ids(model, self.tokenizer)
         settings: dict[str, Any] = {"lengths": spec.lengths, "room": self.room, "edges": self.edges}
         settings |= {"chunk": chunk, "stops": stops}
-        if resume is not None:  # the hash reads every weight: only where keys are stored
-            settings |= {"model": model_hash(model), "task": code_identity(type(TASKS[self.task]))}
 
-        def name(item: NeedleWindow) -> str:
+        def name(item: NeedleWindow, model: str) -> str:
             asked = item.question
             question = asked.ids, asked.answer, asked.parts, asked.ends
-            text = ids_hash(item.source.ids), ids_hash(item.is_text.long())
-            return key(what="needle window", schema=SCHEMA, text=text, question=question, **settings)
+            text = ids_hash(item.window.source.ids), ids_hash(item.is_text.long())
+            return key(what="needle window", schema=SCHEMA, text=text, question=question, model=model, **settings)
 
         def score(items: list[NeedleWindow]) -> list[dict[str, Any]]:
             return [self._read(reader, item, chunk, stops) for item in items]
 
         for one in self.laden:
-            check_ids(one.source.ids, reader.vocabulary)
-        batches = ([one] for one in self.laden)
+            check_ids(one.window.source.ids, reader.vocabulary)
         with in_eval_mode(model):
             pairs = read_batches(
-                model, batches, score=score, name=name, tokens=lambda item: spec.longest, cache=open_cache(resume)
+                model,
+                ([one] for one in self.laden),
+                score=score,
+                name=name,
+                tokens=lambda item: spec.longest,
+                cache=open_cache(resume),
+                classes=[type(TASKS[self.task])],
             )
             values = [value for _, value in pairs]
-        return EvalResult(spec, self._perplexity(values, chunk), self._retrieval(values))
+        texts = [(item.window, value["text"]) for item, value in zip(self.laden, values, strict=True)]
+        perplexity = sum_up(texts, self.edges, window=spec.longest, stride=spec.longest, chunk=chunk)
+        return EvalResult(spec, perplexity, self._retrieval(values))
 
     def _read(self, reader: Reader, item: NeedleWindow, chunk: int, stops: list[int]) -> dict[str, Any]:
         """Read a window, and ask at every length."""
-        ids, past = item.source.ids, reader.new_cache(self.spec.longest)
+        ids, past = item.window.source.ids, reader.new_cache(self.spec.longest)
         parts, answers, read = [], [], 0
         scored = item.is_text[: self.spec.longest - self.room].clone()
         for length in self.spec.lengths:
             stop = length - self.room
-            part, _ = losses(reader, ids[None, read:stop], [1], chunk=chunk, cache=lambda: past)
-            parts.append(part[0])
+            parts.append(losses(reader, ids[None, read:stop], [1], chunk=chunk, cache=lambda: past)[0])
             scored[read] = False  # no state of this part predicts its first token
             read = stop
             prompt = torch.cat([ids[:stop], torch.tensor(item.question.ids)])[None]
             (answer,) = answer_from(reader, [item.question], prompt, stop, copy_cache(past), stops=stops)
             (sample,) = grade(self.tokenizer, TASKS[self.task], item.question, answer)
             answers.append(asdict(sample))
-        sums = sums_by_position(_window(item, 0), torch.cat(parts), scored, self.edges)
+        sums = sums_by_position(item.window, torch.cat(parts), scored, self.edges)
         return {"text": sums, "answers": answers}
-
-    def _perplexity(self, values: list[dict[str, Any]], chunk: int) -> PerplexityResult:
-        tally = DocumentSums(self.edges)
-        for number, (one, value) in enumerate(zip(self.laden, values, strict=True)):
-            tally.add(_window(one, number), value["text"])
-        return tally.result(window=self.spec.longest, stride=self.spec.longest, chunk=chunk)
 
     def _retrieval(self, values: list[dict[str, Any]]) -> dict[str, RetrievalResult]:
         spec, cells = self.spec, []
@@ -231,7 +230,7 @@ class NeedleSuite(Suite):
             f"{self.text_name}, a needle in the first {spec.lengths[0]} tokens of each window",
             self.text_sha256,
             self.python_version,
-            self.laden[0].source.prefix,
+            self.laden[0].window.source.prefix,
             in_windows=True,
         )
         return {self.task: result}
@@ -251,7 +250,3 @@ def _question(task: str, draw: Draw) -> Question:
             "measures it"
         )
     return question
-
-
-def _window(item: NeedleWindow, number: int) -> Window:
-    return Window(number, 0, len(item.source.ids), 1, item.source)

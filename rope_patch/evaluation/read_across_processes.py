@@ -16,7 +16,7 @@ from torch import nn
 from rope_patch.modeling.scoring import model_hash
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import gather, processes
-from rope_patch.runtime.result_cache import ResultCache, key
+from rope_patch.runtime.result_cache import ResultCache, code_identity, key
 
 T = TypeVar("T")
 
@@ -41,9 +41,10 @@ def read_batches(
     batches: Iterable[Sequence[T]],
     *,
     score: Callable[[list[T]], Sequence[Any]],
-    name: Callable[[T], str],
+    name: Callable[[T, str], str],
     tokens: Callable[[T], int],
     cache: MutableMapping[str, Any] | None,
+    classes: Sequence[type] = (),
 ) -> Iterator[tuple[T, Any]]:
     """Yield the items of batches with their values, in order. What the result cache holds is not measured again.
 
@@ -51,24 +52,32 @@ def read_batches(
         model: the model that reads the items.
         batches: lists of items; those of a list that are not in the result cache are read side by side.
         score: a function of a list of items, which returns a JSON value for each.
-        name: a function that names an item's value; items with the same name share one value.
+        name: a function of an item and the identity of the model and ``classes``, which names the item's value; items
+            with the same name share one value.
         tokens: a function that returns how many tokens an item counts as.
         cache: the result cache, see :func:`~rope_patch.runtime.result_cache.open_cache`; None if
             nothing is stored.
+        classes: classes whose code takes part in the values, such as that of a task.
 
     Raises:
         ValueError: the processes read different models, texts or prompts.
     """
-    if cache is None:
-        cache = {}
     rank, size = processes()
     divided = reading_processes(model) > 1
+    identity = ""
+    # The hash reads every weight, so it is computed only where names are stored or compared.
+    if divided or cache is not None:
+        identity = model_hash(model) + code_identity(*classes)
+    if cache is None:
+        cache = {}
+    # To a file each process writes what it has read itself; what others have read is only kept.
+    held = cache.data if isinstance(cache, ResultCache) else cache
     mine: dict[str, Any] = {}
     asked = set[str]()
     every = []
     count = 0
     for items in batches:
-        names = list(map(name, items))
+        names = [name(item, identity) for item in items]
         todo = {name: item for name, item in zip(names, items, strict=True) if name not in cache and name not in asked}
         left = sum(map(tokens, todo.values()))
         progress.known(sum(map(tokens, items)) - left)
@@ -80,7 +89,7 @@ def read_batches(
                 if divided or rank == 0:
                     cache.update(values)
                 else:
-                    _remember(cache, values)
+                    held.update(values)
                 mine |= values
         count += bool(todo)
         if divided:
@@ -89,27 +98,19 @@ def read_batches(
         else:
             yield from zip(items, [cache[name] for name in names], strict=True)
     if divided:
-        _remember(cache, _gathered(mine, [model_hash(model), *sorted(asked)]))
+        held.update(_gathered(mine, sorted(asked)))
         for items, names in every:
             yield from zip(items, [cache[name] for name in names], strict=True)
 
 
-def _remember(cache: MutableMapping[str, Any], values: dict[str, Any]) -> None:
-    """Keep values in a result cache to whose file another process writes them."""
-    if isinstance(cache, ResultCache):
-        cache.remember(values)
-    else:
-        cache.update(values)
-
-
-def _gathered(mine: dict[str, Any], identity: Any) -> dict[str, Any]:
+def _gathered(mine: dict[str, Any], asked: list[str]) -> dict[str, Any]:
     """Return the values of all processes.
 
     Args:
         mine: values that this process has computed, by name.
-        identity: JSON value that must be equal in all processes: the model and the names of all values.
+        asked: names of the values of all processes, which tell models, texts and prompts apart.
     """
-    digest = key(identity=identity)
+    digest = key(names=asked)
     parts = gather({"identity": digest, "values": mine})
     if any(part["identity"] != digest for part in parts):
         raise ValueError(

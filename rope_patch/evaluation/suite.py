@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,25 +43,6 @@ class EvalResult:
     perplexity: PerplexityResult | None
     retrieval: Mapping[str, RetrievalResult]
 
-    def warnings(self, trained_length: int) -> list[str]:
-        """Return a sentence for each task that the unpatched model mostly fails within its trained length.
-
-        Args:
-            trained_length: trained context length of the model [tokens].
-        """
-        sentences = []
-        for task, result in self.retrieval.items():
-            shares = {n: result.accuracy(n) for n in self.spec.lengths if n <= trained_length}
-            length = min(shares, key=shares.__getitem__, default=None)
-            if length is None or shares[length] >= ANSWERED_SHARE:
-                continue
-            sentences.append(
-                f"without a patch the model answers {result.answered(length)} {task} prompts of {length} tokens, "
-                f"within its trained length of {trained_length}, so scores at longer prompts say little about the "
-                f"tables. Try {_advice(result, self.spec.chat_template)}"
-            )
-        return sentences
-
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, without the spec."""
         return {
@@ -70,28 +52,35 @@ class EvalResult:
 
 
 AnySuite = TypeVar("AnySuite", bound="Suite")
-
 ADD_DEFAULT = "add default to the methods (--methods), which measures it"
 
 
-def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy: str = ADD_DEFAULT) -> list[str]:
-    """Return a warning if no method answers within the trained length and the unpatched model was not measured.
+def retrieval_warnings(
+    scores: Mapping[str, EvalResult], unpatched: str, trained_length: int, remedy: str = ADD_DEFAULT
+) -> list[str]:
+    """Return a sentence for each task that the unpatched model mostly fails within its trained length.
 
-    The list has one sentence at most. If any of the methods answers, the task is not too hard for the model.
+    If it was not measured, there is one sentence if no other answers, either. If any of the others answers, the task is
+    not too hard for the model.
 
     Args:
-        scores: results of all methods, all of one spec, without the unpatched model.
+        scores: results of all methods, all of one spec.
+        unpatched: name of the unpatched model among them.
         trained_length: trained context length of the model [tokens].
-        remedy: the end of the sentence: a way to measure the unpatched model.
+        remedy: the end of the sentence if it was not measured: a way to measure it.
     """
-    failures = []
-    for task in scores[0].retrieval:
-        within = [length for length in scores[0].spec.lengths if length <= trained_length]
-        shares = {n: max(result.retrieval[task].accuracy(n) for result in scores) for n in within}
-        length = min(shares, key=shares.__getitem__, default=None)
-        if length is not None and shares[length] < ANSWERED_SHARE:
-            best = max((result.retrieval[task] for result in scores), key=lambda one: one.accuracy(length))
-            failures.append(f"{best.answered(length)} {task} prompts of {length} tokens")
+    if unpatched in scores:
+        own = scores[unpatched]
+        return [
+            f"without a patch the model answers {result.answered(length)} {task} prompts of {length} tokens, within "
+            f"its trained length of {trained_length}, so scores at longer prompts say little about the tables. Try "
+            f"{_advice(result, own.spec.chat_template)}"
+            for task, length, result in _too_hard([own], trained_length)
+        ]
+    failures = [
+        f"{result.answered(length)} {task} prompts of {length} tokens"
+        for task, length, result in _too_hard(list(scores.values()), trained_length)
+    ]
     if not failures:
         return []
     most = "at most " if len(scores) > 1 else ""
@@ -99,6 +88,19 @@ def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy:
         f"{most}{' and '.join(failures)} are answered, within the trained length of {trained_length} tokens, but the "
         f"unpatched model was not measured, so nothing tells whether they are too hard for it: {remedy}"
     ]
+
+
+def _too_hard(scores: Sequence[EvalResult], trained_length: int) -> Iterator[tuple[str, int, RetrievalResult]]:
+    """Yield each task that is mostly failed within the trained length, the worst length there, and its best result."""
+    within = [length for length in scores[0].spec.lengths if length <= trained_length]
+    if not within:
+        return
+    for task in scores[0].retrieval:
+        results = [one.retrieval[task] for one in scores]
+        best = [(length, max(results, key=methodcaller("accuracy", length))) for length in within]
+        length, result = min(best, key=lambda pair: pair[1].accuracy(pair[0]))
+        if result.accuracy(length) < ANSWERED_SHARE:
+            yield task, length, result
 
 
 def _advice(result: RetrievalResult, chat_template: str) -> str:
@@ -155,6 +157,11 @@ class Suite(ABC):
             self.windows, self.text_sha256 = spread_windows(tokenizer, self.source, spec.longest, spec.windows)
         self.python_version = self.source.python_version if isinstance(self.source, Corpus) else None
 
+    @property
+    def planned(self) -> EvalSpec:
+        """The spec with the number of windows that the text has room for."""
+        return replace(self.spec, windows=len(self.windows))
+
     @abstractmethod
     def run(self, model: nn.Module, *, resume: str | Path | MutableMapping[str, Any] | None = None) -> EvalResult:
         """Return the scores of a model; ``resume`` is a file (or mapping) in which finished work is stored."""
@@ -199,7 +206,7 @@ class EvalSuite(Suite):
     @property
     def tokens(self) -> int:
         """Number of tokens that one run reads, to which a progress bar counts."""
-        return tokens_to_read(replace(self.spec, windows=len(self.windows)))
+        return tokens_to_read(self.planned)
 
     def run(
         self,
@@ -230,16 +237,14 @@ class EvalSuite(Suite):
         spec = self.spec
         result_cache = open_cache(resume)
         score = None
-        if window_batch is None:
-            window_batch = spec.window_batch
         if self.windows:
             score = perplexity(
                 model,
                 self.windows,
                 window=spec.longest,
                 buckets=spec.edges,
-                chunk=None if spec.chunk is None else min(spec.chunk, spec.longest),
-                batch=window_batch,
+                chunk=spec.chunk,
+                batch=window_batch or spec.window_batch,
                 cache=cache,
                 resume=result_cache,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ FILLED_SHARE = 0.85
 def default_tokens(model: nn.Module) -> int:
     """Return how many tokens a long command reads if no time is given: the larger the model, the fewer."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return int(DEFAULT_WORK.get(device_of(model).type, DEFAULT_WORK["cpu"]) / max(parameters, 1))
+    return int(DEFAULT_WORK.get(device_of(model).type, DEFAULT_WORK["cpu"]) / parameters)
 
 
 def suite_within(
@@ -63,49 +62,49 @@ def suite_within(
     Raises:
         ValueError: even the smallest spec costs more.
     """
-    whole = replace(suite.spec, windows=len(suite.windows))
-    smaller = spec_within(whole, most, scalable, cost)
-    if smaller == whole:
+    smaller = spec_within(suite.planned, most, scalable, cost)
+    if smaller == suite.planned:
         return suite, ""
-    return EvalSuite(smaller, suite.tokenizer), what_is_lost(whole, smaller)
+    return EvalSuite(smaller, suite.tokenizer), what_is_lost(suite.planned, smaller)
+
+
+def suite_for(suite: EvalSuite, model: nn.Module, passes: int, chosen: Collection[str]) -> tuple[EvalSuite, str]:
+    """Return a suite that suits the size of a model, and a sentence that says what it loses.
+
+    The smallest one is returned even if it is above the default, so that no error is raised.
+
+    Args:
+        suite: the suite that would be measured without a limit.
+        model: the model that is measured.
+        passes: number of times that it reads the suite, such as under each method.
+        chosen: fields of the spec that stay as they are, since the user set them.
+    """
+    scalable = [name for name in SCALABLE if name not in chosen]
+    least = tokens_to_read(smallest_spec(suite.planned, scalable))
+    return suite_within(suite, max(default_tokens(model) / passes, least), scalable)
 
 
 def comparison_within(
     suite: EvalSuite,
     model: nn.Module,
     methods: int,
-    seconds: float | None,
+    seconds: float,
     finished: Path,
-    chosen: Collection[str] = (),
 ) -> tuple[EvalSuite, str]:
-    """Return a suite that fits into a time or suits the size of the model, and a sentence that says what it loses.
+    """Return a suite that fits into a time, and a sentence that says what it loses.
 
     Args:
         suite: the suite that would be measured without a limit.
         model: the model that is measured.
         methods: number of methods that are compared.
-        seconds: time for the comparison [s]; None if the size of the model decides.
+        seconds: time for the comparison [s].
         finished: file of the result cache, in which the measured speed is stored.
-        chosen: fields of the spec that the user set, which are not lowered if no time is given.
     """
-    spec = replace(suite.spec, windows=len(suite.windows))
-    if seconds is None:
-        scalable = [name for name in SCALABLE if name not in chosen]
-        least = tokens_to_read(smallest_spec(spec, scalable))
-        # Where the user gave no time, the smallest spec is read even if it is above the default, and no error is
-        # raised.
-        return suite_within(suite, max(default_tokens(model) / methods, least), scalable)
+    spec = suite.spec
     # The speed is measured on batches as large as the largest that will be read.
     rows = min(spec.window_batch, max(1, len(suite.windows)))
-    most = tokens_within(model, seconds, spec.longest, finished, rows=rows, chunk=spec.chunk)
+    most = int(FILLED_SHARE * seconds * speed(model, spec.longest, finished, rows=rows, chunk=spec.chunk))
     return suite_within(suite, most, cost=lambda one: methods * tokens_computed(one))
-
-
-def tokens_within(
-    model: nn.Module, seconds: float, length: int, finished: Path, *, rows: int, chunk: int | None
-) -> int:
-    """Return how many tokens all processes read in a time [s]; the other arguments are those of :func:`speed`."""
-    return int(FILLED_SHARE * seconds * speed(model, length, finished, rows=rows, chunk=chunk))
 
 
 def speed(model: nn.Module, length: int, finished: Path, *, rows: int = 1, chunk: int | None = None) -> float:
@@ -144,7 +143,7 @@ def tokens_per_second(model: nn.Module, length: int, *, rows: int = 1, chunk: in
         model: a causal language model.
         length: length of the rows that will be read [tokens].
         rows: number of rows in a batch; a batch is tried only if a single row took little time.
-        chunk: length of a forward pass [tokens]; None for that of :meth:`Reader.default_chunk`.
+        chunk: length of a forward pass [tokens]; None for that of :meth:`Reader.chunk`.
     """
     reader = Reader(model)
     if reader.dynamic:  # such a model reads whole rows, one at a time
@@ -154,7 +153,7 @@ def tokens_per_second(model: nn.Module, length: int, *, rows: int = 1, chunk: in
         ids = (torch.arange(count * size) % reader.vocabulary).view(count, size)
         started = time.perf_counter()
         # The result is on the CPU, so a GPU has finished.
-        losses(reader, ids, [1] * count, chunk=chunk or reader.default_chunk(size))
+        losses(reader, ids, [1] * count, chunk=reader.chunk(size, chunk))
         return time.perf_counter() - started
 
     with in_eval_mode(model):

@@ -134,7 +134,7 @@ def quantized(
     planned = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     location = locate(model)
     root: Any = location.model
-    run = SchemeRun(plan_layers(layers or find_attention_layers(model).layers, planned))
+    run = SchemeRun(plan_layers(layers or find_attention_layers(model), planned))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(recording_turns(location, run))

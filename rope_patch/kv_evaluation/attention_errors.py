@@ -7,7 +7,6 @@ contain that of the layers below.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +18,12 @@ from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer
+from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
-from rope_patch.patching.locate import device_of, locate
-from rope_patch.runtime import progress
+from rope_patch.patching.locate import locate
 
 ERROR_QUERIES = 64
 """Number of queries of a text at which errors are measured, spread over its second half."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerErrors:
-    """The errors of the scaled logits of one layer. Tensors are float64 on the CPU, by query head.
-
-    Attributes:
-        layer: index of the layer.
-        logit: (1 + changes, heads) root mean square of the error of the logits, then that under each changed plan.
-    """
-
-    layer: int
-    logit: Tensor
 
 
 @torch.no_grad()
@@ -47,8 +33,8 @@ def attention_errors(
     scheme: Scheme,
     layers: Sequence[AttentionLayer],
     changes: Sequence[Callable[[LayerPlan], LayerPlan]] = (),
-) -> tuple[LayerErrors, ...]:
-    """Measure the errors that a format causes in the attention of every layer, in one pass.
+) -> list[Tensor]:
+    """Measure the errors that a format causes in the scaled logits of every layer, in one pass.
 
     Args:
         model: a causal language model of transformers.
@@ -57,17 +43,17 @@ def attention_errors(
         layers: the attention layers of the model.
         changes: functions that change the plan of a layer, to measure the error without some part of the keys, too.
 
+    Returns:
+        For each layer (1 + changes, heads) root mean square of the error, then that under each changed plan; float64 on
+        the CPU.
+
     Raises:
-        ValueError: the text is not one row of tokens, or the format does not fit the model (see
-            :func:`~rope_patch.kv_cache.plans.plan_layers`).
+        ValueError: the format does not fit the model (see :func:`~rope_patch.kv_cache.plans.plan_layers`).
     """
-    if token_ids.ndim != 1 or not len(token_ids):
-        raise ValueError(f"token_ids must be (tokens,), got shape {tuple(token_ids.shape)}")
     location = locate(model)
     root: Any = location.model
-    decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
     plans = plan_layers(layers, scheme)
-    errors: list[LayerErrors] = []
+    errors: list[Tensor] = []
 
     def observe(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         turns = {kind: (cos.cpu(), sin.cpu()) for kind, (cos, sin) in plain.turns.items()}
@@ -80,18 +66,13 @@ def attention_errors(
         errors.append(_errors(stores, query[0].cpu(), scaling))
 
     plain = SchemeRun(plan_layers(layers, Scheme()), observe=observe)
-    with (
-        in_eval_mode(model),
-        recording_turns(location, plain),
-        attending_by(plain, root),
-        progress.forward_pass(decoder, len(token_ids)),
-    ):
-        decoder(input_ids=token_ids[None].to(device_of(root.get_input_embeddings())), use_cache=False)
-    return tuple(errors)
+    with in_eval_mode(model), recording_turns(location, plain), attending_by(plain, root):
+        Reader(model).states(token_ids[None])
+    return errors
 
 
-def _errors(stores: Sequence[QuantizedLayer], query: Tensor, scaling: float) -> LayerErrors:
-    """Return the errors of a layer.
+def _errors(stores: Sequence[QuantizedLayer], query: Tensor, scaling: float) -> Tensor:
+    """Return the errors of a layer: (1 + changes, heads).
 
     Args:
         stores: the keys of the layer in full precision and quantized, by its plan first, then by each changed plan.
@@ -115,4 +96,4 @@ def _errors(stores: Sequence[QuantizedLayer], query: Tensor, scaling: float) -> 
         squares = torch.where(read_rounded, logits, 0.0).square().sum((1, 2))
         return (squares / read_rounded.sum().clamp_min(1)).sqrt()
 
-    return LayerErrors(source.index, torch.stack(list(map(rms, stores))))
+    return torch.stack(list(map(rms, stores)))

@@ -14,7 +14,6 @@ from rope_patch.evaluation.number_format import number_text
 from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.kv_cache.plans import LayerPlan
 from rope_patch.kv_cache.schemes import Scheme, Side
-from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.state_statistics import Capture
@@ -138,17 +137,18 @@ def without_causes(layers: Sequence[AttentionLayer], capture: Capture) -> dict[s
     return {"biases": biases, "outlier pairs": outliers}
 
 
-def error_shares(errors: Sequence[LayerErrors], names: Sequence[str]) -> dict[str, float]:
+def error_shares(errors: Sequence[Tensor], names: Sequence[str]) -> dict[str, float]:
     """Return the share of the squared error of all logits that goes with each cause, and that of ``"the rest"``.
 
     A cause is credited with what is gone if it is taken out of the keys, wherever that error lies: a long pair
     stretches the scale that it shares with others, whose error grows.
 
     Args:
-        errors: the errors of the layers, under the plan itself and then without the causes.
+        errors: the errors of each layer, see :func:`~rope_patch.kv_evaluation.attention_errors.attention_errors`: under
+            the plan itself, and then without the causes.
         names: the names of the causes, as :func:`without_causes` returns them.
     """
-    left = torch.stack([error.logit.square().sum(1) for error in errors]).sum(0)
+    left = torch.stack([error.square().sum(1) for error in errors]).sum(0)
     if not float(left[0]) > 0:  # also true for NaN
         return {}
     gone = -left.diff(append=left.new_zeros(1)) / left[0]
@@ -156,24 +156,24 @@ def error_shares(errors: Sequence[LayerErrors], names: Sequence[str]) -> dict[st
 
 
 def remedies(
-    scheme: Scheme, setting: Setting, capture: Capture, costs: Mapping[int, float], *, of_keys: bool
+    scheme: Scheme, setting: Setting, costs: Mapping[int, float], *, of_keys: bool
 ) -> list[tuple[Remedy, Change]]:
     """Return the changes of a format that may help, as remedies without their KL.
 
     Args:
         scheme: the format.
         setting: the setting of the check.
-        capture: the statistics of keys.
         costs: cost of each layer alone, by its index [nats/token].
         of_keys: whether keys cost most, so that it may help to change how they are quantized.
     """
     worst = sorted(worst_layers(costs))
     flag = f"vLLM: --kv-cache-dtype-skip-layers {' '.join(map(str, worst))}"
-    found = [(Remedy(f"{indices_text('layer', worst)} in full precision", flag), _sides(Side(), Side(), worst))]
+    found = [(Remedy(f"{indices_text('layer', worst)} in full precision", flag), with_sides(Side(), Side(), worst))]
     if not of_keys:
         return found
     key, value = scheme.key, scheme.value
-    name, offsets = "the mean key subtracted before rounding", {one.index: one.key.mean for one in capture.layers}
+    name = "the mean key subtracted before rounding"
+    offsets = {one.index: one.key.mean for one in setting.capture.layers}
     if setting.biases:
         name, offsets = "biases subtracted before rounding", key_offsets(setting.layers)
     found.append((Remedy(name), lambda plan: replace(plan, offset=offsets.get(plan.layer.index))))
@@ -182,18 +182,18 @@ def remedies(
         side, offered = Side(f"int{bits}", "channel", 32, key.pre, rope=key.rope), ""
         if bits in (2, 4):
             offered = "KIVI’s code; transformers: QuantizedCache, quanto, axis_key=-1"
-        found.append((Remedy(f"a scale per channel of keys ({side})", offered), _sides(side, value)))
+        found.append((Remedy(f"a scale per channel of keys ({side})", offered), with_sides(side, value)))
         if not key.hadamard:
             rotated = Remedy("features of keys rotated (hadamard)", "llama.cpp and vLLM’s TurboQuant, in their formats")
-            found.append((rotated, _sides(replace(key, hadamard=1), value)))
+            found.append((rotated, with_sides(replace(key, hadamard=1), value)))
     if key.format == "fp8":
         scaled = replace(key, format="fp8-scaled")
         by_head = Remedy("a scale per token and head", "vLLM on a GPU: --kv-cache-dtype fp8_per_token_head")
-        found.append((by_head, _sides(scaled, scaled if value == key else value)))
+        found.append((by_head, with_sides(scaled, scaled if value == key else value)))
     return found
 
 
-def _sides(key: Side, value: Side, layers: Collection[int] | None = None) -> Change:
+def with_sides(key: Side, value: Side, layers: Collection[int] | None = None) -> Change:
     """Return the change to other sides, in some layers or in all; layers in full precision stay so."""
 
     def change(plan: LayerPlan) -> LayerPlan:

@@ -69,14 +69,14 @@ def tokens_to_decode(prompt: int, steps: int, formats: int) -> int:
     return bool(steps) * (prompt + steps + formats * 3 * steps)
 
 
-def measure_decoding(setting: Setting, formats: Mapping[str, Scheme], steps: int) -> dict[str, Decoding]:
-    """Measure by format what it changes while the model continues the windows of a check.
+def measure_decoding(setting: Setting, formats: Mapping[str, Scheme]) -> dict[str, Decoding]:
+    """Measure by format what it changes while the model continues the windows of a check, beyond ends of text.
 
     Args:
         setting: the setting of the check.
         formats: the formats by name.
-        steps: number of tokens by which each window is continued; the ends of texts are written over.
     """
+    steps = setting.decode
     measured: dict[str, list[tuple[Any, Any, int | None]]] = {name: [] for name in formats}
     windows = torch.stack([window.ids for window in setting.suite.windows])
     with torch.no_grad(), in_eval_mode(setting.model):
@@ -86,9 +86,9 @@ def measure_decoding(setting: Setting, formats: Mapping[str, Scheme], steps: int
             full = functools.cache(functools.partial(_written, setting, Scheme(), ids, steps))
             about = {"ids": ids_hash(ids), "steps": steps, "chunk": setting.chunk}
             for name, scheme in formats.items():
-                measure = functools.partial(_decode, setting, scheme, ids, full)
-                key = {"kind": "decoding", "scheme": scheme.identity, **about}
-                measured[name] += setting.finished(3 * steps * len(ids), measure, **key)
+                measure = {"decoding": functools.partial(_decode, setting, scheme, ids, full)}
+                finished = setting.finished(3 * steps * len(ids), measure, scheme=scheme.identity, **about)
+                measured[name] += finished["decoding"]
             report = progress.advance if full.cache_info().currsize else progress.known
             report(ids.numel() + steps * len(ids))
     return {name: Decoding(*zip(*prompts, strict=True)) for name, prompts in measured.items()}
@@ -106,12 +106,11 @@ def _decode(
         tokens, plain, prompt = full()
     both, rough, _ = _written(setting, scheme, ids, tokens.shape[1], full())
     own = both[1::2]
-    plain_own = read_states(setting, own, copy_cache(prompt))
-    reader = Reader(setting.model)
+    plain_own = setting.reader.states(own, copy_cache(prompt), setting.chunk)
     rows = []
     for i, differs in enumerate((own != tokens).int()):
         forced, compared = (
-            kl_by_position(reader, *states)[0].tolist()
+            kl_by_position(setting.reader, *states)[0].tolist()
             for states in ((plain[i], rough[2 * i]), (plain_own[i], rough[2 * i + 1]))
         )
         rows.append((forced, compared, int(differs.argmax()) if bool(differs.any()) else None))
@@ -134,7 +133,7 @@ def _written(setting: Setting, scheme: Scheme, ids: Tensor, steps: int, full: Wr
         known = [] if full is None else [layer for layer in full[2].layers if isinstance(layer, QuantizedLayer)]
         needs_turn = any(plan.needs_turn for plan in factory.run.plans.values())
         if full is None or len(known) < len(cache.layers) or needs_turn or setting.chunk:
-            best = _best(setting, read_states(setting, ids, cache)[:, -1:])
+            best = _best(setting, setting.reader.states(ids, cache, setting.chunk)[:, -1:])
         else:  # the prompts were read already
             for layer, other in zip(cache.layers, known, strict=True):
                 layer.update(other.raw_keys, other.raw_values)
@@ -147,19 +146,14 @@ def _written(setting: Setting, scheme: Scheme, ids: Tensor, steps: int, full: Wr
             if full is not None:
                 best[::2] = full[0][:, step, None]
             tokens.append(best)
-            states.append(read_states(setting, best, cache))
+            states.append(setting.reader.states(best, cache))
             best = _best(setting, states[-1])
     return torch.cat(tokens, 1), torch.cat(states, 1), prompt
 
 
 def _best(setting: Setting, states: Tensor) -> Tensor:
     """Return the most probable token after each state (rows, 1, hidden)."""
-    return Reader(setting.model).score(states[:, 0], torch.zeros(len(states), dtype=torch.long))[1][:, None]
-
-
-def read_states(setting: Setting, ids: Tensor, cache: Any) -> Tensor:
-    """Return the last hidden states (rows, tokens, hidden) of tokens (rows, tokens), which are added to a cache."""
-    return torch.cat([part for _, part in Reader(setting.model).read(ids, cache, setting.chunk)], 1)
+    return setting.reader.score(states[:, 0], torch.zeros(len(states), dtype=torch.long))[1][:, None]
 
 
 def kl_by_position(reader: Reader, plain: Tensor, rough: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from rope_patch.analysis.outliers import KeyBias, bias_sentences, key_biases
@@ -19,11 +20,10 @@ from rope_patch.evaluation.compare import environment, methods_in_turn, naming_m
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.check_setting import MethodInPlace, Setting
+from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, Setting
 from rope_patch.kv_evaluation.decoding import check_decoding
-from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats
+from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats, tokens_to_attribute
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.token_count import tokens_to_attribute
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
 from rope_patch.methods.scaled import context_reached
@@ -120,9 +120,9 @@ def kv_check(
     layers: dict[str, Sequence[AttentionLayer]] = {}
     biases: tuple[KeyBias, ...] = ()
     for label, in_place in places.items():
-        with in_place() as tables, naming_method(label):
+        with in_place() as tables:
             check_decoding(suite.spec.longest, decode, min(map(context_reached, tables)))
-            layers[label] = find_attention_layers(model).layers
+            layers[label] = find_attention_layers(model)
             for name, scheme in parsed.items():
                 with naming_method(name):
                     plan_layers(layers[label], scheme)
@@ -130,13 +130,26 @@ def kv_check(
                 biases = key_biases(model, layers[label])
     for sentence in bias_sentences(biases):
         progress.say(sentence)
+    compared = torch.stack([window.ids for window in suite.windows[:COMPARED_WINDOWS]])
     result_cache, rows, captures = open_cache(resume), [], {}
     for label, in_place in places.items():
-        setting = Setting(model, suite, limits, result_cache, layers[label], biases, decode)
-        with in_place() as tables, naming_method(label):
+        with in_place() as tables:
             with progress.stage(f"{label}, statistics of keys"):
-                captures[label] = capture(model, setting.compared)
-            rows += _measure(setting, MethodInPlace(label, tables, captures[label]), parsed)
+                captures[label] = capture(model, compared)
+            setting = Setting(
+                model=model,
+                suite=suite,
+                limits=limits,
+                result_cache=result_cache,
+                decode=decode,
+                compared=compared,
+                biases=biases,
+                layers=layers[label],
+                method=label,
+                tables=tables,
+                capture=captures[label],
+            )
+            rows += _measure(setting, parsed)
     return KVCheck(
         model=model_name(model) or type(model).__name__,
         rows=tuple(rows),
@@ -153,19 +166,18 @@ def kv_check(
     )
 
 
-def _measure(setting: Setting, patched: MethodInPlace, formats: Mapping[str, Scheme]) -> list[CheckRow]:
+def _measure(setting: Setting, formats: Mapping[str, Scheme]) -> list[CheckRow]:
     """Measure every format under a method, and attribute the cost of those that are unsafe at some length."""
-    base, *rows = measure_formats(setting, patched, formats)
-    layers, spec = len(patched.capture.layers), replace(setting.suite.spec, windows=len(setting.suite.windows))
-    unsafe = [row for row in rows if _unsafe(setting, row, base)]
+    base, *rows = measure_formats(setting, formats)
+    unsafe = [
+        row
+        for row in rows
+        if any(verdict_of(row, base, length, setting.limits).kind == "unsafe" for length in setting.lengths)
+    ]
     # Only now is it known how many formats are unsafe, so the progress could not count their tokens before.
-    progress.more(len(unsafe) * tokens_to_attribute(spec, layers))
+    progress.more(len(unsafe) * tokens_to_attribute(setting.suite.planned, len(setting.layers)))
     attributions = {}
     for row in unsafe:
-        with progress.stage(f"{patched.method}, {row.format}: attribution"):
-            attributions[row.format] = measure_attribution(setting, patched, row)
+        with progress.stage(f"{setting.method}, {row.format}: attribution"):
+            attributions[row.format] = measure_attribution(setting, row)
     return [base, *(replace(row, attribution=attributions.get(row.format)) for row in rows)]
-
-
-def _unsafe(setting: Setting, row: CheckRow, base: CheckRow) -> bool:
-    return any(verdict_of(row, base, length, setting.limits).kind == "unsafe" for length in setting.lengths)

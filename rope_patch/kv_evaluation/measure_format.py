@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rope_patch.evaluation.compare import naming_method
-from rope_patch.evaluation.read_across_processes import read_batches
+from rope_patch.evaluation.smaller_specs import tokens_to_read
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import attention_errors
@@ -21,43 +22,43 @@ from rope_patch.kv_evaluation.attribution import (
     Change,
     error_shares,
     remedies,
+    with_sides,
     without_causes,
 )
 from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token_bytes
-from rope_patch.kv_evaluation.check_setting import ERROR_TOKENS, MethodInPlace, Setting
-from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, read_states
+from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, Setting
+from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, tokens_to_decode
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.inputs import ids_hash
-from rope_patch.modeling.scoring import CacheFactory, Reader, model_hash
+from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.modeling.temporary_modes import in_eval_mode
+from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime import progress
-from rope_patch.runtime.result_cache import key
 
 
-def measure_formats(setting: Setting, patched: MethodInPlace, formats: Mapping[str, Scheme]) -> list[CheckRow]:
+def measure_formats(setting: Setting, formats: Mapping[str, Scheme]) -> list[CheckRow]:
     """Measure formats under a method that is in place.
 
     Args:
         setting: the setting of the check.
-        patched: the method that is in place.
         formats: the formats that are measured, by name.
     """
     # Read once: the distributions of all formats are compared with those that these states give.
-    with progress.stage(f"{patched.method}, none"):
-        patched.states = _states(setting, None)
+    with progress.stage(f"{setting.method}, none"):
+        setting.states = _states(setting, None)
     rows = []
     for name, scheme in formats.items():
-        with naming_method(name), progress.stage(f"{patched.method}, {name}"):
-            rows.append(_measure(setting, patched, name, scheme))
+        with naming_method(name), progress.stage(f"{setting.method}, {name}"):
+            rows.append(_measure(setting, name, scheme))
     if setting.decode:
-        with progress.stage(f"{patched.method}, decoding"):
-            decoded = measure_decoding(setting, {row.format: formats[row.format] for row in rows[1:]}, setting.decode)
+        with progress.stage(f"{setting.method}, decoding"):
+            decoded = measure_decoding(setting, {row.format: formats[row.format] for row in rows[1:]})
         rows = [replace(row, decoding=decoded.get(row.format)) for row in rows]
     return rows
 
 
-def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme) -> CheckRow:
-    """Measure one format, known by a name, under a method that is in place."""
+def _measure(setting: Setting, name: str, scheme: Scheme) -> CheckRow:
+    """Measure one format, known by a name."""
     quantizing = scheme != Scheme()
     divergences: dict[int, Divergence] = {}
     # One window at a time, so that what a cache rounds has the same digits whatever the other windows are.
@@ -65,27 +66,26 @@ def _measure(setting: Setting, patched: MethodInPlace, name: str, scheme: Scheme
         cache = factory if quantizing else None
         scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
         if quantizing:
-            divergences = _divergences(setting, patched, scheme, factory)
-    stored = stored_states(setting.layers, patched.capture, scheme)
-    bits = {name: [states.bits for states in stored if states.name == name] for name in ("keys", "values")}
+            divergences = _divergences(setting, scheme, factory)
+    stored = stored_states(setting.layers, setting.capture, scheme)
     return CheckRow(
-        method=patched.method,
+        method=setting.method,
         format=name,
         format_text=str(scheme),
         scores=scores,
-        tables=patched.tables,
+        tables=setting.tables,
         divergences=divergences,
-        key_bits=math.fsum(bits["keys"]) / len(bits["keys"]),
-        value_bits=math.fsum(bits["values"]) / len(bits["values"]),
+        key_bits=fmean(states.bits for states in stored if states.name == "keys"),
+        value_bits=fmean(states.bits for states in stored if states.name == "values"),
         cache_bits={length: cache_bits(stored, length) for length in setting.lengths},
         token_bytes=token_bytes(stored),
     )
 
 
-def _shares(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> dict[str, float]:
+def _shares(setting: Setting, scheme: Scheme) -> dict[str, float]:
     """Measure the causes of the errors of attention at the beginning of the first window."""
     ids = setting.suite.windows[0].ids[:ERROR_TOKENS]
-    changes = without_causes(setting.layers, patched.capture)
+    changes = without_causes(setting.layers, setting.capture)
 
     def measure() -> dict[str, float]:
         errors = attention_errors(setting.model, ids, scheme, setting.layers, list(changes.values()))
@@ -93,15 +93,14 @@ def _shares(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> dict[st
 
     # Which pairs are outliers is measured on the compared windows.
     about = {"scheme": scheme.identity, "ids": ids_hash(ids), "compared": ids_hash(setting.compared)}
-    return dict(setting.finished(len(ids), measure, kind="error shares", **about))
+    return dict(setting.finished(len(ids), {"error shares": measure}, **about)["error shares"])
 
 
-def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:
+def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
     """Measure the costs of a format's parts on the compared windows, and what would help.
 
     Args:
         setting: the setting of the check.
-        patched: the method that is in place.
         row: the row of the format.
     """
     scheme = Scheme.parse(row.format_text)
@@ -110,62 +109,74 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
     def kl(change: Change) -> float:
         with quantized(setting.model, scheme, layers=setting.layers) as factory:
             factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
-            return float(_compared(setting, patched, factory)[0].mean())
+            return float(_compared(setting, factory)[0].mean())
 
     def measured(changes: Mapping[str, Change]) -> list[float]:
-        about = {"kind": "attribution by KL", "model": model_hash(setting.model), "scheme": scheme.identity, "ids": ids}
-        costs = read_batches(
-            setting.model,
-            [[part] for part in changes],
-            score=lambda parts: [kl(changes[part]) for part in parts],
-            name=lambda part: key(part=part, chunk=setting.chunk, **about),
-            tokens=lambda part: tokens,
-            cache=setting.result_cache,
-        )
-        return [value for _, value in costs]
-
-    def in_full(*names: str) -> Change:
-        return lambda plan: replace(plan, sides=plan.sides | dict.fromkeys(names, Side()))
-
-    def only(layer: int) -> Change:
-        return lambda plan: plan if plan.layer.keys_of == layer else in_full("keys", "values")(plan)
+        parts = {f"attribution by KL: {part}": partial(kl, change) for part, change in changes.items()}
+        costs = setting.finished(tokens, parts, scheme=scheme.identity, ids=ids, chunk=setting.chunk)
+        return list(costs.values())
 
     assert row.divergence is not None
     whole, owners = row.divergence.kl, [layer.index for layer in setting.layers if layer.keys_of == layer.index]
-    keys, *costs = measured({"keys": in_full("values"), **{f"layer {layer}": only(layer) for layer in owners}})
+    parts = {"keys": with_sides(scheme.key, Side())}
+    for layer in owners:
+        parts[f"layer {layer}"] = with_sides(Side(), Side(), {*owners} - {layer})
+    keys, *costs = measured(parts)
     layers = dict(zip(owners, costs, strict=True))
-    possible = remedies(scheme, setting, patched.capture, layers, of_keys=keys > whole / 2)
+    possible = remedies(scheme, setting, layers, of_keys=keys > whole / 2)
     values = measured({remedy.name: change for remedy, change in possible})
     helps = [replace(remedy, kl=value) for (remedy, _), value in zip(possible, values, strict=True)]
-    left = passes_of_attribution(len(setting.layers)) - 1 - len(owners) - len(helps)
+    left = _passes(len(setting.layers)) - 1 - len(owners) - len(helps)
     progress.known(left * tokens)
-    shares = _shares(setting, patched, scheme)
+    shares = _shares(setting, scheme)
     return Attribution(whole, keys, layers, shares, tuple(sorted(helps, key=lambda remedy: remedy.kl)))
 
 
-def passes_of_attribution(layers: int) -> int:
+def _passes(layers: int) -> int:
     """Return how often :func:`measure_attribution` reads its windows at most."""
     return 1 + layers + MOST_REMEDIES  # the 1 is for keys
 
 
+def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
+    """Return the number of tokens that each unsafe format adds under each method, at most."""
+    return _passes(layers) * _tokens_compared(spec) + min(ERROR_TOKENS, spec.longest)
+
+
+def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0) -> int:
+    """Return the number of tokens that a check reads if no format is unsafe.
+
+    Under each method these are the windows and prompts, in full precision and through each format; and the compared
+    windows, likewise and once more for the statistics of keys.
+
+    Args:
+        spec: the spec of the check, which states a number of windows, that of the suite.
+        formats: number of formats besides full precision.
+        methods: number of methods under which the formats are checked.
+        decode: number of tokens by which each window is continued.
+    """
+    decoded = (spec.windows or 0) * tokens_to_decode(spec.longest, decode, formats)
+    return methods * ((1 + formats) * tokens_to_read(spec) + (2 + formats) * _tokens_compared(spec) + decoded)
+
+
+def _tokens_compared(spec: EvalSpec) -> int:
+    return min(COMPARED_WINDOWS, spec.windows or 0) * spec.longest
+
+
 def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
     """Return the last hidden states of the compared windows, read through a quantized cache or in full precision."""
-    ids = setting.compared
     windows = []
     with torch.no_grad(), in_eval_mode(setting.model):
-        for row in ids:
+        for row in setting.compared:
             past: Any = None
             if cache is not None:
                 past = cache()
             elif setting.chunk:
-                past = Reader(setting.model).new_cache(len(row))
-            windows.append(read_states(setting, row[None], past)[0])
+                past = setting.reader.new_cache(len(row))
+            windows.append(setting.reader.states(row[None], past, setting.chunk)[0])
     return windows
 
 
-def _divergences(
-    setting: Setting, patched: MethodInPlace, scheme: Scheme, cache: CacheFactory
-) -> dict[int, Divergence]:
+def _divergences(setting: Setting, scheme: Scheme, cache: CacheFactory) -> dict[int, Divergence]:
     """Compare the distribution of the next token with and without a format.
 
     Returns:
@@ -173,20 +184,22 @@ def _divergences(
     """
 
     def measure() -> dict[str, Any]:
-        measured = _compared(setting, patched, cache)
-        below = {length: measured[..., :length].flatten(1) for length in setting.lengths}
-        means = {length: part.mean(1).tolist() for length, part in below.items()}
-        return {str(n): {"kl": kl, "top1": top1, "tokens": below[n].shape[1]} for n, (kl, top1) in means.items()}
+        measured, divergences = _compared(setting, cache), {}
+        for length in setting.lengths:
+            below = measured[..., :length].flatten(1)
+            kl, top1 = below.mean(1).tolist()
+            divergences[str(length)] = {"kl": kl, "top1": top1, "tokens": below.shape[1]}
+        return divergences
 
     ids = setting.compared
     about = {"scheme": scheme.identity, "ids": ids_hash(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}
-    stored = setting.finished(ids.numel(), measure, kind="divergence, float32 logits", **about)
+    kind = "divergence, float32 logits"
+    stored = setting.finished(ids.numel(), {kind: measure}, **about)[kind]
     return {int(length): Divergence(**part) for length, part in stored.items()}
 
 
 @torch.no_grad()
-def _compared(setting: Setting, patched: MethodInPlace, cache: CacheFactory) -> Tensor:
+def _compared(setting: Setting, cache: CacheFactory) -> Tensor:
     """Return KL and whether the first choice is the same: (2, windows, tokens)."""
-    reader = Reader(setting.model)
-    pairs = zip(patched.states, _states(setting, cache), strict=True)
-    return torch.stack([kl_by_position(reader, plain, rough) for plain, rough in pairs], 1)
+    pairs = zip(setting.states, _states(setting, cache), strict=True)
+    return torch.stack([kl_by_position(setting.reader, plain, rough) for plain, rough in pairs], 1)

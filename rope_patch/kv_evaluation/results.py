@@ -10,7 +10,7 @@ from typing import Any
 from rope_patch.analysis.outliers import KeyBias, bias_sentences
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.number_format import number_text
-from rope_patch.evaluation.suite import EvalResult, unpatched_missing
+from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, kl_text, metric_name, verdict_of
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
@@ -80,9 +80,7 @@ class KVCheck:
         if self.loaded is not None:
             return []
         full = {method: self.of(method)[0].scores for method in self.methods}
-        if "default" not in full:
-            return unpatched_missing(list(full.values()), self.trained_length)
-        return full["default"].warnings(self.trained_length)
+        return retrieval_warnings(full, "default", self.trained_length)
 
     def meant(self, method: str) -> str:
         """Return a method as text; ``default`` is followed by the patch that the model was loaded with."""
@@ -96,13 +94,8 @@ class KVCheck:
 
     def named_scores(self) -> list[tuple[str, EvalResult]]:
         """Return the scores of every row, each with a name of its method and format."""
-        named = []
-        for row in self.rows:
-            name = row.format
-            if row.divergence is None:
-                name = "full precision"
-            named.append((f"{row.method}: {name}", row.scores))
-        return named
+        names = [row.format if row.divergence else "full precision" for row in self.rows]
+        return [(f"{row.method}: {name}", row.scores) for row, name in zip(self.rows, names, strict=True)]
 
     def change(self, row: CheckRow, metric: Metric, span: Span) -> PairedDifference:
         """Return the change of a metric by a format, compared with full precision, with its interval."""
@@ -183,15 +176,13 @@ class KVCheck:
 
     def _everywhere(self) -> list[str]:
         """Return a sentence on what is safe under every method and at every length, if there are several of either."""
-        if len(self.methods) * len(self.lengths) == 1:
-            return []
-        kinds: dict[str, set[str]] = {}
-        for row in self.rows:
-            if row.divergence is not None:
-                kinds.setdefault(row.format, set()).update(self.verdict(row, length).kind for length in self.lengths)
-        names = [name for name, verdicts in kinds.items() if verdicts == {"safe"}]
         words = (("under every method", self.methods), ("at every length", self.lengths))
         every = " ".join(word for word, many in words if len(many) > 1)
+        if not every:
+            return []
+        formats = dict.fromkeys(row.format for row in self.rows if row.divergence)
+        others = {row.format for row in self.rows for n in self.lengths if self.verdict(row, n).kind != "safe"}
+        names = [name for name in formats if name not in others]
         return [f"Safe {every}: {', '.join(names) or 'none of the formats asked for'}."]
 
     def _harm(self, row: CheckRow, length: int) -> str:

@@ -9,6 +9,7 @@ is raised; nothing is guessed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,6 @@ from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.verify import inspect_model
-from rope_patch.runtime.captions import ranges_text
 from rope_patch.tables import RotaryTable
 
 PROBE_TOKENS = 8
@@ -90,38 +90,6 @@ class AttentionLayer:
     keys_of: int
 
 
-@dataclass(frozen=True, eq=False)
-class DecoderLayers:
-    """The decoder of a model and its attention layers.
-
-    Attributes:
-        model: the model of transformers.
-        decoder: the decoder of the model.
-        layers: the attention layers, in the order of their calls.
-    """
-
-    model: PreTrainedModel
-    decoder: nn.Module
-    layers: tuple[AttentionLayer, ...]
-
-    def pick(self, layers: Sequence[int] | None) -> tuple[AttentionLayer, ...]:
-        """Return the layers with the given indices, in order; all by default.
-
-        Raises:
-            ValueError: the model does not have one of the layers, or no index is given.
-        """
-        if layers is not None and not len(layers):
-            raise ValueError("layers must name at least one layer")
-        known = {layer.index: layer for layer in self.layers}
-        if layers is not None:
-            for index in layers:
-                if index not in known:
-                    raise ValueError(
-                        f"{type(self.model).__name__} has attention layers {ranges_text(list(known))}, got {index!r}"
-                    )
-        return tuple(layer for index, layer in sorted(known.items()) if layers is None or index in layers)
-
-
 def split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Return the first and the second feature of each pair of heads: two views (..., pairs) of (..., head_dim).
 
@@ -143,8 +111,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return out
 
 
-def find_attention_layers(model: nn.Module) -> DecoderLayers:
-    """Find the modules that put out a model's queries, keys and values before rotation.
+def find_attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
+    """Find the modules that put out a model's queries, keys and values before rotation, layer by layer.
 
     Args:
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
@@ -159,46 +127,46 @@ def find_attention_layers(model: nn.Module) -> DecoderLayers:
     location = locate(model)
     tables = _tables_in_use(location.model, location.module)
     root: Any = location.model
-    decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
+    name = type(root).__name__
     probe = torch.arange(PROBE_TOKENS)[None]
     positions = probe * PROBE_STEP
     size = root.get_input_embeddings().num_embeddings
     ids = probe * max(1, size // (2 * PROBE_TOKENS)) % size  # from all over the vocabulary
     with in_eval_mode(model):
-        calls = record_attention(location.model, decoder, ids, positions)
+        calls = record_attention(location.model, root.get_decoder(), ids, positions)
     if not calls:
         raise ValueError(
-            f"{type(root).__name__} does not attend through transformers' AttentionInterface: what it rotates cannot "
-            "be checked"
+            f"{name} does not attend through transformers' AttentionInterface: what it rotates cannot be checked"
         )
-    for order, call in enumerate(calls):
-        _check_finite(type(root).__name__, int(getattr(call.module, "layer_idx", order)), call)
+    for call in calls:
+        for role, state in call.states.items():
+            if not bool(torch.isfinite(state).all()):  # such a state matches no output of a module
+                raise ValueError(f"layer {call.index} of {name} has a {role} that is NaN or infinite")
     positions_on_device = positions.to(device_of(location.model))
     turns = {kind: tuple(half.cpu() for half in location.cos_sin(kind, positions_on_device)) for kind in tables}
     types = getattr(location.config, "layer_types", None) or ()
     layers: list[AttentionLayer] = []
-    for order, call in enumerate(calls):
-        index = int(getattr(call.module, "layer_idx", order))
-        expected = types[index] if index < len(types) else None
+    for call in calls:
+        expected = types[call.index] if call.index < len(types) else None
         # The stated layer type is tried first, since two tables of a model may be equal.
-        kinds = sorted(tables, key=lambda kind: kind != expected)
-        layers.append(_match(type(root).__name__, index, call, {k: tables[k] for k in kinds}, turns, calls, layers))
+        likely = dict(sorted(tables.items(), key=lambda item: item[0] != expected))
+        layers.append(_match(name, call, likely, turns, calls, layers))
     if len({layer.index for layer in layers}) < len(layers):
-        raise ValueError(f"{type(root).__name__} calls an attention layer more than once in a pass")
-    return DecoderLayers(location.model, decoder, tuple(layers))
+        raise ValueError(f"{name} calls an attention layer more than once in a pass")
+    return tuple(layers)
 
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
     """Return the tables that a model's rotary module holds, by layer type, with any rounding by a cast."""
     inspection = inspect_model(model)  # it raises for models that cannot be patched, either
+    if isinstance(module, PatchedRotary):
+        return {table.layer_type: table for table in inspection.tables}
     for table in inspection.tables:
-        if not isinstance(module, PatchedRotary) and table.is_dynamic:
+        if table.is_dynamic:
             raise ValueError(
                 f"{table.name} has a dynamic table (rope_type {table.rope_type!r}): it changes with the length that "
                 "is read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
             )
-    if isinstance(module, PatchedRotary):
-        return {table.layer_type: table for table in inspection.tables}
     original = original_tables(module)
     # What the config states stays with the table: how far it reaches follows from it.
     return {
@@ -207,19 +175,11 @@ def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None
     }
 
 
-def _check_finite(model: str, index: int, call: AttentionCall) -> None:
-    """Raise ValueError if states of a layer are NaN or infinite, since such states match no module's output."""
-    for role, state in call.states.items():
-        if not bool(torch.isfinite(state).all()):
-            raise ValueError(f"layer {index} of {model} has a {role} that is NaN or infinite: finite states are needed")
-
-
 # --- matching --------------------------------------------------------------------------------------------------------
 
 
 def _match(
     model: str,
-    index: int,
     call: AttentionCall,
     tables: Mapping[str | None, RotaryTable],
     turns: Mapping[str | None, tuple[Tensor, ...]],
@@ -230,33 +190,22 @@ def _match(
 
     Args:
         model: name of the model's class, for errors.
-        index: index of the layer.
         call: the attention call of the layer.
         tables: the tables by layer type, the likely one first.
         turns: cos and sin of the probe's positions, by layer type.
         calls: the attention calls of all layers, in order.
         before: the layers that were matched before this one.
     """
-    heads = {role: call.states[role].shape[1] for role in ROLES}
-
-    def search(role: str, turn: Callable[[Tensor], Tensor]) -> HeadOutput | None:
-        return _search(call, role, heads, turn)
-
     for kind, table in tables.items():
-        cos, sin = turns[kind]
+        cos, sin = (half[..., None, : table.pairs] for half in turns[kind])
         for interleaved in (False, True):
-
-            def turn(
-                x: Tensor, cos: Tensor = cos, sin: Tensor = sin, table: RotaryTable = table, odd: bool = interleaved
-            ) -> Tensor:
-                return rotate(x.float(), cos[..., None, : table.pairs], sin[..., None, : table.pairs], odd)
-
-            query = search("query", turn)
+            turn = functools.partial(rotate, cos=cos, sin=sin, interleaved=interleaved)
+            query = _search(call, "query", turn)
             if query is None:
                 continue
-            keys_of = index
+            keys_of = call.index
+            key, value = _search(call, "key", turn), _search(call, "value", lambda x: x)
             # Keys that the layer does not put out itself are those of an earlier layer (Gemma 4 shares them).
-            key, value = search("key", turn), search("value", lambda x: x)
             if key is None:
                 for other, layer in zip(calls, before, strict=False):  # `before` has only the layers of the first calls
                     if torch.equal(other.states["key"], call.states["key"]):
@@ -267,11 +216,11 @@ def _match(
                 if key is None:
                     missing = "keys before rotation"
                 raise ValueError(
-                    f"layer {index} of {model}: no part of {type(call.module).__name__} puts out its {missing}"
+                    f"layer {call.index} of {model}: no part of {type(call.module).__name__} puts out its {missing}"
                 )
             return AttentionLayer(
-                index=index,
-                parts=dict(zip(ROLES, (query, key, value), strict=True)),
+                index=call.index,
+                parts={"query": query, "key": key, "value": value},
                 table=table,
                 interleaved=interleaved,
                 scaling=float(call.kwargs.get("scaling") or call.states["query"].shape[-1] ** -0.5),
@@ -280,22 +229,20 @@ def _match(
                 keys_of=keys_of,
             )
     raise ValueError(
-        f"layer {index} of {model}: its queries are no rotation of what a part of {type(call.module).__name__} puts "
-        "out. Such a layer does not rotate, or rotates in a way of its own"
+        f"layer {call.index} of {model}: its queries are no rotation of what a part of {type(call.module).__name__} "
+        "puts out. Such a layer does not rotate, or rotates in a way of its own"
     )
 
 
-def _search(
-    call: AttentionCall, role: str, heads: Mapping[str, int], turn: Callable[[Tensor], Tensor]
-) -> HeadOutput | None:
+def _search(call: AttentionCall, role: str, turn: Callable[[Tensor], Tensor]) -> HeadOutput | None:
     """Return the module whose output, once rotated, is what the attention function was given; None if none fits.
 
     Args:
         call: the attention call of the layer.
         role: ``"query"``, ``"key"`` or ``"value"``.
-        heads: number of heads of each role.
         turn: function that rotates heads (rows, tokens, heads, head_dim); for values it returns them unchanged.
     """
+    heads = {role: states.shape[1] for role, states in call.states.items()}
     rotated = call.states[role].transpose(1, 2)
     rows, tokens, _, head_dim = rotated.shape
     fits: list[tuple[bool, int, HeadOutput]] = []
@@ -305,7 +252,7 @@ def _search(
             if blocks is None:
                 continue
             for picked in _arrangements(blocks.shape[2], role, heads):
-                if _close(turn(blocks[:, :, picked]), rotated):
+                if _close(turn(blocks[:, :, picked].float()), rotated):
                     # Equal outputs, as of zero weights, are distinguished by name; of a projection and its norm, the
                     # later one counts.
                     fits.append((name.startswith(role[0]), order, HeadOutput(module, picked, head_dim, tokens_last)))

@@ -28,6 +28,7 @@ class AttentionCall:
     """A call of the attention function by one layer, and the outputs of the modules directly below the layer.
 
     Attributes:
+        index: index of the layer in the model; without one of its own, the number of calls before this one.
         module: the attention layer.
         states: queries, keys and values by role: (rows, heads, tokens, head_dim).
         kwargs: other keyword arguments that the layer passed to its attention function.
@@ -35,6 +36,7 @@ class AttentionCall:
         outputs: name, module and output of the modules directly below the layer, in the order of their calls.
     """
 
+    index: int
     module: nn.Module
     states: dict[str, Tensor]
     kwargs: dict[str, Any]
@@ -68,7 +70,8 @@ def _record(
         states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
         names = {child: name for name, child in module.named_children()}
         outputs = [(names[child], child, output) for child, output in recording.outputs.items() if child in names]
-        recording.calls.append(AttentionCall(module, states, kwargs, window_of(attention_mask), outputs))
+        index = int(getattr(module, "layer_idx", len(recording.calls)))
+        recording.calls.append(AttentionCall(index, module, states, kwargs, window_of(attention_mask), outputs))
         recording.outputs.clear()
     out = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True, scale=kwargs.get("scaling")

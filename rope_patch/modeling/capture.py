@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rope_patch.methods.scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.attention_probe import ROLES
-from rope_patch.modeling.inputs import rows_digest, token_rows
+from rope_patch.modeling.inputs import ids_hash, token_rows
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.modeling.visit_states import visit_states
 from rope_patch.patching.locate import locate
@@ -26,15 +26,12 @@ from rope_patch.patching.locate import locate
 LARGEST_STATE = 1e18
 """States of this size or more are refused, as infinite ones are: their squares leave the range of float32."""
 
-__all__ = ["Capture", "LayerCapture", "Statistics", "capture"]
-
 
 def capture(
     model: nn.Module,
     token_ids: Tensor,
     *,
     chunk: int | None = None,
-    layers: Sequence[int] | None = None,
     texts: Sequence[int] | None = None,
 ) -> Capture:
     """Measure a model's queries, keys and values before rotation on a text.
@@ -46,7 +43,6 @@ def capture(
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
         token_ids: (tokens,) or (rows, tokens) token ids, at least 2 in a row; rows are separate texts, read one by one.
         chunk: number of tokens in a forward pass, through a cache; by default a text is read in one pass.
-        layers: indices of the layers that are measured; all by default.
         texts: number of the text of each row, from 0 on, where mean norms are wanted by text; by default all rows are
             of one text.
 
@@ -55,9 +51,9 @@ def capture(
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: there are fewer than 2 tokens, or ids that the model does not know; it lacks one of the layers, or
-            has no rotary table; its states cannot be found (see ``find_attention_layers``); or states are NaN or
-            infinite, which the message names with their positions.
+        ValueError: there are fewer than 2 tokens, or ids that the model does not know; it has no rotary table; its
+            states cannot be found (see ``find_attention_layers``); or states are NaN or infinite, which the message
+            names with their positions.
     """
     rows = token_rows(token_ids)
     if texts is None:
@@ -71,7 +67,7 @@ def capture(
             state_sums = sums[layer.index, role] = _StateSums(layer, role, states, tokens)
         state_sums.add(states, row, start, texts[row])
 
-    read = visit_states(model, rows, visit, chunk=chunk, layers=layers)
+    read = visit_states(model, rows, visit, chunk=chunk)
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
     size = 0
     if chunk is not None and chunk < rows.shape[1]:
@@ -80,7 +76,7 @@ def capture(
         type(locate(model).model).__name__,
         rows.numel(),
         len(rows),
-        rows_digest(rows),
+        ids_hash(rows)[:16],
         size,
         tuple(captured),
     )
@@ -105,11 +101,6 @@ class _StateSums:
         self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
         self.device = device_of_sums(states.device)
-        if head_dim < 2 * self.pairs:
-            raise ValueError(
-                f"layer {layer.index} has {role}s of {head_dim} features and a table for {2 * self.pairs}: "
-                "they cannot be paired"
-            )
         self.tokens = tokens
         self.largest = torch.zeros_like(states[0])
         self.sum = self._zeros(heads, head_dim)

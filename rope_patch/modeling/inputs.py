@@ -20,7 +20,7 @@ def check_ids(ids: Tensor, vocabulary: int | None = None) -> Tensor:
         ValueError: the ids are not whole numbers, or lie beyond the vocabulary.
     """
     # An id that is out of range ends a process on a GPU with an error that names no cause.
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"token_ids must be whole numbers, got {ids.dtype}")
     if vocabulary is not None and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise ValueError(
@@ -48,14 +48,8 @@ def token_rows(token_ids: Tensor) -> Tensor:
     return rows.cpu()
 
 
-def rows_digest(rows: Tensor) -> str:
-    """Return 16 hex digits that identify token ids (rows, tokens)."""
-    # Bytes in a fixed order (`<`), so that all machines give the same digits.
-    return hashlib.sha256(f"{tuple(rows.shape)}".encode() + rows.numpy().astype("<i8").tobytes()).hexdigest()[:16]
-
-
 def ids_hash(ids: Tensor) -> str:
-    """Return the SHA-256 of token ids, for the keys of stored results."""
+    """Return the SHA-256 of token ids."""
     return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
 
 

@@ -98,28 +98,28 @@ class Reader:
         self.device = input_device(owner.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
 
-    def default_chunk(self, tokens: int, cache: CacheFactory | None = None) -> int:
-        """Return how many of some tokens a forward pass reads where no chunk is asked for: all of them, if possible.
+    def chunk(self, tokens: int, asked: int | None = None, cache: CacheFactory | None = None) -> int:
+        """Return how many of some tokens a forward pass reads: as many as asked for, or else all of them, if possible.
 
         Read at once, a layer with a sliding window computes the scores of all pairs of tokens, and masks most of them.
         A cache of the caller's own is given all tokens.
         """
+        if asked is not None:
+            return min(tokens, asked)
         if self.sliding_window is None or self.dynamic or cache is not None:
             return tokens
         return min(tokens, max(SLIDING_CHUNK, self.sliding_window))
 
-    def new_cache(self, capacity: int | None = None) -> DynamicCache:
+    def new_cache(self, capacity: int) -> DynamicCache:
         """Return an empty cache, in which sliding layers keep only the tokens of their windows.
 
         Args:
-            capacity: number of tokens that the cache will hold [tokens]. If it is given, memory is allocated once; by
-                default the cache is copied as it grows.
+            capacity: number of tokens that the cache will hold, for which memory is allocated once [tokens].
         """
         cache = DynamicCache(config=self.model.config)
-        if capacity is not None:
-            for index, layer in enumerate(cache.layers):
-                if type(layer) is DynamicLayer:
-                    cache.layers[index] = RoomyLayer(capacity)
+        for index, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer:
+                cache.layers[index] = RoomyLayer(capacity)
         return cache
 
     def read(
@@ -154,6 +154,10 @@ class Reader:
                 cache = {self.cache_argument: past, "use_cache": past is not None}
                 out = self.call(self.decoder, input_ids=part, **cache)
             yield start, out.last_hidden_state
+
+    def states(self, ids: Tensor, past: Any = None, chunk: int | None = None) -> Tensor:
+        """Return the last hidden states (rows, tokens, hidden) of all tokens, which :meth:`read` reads."""
+        return torch.cat([hidden for _, hidden in self.read(ids, past, chunk)], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does it."""
@@ -223,7 +227,7 @@ def losses(
     lengths: Sequence[int] | None = None,
     chunk: int | None = None,
     cache: CacheFactory | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Score tokens of rows of equal length, or padded on the right, in one pass or in chunks through a cache.
 
     No mask is needed, since no token sees the padding to its right.
@@ -237,8 +241,7 @@ def losses(
         cache: factory of the cache through which rows are read; by default a ``DynamicCache`` if there are chunks.
 
     Returns:
-        The negative log-likelihood (rows, tokens) float64 [nats] and the most probable tokens (rows, tokens), both at
-        the position of the scored token; nan and -1 elsewhere.
+        The negative log-likelihood (rows, tokens) float64 [nats], at the position of the scored token; nan elsewhere.
     """
     width = rows.shape[1]
     lengths = [width] * len(rows) if lengths is None else lengths
@@ -248,7 +251,6 @@ def losses(
     elif chunk is not None and chunk < width:
         past = reader.new_cache(width)
     nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
-    best = torch.full(rows.shape, -1)
     for start, hidden in reader.read(rows, past, chunk):
         for i in range(len(rows)):
             # The state at position p scores the token at p + 1.
@@ -256,8 +258,8 @@ def losses(
             if low < high:
                 states = hidden[i, low - start : high - start]
                 at = slice(low + 1, high + 1)
-                nll[i, at], best[i, at] = reader.score(states, rows[i, at])
-    return nll, best
+                nll[i, at], _ = reader.score(states, rows[i, at])
+    return nll
 
 
 def input_device(module: nn.Module) -> torch.device:
@@ -382,12 +384,10 @@ def _sums(tensor: Tensor) -> Any:
     dense = tensor.detach()
     if dense.layout != torch.strided:
         dense = dense.to_dense()
-    raw = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if len(raw) % 8:
+    raw = dense.contiguous().reshape(-1).view(torch.uint8)
+    # A view as int64 needs whole words, and memory that begins at a multiple of 8 bytes, as that of a padded copy does.
+    if len(raw) % 8 or raw.storage_offset() % 8:
         raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8))
-    # A view as int64 needs memory that begins at a multiple of 8 bytes.
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
     words = raw.view(torch.int64)
     # Places count from 1: at place 0 the first word would have no weight. Sums wrap around at 64 bits, on any device.
     places = torch.arange(1, 1 + min(len(words), _WORDS_AT_ONCE), device=words.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,13 +63,6 @@ class Statistics:
         radius: Tensor = torch.linalg.vector_norm(self.mean_pairs, dim=-1)
         return radius
 
-    def repeated(self, groups: int) -> Statistics:
-        """Return the statistics with each head repeated ``groups`` times: those of key heads, by query head."""
-        if groups == 1:
-            return self
-        repeated = {name: getattr(self, name).repeat_interleave(groups, dim=0) for name in _ARRAYS}
-        return Statistics(**repeated, interleaved=self.interleaved)
-
 
 @dataclass(frozen=True, eq=False)
 class LayerCapture:
@@ -110,7 +103,12 @@ class LayerCapture:
     @property
     def key_by_query_head(self) -> Statistics:
         """Statistics of the keys, with each key head repeated for its query heads, as Jonasson counts them."""
-        return self.key.repeated(self.groups)
+        repeated: dict[str, Any] = {
+            name: value.repeat_interleave(self.groups, 0)
+            for name, value in vars(self.key).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self.key, **repeated)
 
 
 class OfLayers:
@@ -184,9 +182,6 @@ class Capture(OfLayers):
     chunk: int
     layers: tuple[LayerCapture, ...]
     schema: ClassVar[int] = 3
-
-
-_ARRAYS = tuple(item.name for item in fields(Statistics) if item.name != "interleaved")
 
 
 def pairs_of(features: Tensor, pairs: int, interleaved: bool) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.attention_probe import ROLES
-from rope_patch.modeling.inputs import check_ids, token_rows
+from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, locate
@@ -31,7 +31,7 @@ rotation (tokens, heads, head_dim) in float32, the row of the text, and the posi
 @torch.no_grad()
 def visit_states(
     model: nn.Module,
-    token_ids: Tensor,
+    rows: Tensor,
     visit: Visit,
     *,
     chunk: int | None = None,
@@ -41,10 +41,10 @@ def visit_states(
 
     Args:
         model: a causal language model of transformers, as for :func:`~rope_patch.modeling.capture.capture`.
-        token_ids: (tokens,) or (rows, tokens) token ids.
+        rows: (rows, tokens) token ids, as ``token_rows`` returns them.
         visit: function that is called with each state, a slice of tokens at a time.
         chunk: number of tokens in a forward pass; by default a row is read in one pass.
-        layers: indices of the layers whose states are passed on; all by default.
+        layers: indices of the layers whose states are passed on, which the model has; all by default.
 
     Returns:
         The layers whose states were passed on.
@@ -52,7 +52,6 @@ def visit_states(
     Raises:
         TypeError, ValueError: the model or an argument is wrong, as for :func:`~rope_patch.modeling.capture.capture`.
     """
-    rows = token_rows(token_ids)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be >= 1 token, got {chunk}")
     with in_eval_mode(model), contextlib.ExitStack() as stack:
@@ -60,8 +59,8 @@ def visit_states(
         root: Any = location.model
         embedding = root.get_input_embeddings()
         check_ids(rows, embedding.num_embeddings)
-        attention = find_attention_layers(model)
-        shown = attention.pick(layers)
+        decoder = root.get_decoder()
+        shown = tuple(one for one in find_attention_layers(model) if layers is None or one.index in layers)
         place, received = (0, 0), 0  # row of the text, and the position at which the pass begins
 
         def passing_on(layer: AttentionLayer, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -84,9 +83,9 @@ def visit_states(
             for start in range(0, len(row), size):
                 place, received = (number, start), 0
                 ids = row[None, start : start + size].to(device_of(embedding))
-                with progress.forward_pass(attention.decoder, ids.numel()):
-                    cache = {cache_argument(attention.decoder): past, "use_cache": past is not None}
-                    attention.decoder(input_ids=ids, **cache)
+                with progress.forward_pass(decoder, ids.numel()):
+                    cache = {cache_argument(decoder): past, "use_cache": past is not None}
+                    decoder(input_ids=ids, **cache)
                 # A hook that does not run would leave its layer out of the statistics in silence.
                 if received != len(shown) * len(ROLES):
                     raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")

@@ -220,7 +220,7 @@ def before_after(comparison: Comparison, chosen: str) -> DataTable:
     scores = {row.label: row.scores for row in comparison.rows}
     before, after = scores[UNPATCHED], scores[chosen]
     rows: list[Cells] = []
-    for length in comparison.lengths:
+    for length in comparison.spec.lengths:
         for metric, span in spans_at(comparison.spec, length):
             values = [_value(metric, span, before), _value(metric, span, after)]
             change = metric.difference(after, before, span)

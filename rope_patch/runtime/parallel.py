@@ -6,7 +6,6 @@ Who watches over them is the launcher: where one process fails, it ends the othe
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -97,7 +96,7 @@ def from_first_process(make: Callable[[], T]) -> T:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return the JSON values of all processes, in the order of their ranks; every process has to call it."""
-    texts: list[Any] = [None] * processes()[1]
-    torch.distributed.all_gather_object(texts, json.dumps(value))
-    return [json.loads(text) for text in texts]
+    """Return the values of all processes, in the order of their ranks; every process has to call it."""
+    values: list[Any] = [None] * processes()[1]
+    torch.distributed.all_gather_object(values, value)
+    return values

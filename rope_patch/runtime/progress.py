@@ -22,9 +22,6 @@ if TYPE_CHECKING:  # commands show their help without torch
     from torch import nn
 
 
-BAR_OPTIONS: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.02}
-"""Options of tqdm for a bar of tokens. They are reported by layers, which take unequal times, so that the newest one
-has little weight in the rate that is shown."""
 SECONDS_IN_FILE = 60
 """Time between two lines of a bar that is written to a file [s]."""
 
@@ -191,7 +188,9 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
     from tqdm import tqdm
 
     often = 0.1 if sys.stderr.isatty() else SECONDS_IN_FILE
-    with tqdm(total=total, desc=label, disable=hidden, mininterval=often, maxinterval=often, **BAR_OPTIONS) as shown:
+    # Tokens are reported by layers, which take unequal times, so the newest one has little weight in the rate.
+    options = {"unit": "tok", "unit_scale": True, "smoothing": 0.02, "mininterval": often, "maxinterval": often}
+    with tqdm(total=total, desc=label, disable=hidden, **options) as shown:
 
         def on_tokens(stage: str, tokens: int) -> None:
             shown.set_postfix_str(stage, refresh=False)

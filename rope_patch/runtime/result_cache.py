@@ -9,7 +9,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ LIBRARIES = sys.stdlib_module_names | {"bitsandbytes", "peft", "rope_patch", "to
 """The packages whose code has no identity: see :func:`code_identity`."""
 
 
-class ResultCache(MutableMapping[str, Any]):
+class ResultCache(UserDict[str, Any]):
     r"""A dictionary of JSON values in a file of lines, each written and synced before the next piece of work begins.
 
     Keys come from :func:`key`: they name everything a value depends on, so one file may serve any number of models
@@ -52,10 +53,7 @@ class ResultCache(MutableMapping[str, Any]):
 
     def __init__(self, path: str | Path, values: dict[str, Any] | None = None) -> None:
         self.path = Path(path)
-        self._values = _values_in(self.path) if values is None else values
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
+        self.data = _values_in(self.path) if values is None else values  # not through update, which would write them
 
     def __setitem__(self, name: str, value: Any) -> None:
         line = json.dumps({"key": name, "value": value}, allow_nan=False).encode() + b"\n"
@@ -68,20 +66,7 @@ class ResultCache(MutableMapping[str, Any]):
                     line = b"\n" + line
             file.write(line)  # in one call: another process may write here too
             os.fsync(file.fileno())
-        self._values[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("finished work is not deleted: remove the file")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def remember(self, values: dict[str, Any]) -> None:
-        """Keep values that another process writes to the file."""
-        self._values.update(values)
+        self.data[name] = value
 
 
 def _values_in(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import yaml
 
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
-from rope_patch.evaluation.suite import EvalResult, unpatched_missing
+from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.verify import shortened, trained_length, verify_model
@@ -118,13 +118,10 @@ def write_results(
 
 def _notes(trained: int, is_patched: bool, evaluations: Mapping[str, EvalResult]) -> list[str]:
     """Return warnings if the unpatched model was not measured or fails the task within its trained length [tokens]."""
-    unpatched = evaluations.get("unpatched")
-    if unpatched is None and not is_patched:
-        unpatched = evaluations.get("before")
-    if unpatched is not None:
-        return unpatched.warnings(trained)
-    measured = [*evaluations.values()]
-    return unpatched_missing(measured, trained, "rope-patch compare MODEL --methods default measures it")
+    unpatched = "unpatched"
+    if unpatched not in evaluations and not is_patched:
+        unpatched = "before"
+    return retrieval_warnings(evaluations, unpatched, trained, "rope-patch compare MODEL --methods default measures it")
 
 
 def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> str:

@@ -248,7 +248,7 @@ def test_outliers_are_above_a_multiple_of_the_median_of_all_layers(monkeypatch):
 )
 def test_a_long_bias_is_named_before_a_text_is_read(name, module, row, features):
     model = model_of(name)
-    layer = find_attention_layers(model).layers[1]
+    layer = find_attention_layers(model)[1]
     assert key_biases(model) == () == tuple(bias_sentences(()))
     with torch.no_grad():
         for feature, size in zip(features, (300.0, -400.0), strict=True):

@@ -58,7 +58,7 @@ def test_causes_add_up_and_only_unrotated_pairs_are_taken_out(table):
         rope_patch.apply(model, table)
     ids = torch.randint(3, 64, (2, 64), generator=torch.Generator().manual_seed(0))
     exact = [cache_damage.last_states(Reader(model), row, None) for row in ids]
-    loaded = cache_damage.Loaded(model, None, find_attention_layers(model).layers, ids, "", exact)
+    loaded = cache_damage.Loaded(model, None, find_attention_layers(model), ids, "", exact)
     measured = cache_damage.keys(loaded, cache_damage.Cell("keys", "gemma3", table, "3"))
     assert sum(measured["shares"].values()) == pytest.approx(1)
     assert (measured["share of unrotated pairs"] > 0) == (table != "default")

@@ -14,7 +14,7 @@ from support.prompting import HAY, ROOM, TOKENIZER, bold
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
-from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.evaluation.suite import EvalSuite, retrieval_warnings
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
 
@@ -116,13 +116,17 @@ def answered_by(*shares, **fields):
     return result_of(None, retrieval_of(hits, **fields))
 
 
+def warnings_of(scores, trained_length):
+    return retrieval_warnings({"default": scores}, "default", trained_length)
+
+
 def test_failing_within_the_trained_length_is_said_with_what_to_try():
-    (sentence,) = answered_by(0.5, 0.0, task="niah", haystack="builtin").warnings(64)
+    (sentence,) = warnings_of(answered_by(0.5, 0.0, task="niah", haystack="builtin"), 64)
     assert all(word in sentence for word in ("5 of 10", "64", "passkey", "noise")) and "chat" not in sentence
-    (sentence,) = answered_by(1.0, 0.7, chat=True).warnings(128)
+    (sentence,) = warnings_of(answered_by(1.0, 0.7, chat=True), 128)
     assert "128" in sentence and "chat_template off" in sentence and "the task" not in sentence
 
 
 def test_failing_beyond_the_trained_length_is_expected():
-    assert answered_by(0.8, 0.0).warnings(64) == []
-    assert answered_by(0.0, 0.0).warnings(32) == []
+    assert warnings_of(answered_by(0.8, 0.0), 64) == []
+    assert warnings_of(answered_by(0.0, 0.0), 32) == []

@@ -41,7 +41,7 @@ def suite(request):
 def test_it_gives_what_whole_passes_of_transformers_give(model, suite):
     result, losses = suite.run(model), {}
     for number, one in enumerate(suite.laden):
-        ids = one.source.ids[: 512 - suite.room]
+        ids = one.window.source.ids[: 512 - suite.room]
         found = torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1].double(), ids[1:], reduction="none")
         # The question at 256 tokens ends a part, whose last state predicts no token.
         counted = [i for i in range(1, len(ids)) if one.is_text[i] and i != 256 - suite.room]
@@ -65,7 +65,7 @@ def test_the_needle_stands_between_words_in_the_middle_and_does_not_count(suite)
     needle = {"passkey": "The pass key is", "niah": "The magic number of"}[suite.task]
     for one in suite.laden:
         (place,) = places(one)
-        shown, answer = TOKENIZER.decode(one.source.ids[place : place + 24].tolist()), one.question.parts[0]
+        shown, answer = TOKENIZER.decode(one.window.source.ids[place : place + 24].tolist()), one.question.parts[0]
         assert shown.strip().startswith(needle) and answer in shown
         size = len(TOKENIZER(shown[: shown.index(answer) + len(answer) + 1])["input_ids"])
         assert not one.is_text[place : place + size].any() and one.is_text[place - 1]
@@ -76,8 +76,12 @@ def test_the_needle_stands_between_words_in_the_middle_and_does_not_count(suite)
 def test_another_task_or_shorter_lengths_have_the_same_windows(suite):
     shorter = suite.smaller(1).asking("niah", [256])
     (ours,), (theirs,) = shorter.laden, suite.smaller(1).laden
-    assert shorter.spec.lengths == (256,) and shorter.spec.tasks == ("niah",) and ours.source.name == theirs.source.name
-    assert torch.equal(ours.source.ids[: places(ours)[0]], theirs.source.ids[: places(ours)[0]])
+    assert (
+        shorter.spec.lengths == (256,)
+        and shorter.spec.tasks == ("niah",)
+        and ours.window.source.name == theirs.window.source.name
+    )
+    assert torch.equal(ours.window.source.ids[: places(ours)[0]], theirs.window.source.ids[: places(ours)[0]])
 
 
 def test_the_text_is_that_of_plain_windows(model):
@@ -85,8 +89,8 @@ def test_the_text_is_that_of_plain_windows(model):
     spec = EvalSpec([256, 512], windows=3)
     plain, suite = EvalSuite(spec, TOKENIZER, text=TEXT), NeedleSuite(spec, TOKENIZER, TEXT)
     for one, window in zip(suite.laden, plain.windows, strict=True):
-        assert torch.equal(one.source.ids[: places(one)[0]], window.ids[: places(one)[0]])
-        assert torch.equal(one.source.ids[-200:], window.ids[-200:])
+        assert torch.equal(one.window.source.ids[: places(one)[0]], window.ids[: places(one)[0]])
+        assert torch.equal(one.window.source.ids[-200:], window.ids[-200:])
     ours = suite.run(model).perplexity.documents
     theirs = perplexity(model, plain.windows, window=512, buckets=spec.edges).documents
     for one, other in zip(ours, theirs, strict=True):

@@ -8,12 +8,11 @@ from support.tiny import tiny_model
 from rope_patch.evaluation import time_budget as budget
 from rope_patch.evaluation.smaller_specs import spec_within, tokens_computed, tokens_to_read, what_is_lost
 from rope_patch.evaluation.time_budget import (
-    FILLED_SHARE,
     MEASURING_SECONDS,
     default_tokens,
     operations,
+    speed,
     tokens_per_second,
-    tokens_within,
 )
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import ResultCache
@@ -73,12 +72,12 @@ def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch
     model, path = tiny_model(), tmp_path / "finished.jsonl"
 
     def planned():
-        return tokens_within(model, 60, 64, path, rows=1, chunk=None)
+        return speed(model, 64, path)
 
-    assert planned() == FILLED_SHARE * 60 * 10
-    assert planned() == FILLED_SHARE * 60 * 1000, "nothing was finished under the first plan"
+    assert planned() == 10
+    assert planned() == 1000, "nothing was finished under the first plan"
     ResultCache(path)["a window"] = 1.0
-    assert planned() == FILLED_SHARE * 60 * 1000
+    assert planned() == 1000
 
 
 def test_what_prompts_share_is_computed_once():

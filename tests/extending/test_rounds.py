@@ -52,5 +52,5 @@ def test_a_single_window_is_not_the_beginning_of_the_text(count, places):
     whole = suite(count, text)
     window = whole.smaller(1).laden[0]
     assert [i for i, one in enumerate(whole.laden) if one is window] == places
-    alone = suite(1, text).laden[0].source
+    alone = suite(1, text).laden[0].window.source
     assert 2950 < int(TOKENIZER.decode(alone.ids[60:])[-60:].split()[1]) < 3050

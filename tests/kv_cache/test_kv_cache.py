@@ -95,7 +95,7 @@ def losses(model, rows, cache=None, chunk=None):
 
 
 def errors_of(model, row, scheme):
-    return attention_errors(model, row, scheme, find_attention_layers(model).layers)
+    return attention_errors(model, row, scheme, find_attention_layers(model))
 
 
 def close(got, expected, size=1e-5):
@@ -229,7 +229,7 @@ def test_tiles_of_values_are_read_alike_by_streaming_and_one_pass(monkeypatch):
 
 @pytest.mark.parametrize(("visible", "end"), [(256, 128), (257, 256), (384, 256), (385, 384)])
 def test_kvarn_rounds_a_tile_once_the_next_token_comes(visible, end):
-    layer = find_attention_layers(model_for("llama")).layers[0]
+    layer = find_attention_layers(model_for("llama"))[0]
     plan = plan_layers([layer], Scheme.parse("kvarn-k4v2"))[0]
     # vLLM rounds the tiles that were complete before the step; the first 128 tokens are never rounded.
     assert [plan.frozen(name, visible) for name in ("keys", "values")] == [end, end]
@@ -248,7 +248,7 @@ ROTATING = {
 @pytest.mark.parametrize("patched_model", ROTATING)
 @pytest.mark.parametrize("rope", ["full", "int8.channel4"])
 def test_features_of_keys_that_rotate_have_a_format_of_their_own(patched_model, rope):
-    (layer, *_) = find_attention_layers(model_for(*patched_model)).layers
+    (layer, *_) = find_attention_layers(model_for(*patched_model))
     scheme = Scheme.parse(f"k=int4.channel4;v=int4;rope={rope}")
     plan = plan_layers([layer], scheme)[layer.index]
     keys = torch.randn(2, 2, 4, 16, generator=torch.Generator().manual_seed(0)).double()
@@ -530,17 +530,17 @@ def test_skipped_layers_are_left():
     assert torch.equal(past.layers[1].keys, past.layers[1].raw_keys)
     assert not torch.equal(past.layers[0].keys, past.layers[0].raw_keys)
     with pytest.raises(ValueError, match="layers"):
-        plan_layers(find_attention_layers(model).layers, Scheme.parse("int4;skip=1+2"))
+        plan_layers(find_attention_layers(model), Scheme.parse("int4;skip=1+2"))
 
 
 def test_layers_that_share_keys_are_skipped_with_their_owner():
     model, rows = model_for("gemma4-shared"), ids(TOKENS, 2)
-    layer_plans = plan_layers(find_attention_layers(model).layers, Scheme.parse("int4;skip=0"))
+    layer_plans = plan_layers(find_attention_layers(model), Scheme.parse("int4;skip=0"))
     assert [layer_plans[i].sides["keys"].format for i in range(4)] == ["none", "int4", "none", "int4"]
     with quantized(model, "int4.token;skip=0") as factory:
         close(losses(model, rows, factory(), 7), losses(model, rows), 1e-9)
     with pytest.raises(ValueError, match="their own are 0-1"):
-        plan_layers(find_attention_layers(model).layers, Scheme.parse("int4;skip=2"))
+        plan_layers(find_attention_layers(model), Scheme.parse("int4;skip=2"))
 
 
 # --- what is left behind
@@ -712,7 +712,7 @@ def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
             off = scaling * query @ (rounded - keys)[kv].T
             energy = float(off[asked][at].square().sum())
             count = int(at.sum())
-            assert float(got[index].logit[0, head]) == pytest.approx((energy / count) ** 0.5, rel=1e-6)
+            assert float(got[index][0, head]) == pytest.approx((energy / count) ** 0.5, rel=1e-6)
 
 
 @torch.no_grad()
@@ -732,7 +732,7 @@ def test_logits_of_long_keys_are_not_rounded_to_half_precision():
 @pytest.mark.parametrize("name", ["llama-yarn", "glm"])
 def test_what_is_set_apart_from_keys_is_not_rounded(name, text):
     """A constant part of keys before rotation, and the whole of some pairs: with both at hand, by complex numbers."""
-    layer, side = find_attention_layers(model_for(name)).layers[0], Scheme.parse(text).key
+    layer, side = find_attention_layers(model_for(name))[0], Scheme.parse(text).key
     pairs, width, scale = layer.table.pairs, layer.parts["key"].head_dim, 1.25
     x = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
     offset = torch.randn(2, width, generator=torch.Generator().manual_seed(1))
@@ -768,7 +768,7 @@ def test_errors_are_those_without_dropout():
     row, scheme = ids(TOKENS, 1)[0], Scheme.parse("int4.token")
     expected = errors_of(model.eval(), row, scheme)
     for one, other in zip(errors_of(model.train(), row, scheme), expected, strict=True):
-        assert torch.equal(one.logit, other.logit)
+        assert torch.equal(one, other)
     assert model.training
 
 

@@ -16,7 +16,7 @@ import rope_patch
 from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_evaluation.decoding import Decoding
-from rope_patch.kv_evaluation.token_count import tokens_to_check
+from rope_patch.kv_evaluation.measure_format import tokens_to_check
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.runtime.progress import listen

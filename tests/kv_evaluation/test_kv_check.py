@@ -25,8 +25,8 @@ from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import error_shares, worst_layers
+from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.token_count import tokens_to_attribute, tokens_to_check
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.progress import listen
@@ -229,10 +229,10 @@ def test_attribution_by_hand():
     assert worst_layers({layer: 1.0 for layer in range(30)}) == (0, 1, 2, 3), "no more than four"
     assert worst_layers({0: 0.0, 1: 0.0}) == ()
     # Two layers of two heads: the squares are 14, 8 without the first cause, and 1 without both.
-    errors = [error(0, [1, 2], [2, 0], [0, 1.0]), error(2, [3, 0], [0, 2], [0, 0.0])]
+    errors = [error([1, 2], [2, 0], [0, 1.0]), error([3, 0], [0, 2], [0, 0.0])]
     shares = error_shares(errors, ["biases", "outlier pairs"])
     assert shares == pytest.approx({"biases": 6 / 14, "outlier pairs": 7 / 14, "the rest": 1 / 14})
-    assert error_shares([error(0, [0.0, 0.0], [0.0, 0.0])], ["outlier pairs"]) == {}
+    assert error_shares([error([0.0, 0.0], [0.0, 0.0])], ["outlier pairs"]) == {}
     assert str(COST) == (
         "keys alone 0.400; each layer alone: layer 1 0.300, layer 2 0.200, layer 0 0.100; error of logits: "
         "75 % from biases, 5 % from outlier pairs, 20 % from the rest; KL 0.0200 with rotated keys"

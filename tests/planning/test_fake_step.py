@@ -116,7 +116,7 @@ def test_the_plan_of_a_recipe_is_what_a_step_takes(path):
 
 def read_text(model, length):
     reader = Reader(model)
-    chunk = reader.default_chunk(length)
+    chunk = reader.chunk(length)
     losses(reader, torch.zeros(1, length).long(), [1], chunk=None if chunk == length else chunk)
 
 
@@ -144,9 +144,7 @@ def attention_of(model):
     """Return the layers of a model, as they are found in a small real one."""
     small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": model.config.head_dim}
     with unset_fake_temporarily():
-        return find_attention_layers(
-            shipped(model.name, num_hidden_layers=model.config.num_hidden_layers, **small)
-        ).layers
+        return find_attention_layers(shipped(model.name, num_hidden_layers=model.config.num_hidden_layers, **small))
 
 
 def attend(model, length):

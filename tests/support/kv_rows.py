@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from rope_patch.kv_evaluation.attention_errors import LayerErrors
 from rope_patch.kv_evaluation.attribution import Attribution, Remedy
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from support.report_pages import row as scored
@@ -18,9 +17,9 @@ COST = Attribution(
 )
 
 
-def error(layer, *logit):
+def error(*logit):
     """Errors of a layer: a row for its plan and for each changed plan, a column for each query head."""
-    return LayerErrors(layer, torch.tensor(logit).double())
+    return torch.tensor(logit).double()
 
 
 def by_hand(name, losses, hits=None, bits=4.0, method="m", attribution=COST, kl=0.001):

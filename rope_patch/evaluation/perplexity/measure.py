@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.perplexity.result import SCHEMA, DocumentSums, PerplexityResult, Window
+from rope_patch.evaluation.perplexity.result import SCHEMA, PerplexityResult, Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.texts.documents import TokenDocument
 from rope_patch.modeling.inputs import check_ids, ids_hash
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses, model_hash
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import key, open_cache
@@ -67,41 +67,39 @@ def perplexity(
     """
     documents, window, stride = _as_documents(token_ids, window, stride)
     reader = Reader(model)
-    chunk = reader.default_chunk(window, cache) if chunk is None else chunk
-    if not 1 <= chunk <= window:
-        raise ValueError(f"chunk must be in [1, {window}] tokens, got {chunk}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 token, got {chunk}")
+    chunk = reader.chunk(window, chunk, cache)
     edges = list(buckets) if buckets is not None else [0, window]
     # The token at position 0 is never predicted, so a first range that ends at 1 would always be empty.
     if len(edges) < 2 or edges != sorted(set(edges)) or edges[0] < 0 or edges[-1] > window or edges[1] < 2:
         raise ValueError(f"buckets must rise within 0 and {window}, the first past position 1, got {edges}")
     if batch < 1:
         raise ValueError(f"batch must be >= 1, got {batch}")
-    known = cache_identity(cache, resume is not None)
     # Another cache, other chunks or other ranges give other numbers, so they are part of every key.
-    settings = {"edges": edges, "chunk": chunk} | known
-    # The hash reads every weight of the model, so it is computed only where keys are stored.
-    identity = settings | {"model": "" if resume is None else model_hash(model)}
-    tally = DocumentSums(edges)
+    settings = {"edges": edges, "chunk": chunk} | cache_identity(cache, resume is not None)
+
+    def name(item: Window, model: str) -> str:
+        # The key holds the tokens and not the place of the window: equal windows are read once.
+        place = {"ids": ids_hash(item.ids), "first": item.scored - item.start}
+        return key(what="perplexity", schema=SCHEMA, model=model, **place, **settings)
 
     def score(items: list[Window]) -> list[dict[str, Any]]:
         sizes = [len(item.ids) for item in items]
         # Shorter windows are padded to the longest, and the padding is computed too.
         with progress.work(sum(sizes), reads=len(sizes) * max(sizes)):
-            # A window that is one chunk needs no cache.
-            return _score(reader, items, edges, chunk if chunk < window else None, cache)
+            return _score(reader, items, edges, chunk, cache)
 
     scored = read_batches(
         model,
-        _batched(_sliding_windows(documents, window, stride, tally, reader), batch),
+        _batched(_sliding_windows(documents, window, stride, reader), batch),
         score=score,
-        name=lambda item: _key(item, identity),
+        name=name,
         tokens=lambda item: item.stop - item.start,
         cache=open_cache(resume),
     )
     with in_eval_mode(model):
-        for item, part in scored:
-            tally.add(item, part)
-    return tally.result(window=window, stride=stride, chunk=chunk)
+        return sum_up(scored, edges, window=window, stride=stride, chunk=chunk)
 
 
 def _as_documents(
@@ -112,11 +110,8 @@ def _as_documents(
     if isinstance(token_ids, Tensor):
         if token_ids.ndim not in (1, 2):
             raise ValueError(f"token_ids must have one or two axes, got shape {tuple(token_ids.shape)}")
-        if token_ids.ndim == 2:
-            if window is not None or stride is not None:
-                raise ValueError("token_ids with two axes are windows already: give neither window nor stride")
-            if not len(token_ids):
-                raise ValueError("no window to score")
+        if token_ids.ndim == 2 and (window is not None or stride is not None):
+            raise ValueError("token_ids with two axes are windows already: give neither window nor stride")
         window = token_ids.shape[-1] if window is None else window
         if token_ids.ndim == 1 and 2 <= len(token_ids) < window:
             raise ValueError(f"the text has {len(token_ids)} tokens, less than one window of {window}")
@@ -134,9 +129,7 @@ def _as_documents(
     return documents, window, stride
 
 
-def _sliding_windows(
-    documents: Iterable[TokenDocument], window: int, stride: int, tally: DocumentSums, reader: Reader
-) -> Iterator[Window]:
+def _sliding_windows(documents: Iterable[TokenDocument], window: int, stride: int, reader: Reader) -> Iterator[Window]:
     for number, document in enumerate(documents):
         if not isinstance(document, TokenDocument):
             raise TypeError(f"documents must come from encode(tokenizer, source), got {type(document).__name__}")
@@ -146,15 +139,11 @@ def _sliding_windows(
         if done >= window:
             raise ValueError(f"a window needs at least {done + 1} tokens to predict one, got {window}")
         if size <= done:
-            tally.skipped += 1
             continue
         try:
             ids = check_ids(document.ids, reader.vocabulary)
         except ValueError as error:
-            message = str(error)
-            if number > 0:
-                message = f"{document.name}: {message}"
-            raise ValueError(message) from None
+            raise ValueError(f"{document.name}: {error}") from None
         checked = replace(document, ids=ids)
         start = 0
         unscored = done
@@ -176,24 +165,18 @@ def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
         yield group
 
 
-def _key(item: Window, identity: dict[str, Any]) -> str:
-    # The key holds the tokens and not the place of the window: equal windows are read once.
-    ids = ids_hash(item.ids)
-    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **identity)
-
-
 def _score(
     reader: Reader,
     group: Sequence[Window],
     edges: Sequence[int],
-    chunk: int | None,
+    chunk: int,
     cache: CacheFactory | None,
 ) -> list[dict[str, Any]]:
     """Return the sums of each window by bucket, as JSON values for the result cache."""
     rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]
-    table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache)
+    table = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache)
     sums_of_windows = []
     for item, low, size, loss in zip(group, first, sizes, table, strict=True):
         scored = torch.zeros(len(loss), dtype=torch.bool)

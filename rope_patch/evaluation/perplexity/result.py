@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,103 +145,90 @@ class Window:
         special = self.source.ids.new_tensor(self.source.prefix)
         return torch.cat((special, self.source.ids[self.start + len(special) : self.stop]))
 
-    def bytes_between(self, low: int, high: int) -> int | None:
-        """Return how many UTF-8 bytes the tokens ``low:high`` have; None if they came without their text."""
+    @property
+    def bytes(self) -> int | None:
+        """Number of UTF-8 bytes of the scored tokens; None if they came without their text."""
         ends = self.source.ends
-        if ends is None:
-            return None
-        if low == 0:
-            return int(ends[high - 1])
-        return int(ends[high - 1] - ends[low - 1])
+        return None if ends is None else int(ends[self.stop - 1] - ends[self.scored - 1])
 
 
-class DocumentSums:
-    """Adds up losses by document, and also by window as long as there is only one document."""
+def sum_up(
+    scored: Iterable[tuple[Window, Mapping[str, Any]]], edges: Sequence[int], *, window: int, stride: int, chunk: int
+) -> PerplexityResult:
+    """Return the result of windows.
 
-    def __init__(self, edges: Sequence[int]) -> None:
-        self.edges, self.skipped = edges, 0
-        self.windows: list[DocumentScore] = []
-        self.documents: dict[int, DocumentScore] = {}
-        self.count = 0
+    Args:
+        scored: the windows, document by document, with their sums of losses and tokens, by bucket and in all.
+        edges: edges of the buckets [tokens].
+        window: length of the windows [tokens].
+        stride: distance between the starts of consecutive windows [tokens].
+        chunk: length of a forward pass [tokens].
 
-    def add(self, item: Window, part: dict[str, Any]) -> None:
-        """Add a window and its sums of losses and tokens, by bucket and in all."""
-        own = DocumentScore(
+    Raises:
+        ValueError: no token was scored.
+    """
+    documents: dict[int, list[DocumentScore]] = {}
+    names = {}
+    for item, part in scored:
+        score = DocumentScore(
             name=f"{item.source.name}[{item.start}:{item.stop}]",
             tokens=tuple(part["tokens"]),
             nll=tuple(part["nll"]),
             total_tokens=part["total_tokens"],
             total_nll=part["total_nll"],
-            bytes=item.bytes_between(item.scored, item.stop),
+            bytes=item.bytes,
         )
-        self.count += 1
-        # Standard errors are over documents, or over windows if there is a single document: with a second one the
-        # windows are no longer needed.
-        if len(self.documents) < 2:
-            self.windows.append(own)
-        before = self.documents.get(item.document)
-        if before is None:
-            self.documents[item.document] = replace(own, name=item.source.name)
-            return
+        documents.setdefault(item.document, []).append(score)
+        names[item.document] = item.source.name
+    if not documents:
+        raise ValueError("nothing to score: no document has two tokens")
+    # Standard errors are over documents, or over windows if there is a single document.
+    if len(documents) == 1:
+        (units,) = documents.values()
+    else:
+        units = [_joined(names[number], windows) for number, windows in documents.items()]
+    nll, stderr, tokens = mean_per_token([(u.total_tokens, u.total_nll) for u in units])
+    buckets = []
+    for i, (start, stop) in enumerate(itertools.pairwise(edges)):
+        inside = [(u.tokens[i], u.nll[i]) for u in units if u.tokens[i]]
+        # No document is long enough to have tokens here.
+        if not inside:
+            continue
+        mean, error, count = mean_per_token(inside)
+        buckets.append(Bucket(start, stop, count, mean, error))
+    total = sum(u.bytes or 0 for u in units)
+    bits = None
+    # Bits per byte compare the whole loss with the whole text: without the bytes of one document there are none.
+    if total and all(u.bytes is not None for u in units):
+        bits = sum(u.total_nll for u in units) / math.log(2) / total
+    return PerplexityResult(
+        nll=nll,
+        stderr=stderr,
+        tokens=tokens,
+        bits_per_byte=bits,
+        windows=sum(map(len, documents.values())),
+        window=window,
+        stride=stride,
+        chunk=chunk,
+        buckets=tuple(buckets),
+        documents=tuple(units),
+    )
 
-        total_bytes = None
-        if own.bytes is not None and before.bytes is not None:
-            total_bytes = before.bytes + own.bytes
 
-        def added(name: str) -> tuple[Any, ...]:
-            return tuple(map(operator.add, getattr(before, name), getattr(own, name)))
+def _joined(name: str, windows: Sequence[DocumentScore]) -> DocumentScore:
+    """Return the score of a document from those of its windows."""
 
-        self.documents[item.document] = DocumentScore(
-            name=before.name,
-            tokens=added("tokens"),
-            nll=added("nll"),
-            total_tokens=before.total_tokens + own.total_tokens,
-            total_nll=before.total_nll + own.total_nll,
-            bytes=total_bytes,
-        )
+    def total(values: Iterable[Any]) -> Any:
+        return functools.reduce(operator.add, values)  # sum() rounds otherwise in newer releases of Python
 
-    def result(self, *, window: int, stride: int, chunk: int) -> PerplexityResult:
-        """Return the result.
-
-        Args:
-            window: length of the windows [tokens].
-            stride: distance between the starts of consecutive windows [tokens].
-            chunk: length of a forward pass [tokens].
-
-        Raises:
-            ValueError: no token was scored.
-        """
-        units = self.windows
-        if len(self.documents) > 1:
-            units = list(self.documents.values())
-        if not units:
-            raise ValueError(f"nothing to score: {self.skipped} documents, none with two tokens")
-        nll, stderr, tokens = mean_per_token([(u.total_tokens, u.total_nll) for u in units])
-        buckets = []
-        for i, (start, stop) in enumerate(itertools.pairwise(self.edges)):
-            part = [(u.tokens[i], u.nll[i]) for u in units if u.tokens[i]]
-            # No document is long enough to have tokens here.
-            if not part:
-                continue
-            mean, error, count = mean_per_token(part)
-            buckets.append(Bucket(start, stop, count, mean, error))
-        total = sum(u.bytes or 0 for u in units)
-        bits = None
-        # Bits per byte compare the whole loss with the whole text: without the bytes of one document there are none.
-        if total and all(u.bytes is not None for u in units):
-            bits = sum(u.total_nll for u in units) / math.log(2) / total
-        return PerplexityResult(
-            nll=nll,
-            stderr=stderr,
-            tokens=tokens,
-            bits_per_byte=bits,
-            windows=self.count,
-            window=window,
-            stride=stride,
-            chunk=chunk,
-            buckets=tuple(buckets),
-            documents=tuple(units),
-        )
+    return DocumentScore(
+        name=name,
+        tokens=tuple(map(total, zip(*(one.tokens for one in windows), strict=True))),
+        nll=tuple(map(total, zip(*(one.nll for one in windows), strict=True))),
+        total_tokens=total(one.total_tokens for one in windows),
+        total_nll=total(one.total_nll for one in windows),
+        bytes=None if windows[0].bytes is None else total(one.bytes for one in windows),
+    )
 
 
 def mean_per_token(parts: Sequence[tuple[int, float]]) -> tuple[float, float | None, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,21 +79,17 @@ def answer_prompts(
     Args:
         reader: the model that answers.
         rows: (questions, batch) prompts of the same length; within a row the answers have the same length too.
-        chunk: length of a forward pass [tokens]; by default that of :meth:`Reader.default_chunk`.
+        chunk: length of a forward pass [tokens]; by default that of :meth:`Reader.chunk`.
         cache: a factory of the cache to read through. With one, the answer is read a token at a time, as in generation.
         stops: ids of the tokens that end a text.
 
     Raises:
-        ValueError: the prompts differ in length, or logits are not finite.
+        ValueError: logits are not finite.
     """
-    if len({len(prompt.ids) for row in rows for prompt in row}) != 1 or len({len(row) for row in rows}) != 1:
-        raise ValueError("the prompts of a grid must be of one length")
-    if any(len({prompt.answer for prompt in row}) != 1 for row in rows):
-        raise ValueError("answers of one row must be of one length in tokens")
     ids = torch.tensor([[prompt.ids for prompt in row] for row in rows])  # (questions, batch, tokens)
     size = ids.shape[2]
     trunk, parting = _trunk(ids)
-    chunk = reader.default_chunk(size, cache) if chunk is None else chunk
+    chunk = reader.chunk(size, chunk, cache)
     # Its memory is taken once for the whole prompt, so that adding to it copies nothing.
     past = cache() if cache is not None else reader.new_cache(size)
     read, answers = 0, {}
@@ -122,13 +119,10 @@ def answer_prompts(
 
 def _trunk(ids: Tensor) -> tuple[int, list[int]]:
     """Return the index of the trunk, and for each question how many tokens its prompts share with it [tokens]."""
-    best: tuple[int, list[int]] = (0, [])
-    for i in range(len(ids)):
-        shared = (ids == ids[i]).all(1).long().cumprod(1).sum(1)  # tokens that are shared in all columns of the batch
-        parting = [int(n) for n in shared]
-        if not best[1] or sum(parting) > sum(best[1]):
-            best = i, parting
-    return best
+    # Tokens that are shared in all columns of the batch.
+    shared = [(ids == row).all(1).long().cumprod(1).sum(1).tolist() for row in ids]
+    trunk = max(range(len(ids)), key=lambda i: sum(shared[i]))
+    return trunk, shared[trunk]
 
 
 def answer_from(
@@ -163,12 +157,12 @@ def answer_from(
     if stepwise:
         # A cache that rounds gives other states if several tokens are added at once, so they are added as generation
         # adds them.
-        states = [_last_hidden_state(reader, ids[:, read:prompt_tokens], past)]
-        states += [_last_hidden_state(reader, expected[:, i, None], past) for i in range(answer - 1)]
+        states = [reader.states(ids[:, read:prompt_tokens], past)[:, -1:]]
+        states += [reader.states(expected[:, i, None], past) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
         # The last token of the answer predicts nothing that is scored, so it is left out.
-        hidden = _hidden_states(reader, ids[:, read:-1], past)[:, -answer:]
+        hidden = reader.states(ids[:, read:-1], past)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
@@ -187,25 +181,11 @@ def answer_from(
         outputs[:, first] = predicted[:, first]
         start = torch.cat([ids[:, read : prompt_tokens + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
-            _, token = reader.score(_last_hidden_state(reader, start, spare)[:, 0], expected[:, i])
+            _, token = reader.score(reader.states(start, spare)[:, -1], expected[:, i])
             outputs[:, i], start = token, token[:, None]
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
     return [
-        Answer(before_stop(output.tolist(), stops), tuple(score.tolist()))
+        Answer(tuple(itertools.takewhile(lambda token: token not in stops, output.tolist())), tuple(score.tolist()))
         for output, score in zip(outputs, logprobs, strict=True)
     ]
-
-
-def _hidden_states(reader: Reader, ids: Tensor, past: Any) -> Tensor:
-    return torch.cat([hidden for _, hidden in reader.read(ids, past)], dim=1)
-
-
-def _last_hidden_state(reader: Reader, ids: Tensor, past: Any) -> Tensor:
-    return _hidden_states(reader, ids, past)[:, -1:]
-
-
-def before_stop(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens before the first one that is among ``stops``."""
-    at = next((i for i, token in enumerate(output) if token in stops), len(output))
-    return tuple(output[:at])

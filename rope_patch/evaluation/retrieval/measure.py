@@ -6,11 +6,13 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import torch
 from torch import nn
 
 from rope_patch.evaluation.intervals import effective_count, wilson
@@ -22,11 +24,11 @@ from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.smaller_specs import check_tasks
 from rope_patch.evaluation.tasks import TASKS, Task
 from rope_patch.evaluation.texts.documents import check_tokenizer, text_digest
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, model_hash
+from rope_patch.modeling.inputs import check_ids
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.result_cache import code_identity, key, open_cache
-from rope_patch.runtime.text import did_you_mean
+from rope_patch.runtime.result_cache import key, open_cache
 
 # A part of the keys of the result cache: raise it when what is stored for a haystack changes.
 SCHEMA = 5
@@ -115,10 +117,12 @@ class RetrievalResult:
 
         The answers are searched haystack by haystack, and within each by depth.
         """
-        cells = [cell for cell in self.cells if cell.length == length]
-        samples = [(cell.depth, cell.samples[i]) for i in range(len(cells[0].samples)) for cell in cells]
-        firsts = ([one for one in samples if bool(one[1].correct) is correct][:1] for correct in (False, True))
-        return list(itertools.chain(*firsts))
+        depths = [cell.depth for cell in self.cells if cell.length == length]
+        firsts: dict[bool, tuple[float, Sample]] = {}
+        for haystack in self.haystacks(length):
+            for depth, sample in zip(depths, haystack, strict=True):
+                firsts.setdefault(bool(sample.correct), (depth, sample))
+        return [firsts[correct] for correct in sorted(firsts)]
 
     def accuracy(self, length: int) -> float:
         """Return the share of exact matches at a length, over all depths."""
@@ -144,8 +148,7 @@ class RetrievalResult:
 
     def logprob(self, length: int) -> float:
         """Return the mean log-probability of the right answers at a length [nats]."""
-        samples = self.samples(length)
-        return math.fsum(sample.logprob for sample in samples) / len(samples)
+        return fmean(sample.logprob for sample in self.samples(length))
 
 
 def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidence: float) -> float:
@@ -168,6 +171,7 @@ RETRIEVAL_FIELDS = ("lengths", "depths", "samples", "seed", "chat_template", "ch
 """Fields of an :class:`~rope_patch.EvalSpec` that :func:`retrieval` takes as keyword arguments."""
 
 
+# Long: the public function, whose options are documented one by one.
 def retrieval(
     model: nn.Module,
     tokenizer: Any,
@@ -208,27 +212,34 @@ def retrieval(
     Example:
         ``retrieval(model, tokenizer, "niah", lengths=[4096, 16384], depths=[0, 0.5, 1], samples=4)``
     """
-    spec = _spec_of(task, spec, asked)
-    lengths, depths, chunk = spec.lengths, spec.depths, spec.chunk
+    unknown = asked.keys() - RETRIEVAL_FIELDS
+    if unknown:
+        raise TypeError(f"retrieval has no {', '.join(sorted(unknown))}. Known: {', '.join(RETRIEVAL_FIELDS)}")
+    asked["tasks"] = (task,)
+    spec = check_tasks(EvalSpec(**asked) if spec is None else replace(spec, **asked))
     check_tokenizer(tokenizer)
     reader = Reader(model)
-    maker = _prompt_maker(tokenizer, spec.haystack if haystack is None else haystack, spec.chat_template)
-    stops = stop_ids(model, tokenizer)
+    hidden_in = spec.haystack if haystack is None else haystack
+    if hidden_in is None:
+        raise ValueError("a haystack is needed: noise, builtin, a file or a folder")
+    if isinstance(hidden_in, PromptMaker):
+        maker = hidden_in
+    else:
+        maker = PromptMaker(tokenizer, hidden_in, turns=chat_turns(tokenizer, spec.chat_template))
+    stops, chunk = stop_ids(model, tokenizer), spec.chunk
     # Stop tokens cut the output, and another cache or chunk may change it, so they are part of every key.
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
-    # The hash reads every weight: only where keys are stored. A task of the user's own grades what is stored.
-    identity = settings | {"model": "" if resume is None else model_hash(model) + code_identity(type(TASKS[task]))}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
-        return maker.prompts(task, length, depths, seed=spec.seed, sample=sample)
+        return maker.prompts(task, length, spec.depths, seed=spec.seed, sample=sample)
 
-    first = {length: prompts_of(length, 0) for length in lengths}  # raises before any is read, if one does not fit
+    first = {length: prompts_of(length, 0) for length in spec.lengths}  # raises before any is read, if one does not fit
     for prompt in itertools.chain(*first.values()):
-        _check(reader, prompt)
+        check_ids(torch.tensor(prompt.ids), reader.vocabulary)
 
-    def name(prompts: _Haystack) -> str:
+    def name(prompts: _Haystack, model: str) -> str:
         asked_of = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
-        return key(what="retrieval", schema=SCHEMA, prompts=asked_of, **identity)
+        return key(what="retrieval", schema=SCHEMA, prompts=asked_of, model=model, **settings)
 
     graded = read_batches(
         model,
@@ -237,13 +248,28 @@ def retrieval(
         name=name,
         tokens=lambda prompts: sum(len(prompt.ids) for prompt in prompts),
         cache=open_cache(resume),
+        classes=[type(TASKS[task])],  # a task of the user's own grades what is stored
     )
-    columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # samples of each haystack, by depth
+    columns: dict[int, list[list[Sample]]] = {length: [] for length in first}  # samples of each haystack, by depth
     with in_eval_mode(model):
         for prompts, column in graded:
             columns[len(prompts[0].ids)].append([Sample(**sample) for sample in column])
-    depths_of = {length: [depth for prompt in prompts for depth in prompt.depths] for length, prompts in first.items()}
-    return _result(spec, maker, depths_of, columns)
+    cells = []
+    for length, prompts in first.items():
+        depths = [depth for prompt in prompts for depth in prompt.depths]
+        samples = zip(*columns[length], strict=True)
+        cells += [RetrievalCell(length, depth, answers) for depth, answers in zip(depths, samples, strict=True)]
+    return RetrievalResult(
+        task=task,
+        cells=tuple(cells),
+        seed=spec.seed,
+        haystack=maker.haystack.name,
+        haystack_sha256=maker.haystack.sha256,
+        python_version=maker.haystack.python_version,
+        prefix=maker.prefix,
+        chat=maker.turns is not None,
+        chat_sha256="" if maker.turns is None else text_digest(json.dumps(maker.turns)),
+    )
 
 
 def _batches(spec: EvalSpec) -> Iterator[tuple[int, range]]:
@@ -271,79 +297,13 @@ def _graded(
     return graded
 
 
-def _spec_of(task: str, spec: EvalSpec | None, asked: Mapping[str, Any]) -> EvalSpec:
-    """Return a spec of one task, with some fields replaced by keyword arguments."""
-    if unknown := asked.keys() - RETRIEVAL_FIELDS:
-        name = min(unknown)
-        raise TypeError(
-            f"retrieval has no {name!r}.{did_you_mean(name, RETRIEVAL_FIELDS)} Known: {', '.join(RETRIEVAL_FIELDS)}"
-        )
-    values = {**asked, "tasks": (task,)}
-    if spec is None:
-        return check_tasks(EvalSpec(**values))
-    return check_tasks(replace(spec, **values))
-
-
-def _prompt_maker(
-    tokenizer: Any, haystack: str | Path | Haystack | PromptMaker | None, chat_template: str
-) -> PromptMaker:
-    """Return the prompt maker of a haystack."""
-    if haystack is None:
-        raise ValueError("a haystack is needed: noise, builtin, a file or a folder")
-    if isinstance(haystack, PromptMaker):
-        return haystack
-    return PromptMaker(tokenizer, haystack, turns=chat_turns(tokenizer, chat_template))
-
-
-def _result(
-    spec: EvalSpec,
-    maker: PromptMaker,
-    depths_of: Mapping[int, Sequence[float]],
-    columns: Mapping[int, Sequence[Sequence[Sample]]],
-) -> RetrievalResult:
-    """Return the result of a spec's one task: answers by length and depth, and what the prompts were made of.
-
-    Args:
-        spec: the spec of what was measured.
-        maker: the maker of the prompts.
-        depths_of: depths of the parts of the answers, for each length.
-        columns: samples of each haystack, in the order of the depths, for each length.
-    """
-    (task,) = spec.tasks
-    cells = tuple(
-        RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
-        for length in spec.lengths
-        for i, depth in enumerate(depths_of[length])
-    )
-    return RetrievalResult(
-        task=task,
-        cells=cells,
-        seed=spec.seed,
-        haystack=maker.haystack.name,
-        haystack_sha256=maker.haystack.sha256,
-        python_version=maker.haystack.python_version,
-        prefix=maker.prefix,
-        chat=maker.turns is not None,
-        chat_sha256="" if maker.turns is None else text_digest(json.dumps(maker.turns)),
-    )
-
-
 def stop_ids(model: nn.Module, tokenizer: Any) -> list[int]:
     """Return the ids of the tokens that end a text, according to the model's generation config and the tokenizer."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if not isinstance(ids, list | tuple):
         ids = [ids]
     # Chat models often end a turn with another token than the tokenizer's end of text: either of them ends an answer.
-    several = [*ids, tokenizer.eos_token_id]
-    return sorted({int(i) for i in several if i is not None})
-
-
-def _check(reader: Reader, prompt: Prompt) -> None:
-    highest = max(prompt.ids)
-    if highest >= reader.vocabulary:
-        raise ValueError(
-            f"the tokenizer gives id {highest}, the model knows {reader.vocabulary}: is this the model's own tokenizer?"
-        )
+    return sorted({int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None})
 
 
 def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sample]:
