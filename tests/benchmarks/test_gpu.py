@@ -13,7 +13,8 @@ from support import pretended_gpu
 from support.forks import run_script
 
 import rope_patch
-from rope_patch.planning import plan, shape_of
+from rope_patch.planning import plan
+from rope_patch.planning.shapes import shape_of
 
 pytest.importorskip("gpu_stages", reason="not in the source distribution")
 base, manifest, running, training = (
