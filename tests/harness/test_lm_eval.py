@@ -103,7 +103,7 @@ def failure(shell, capsys, line, status=2):
 @torch.no_grad()
 def scored(model, ids, first):
     """Loss by token (1, tokens) from the scorer of our engines."""
-    return losses(Reader(model), torch.tensor([ids]), [first])[0]
+    return losses(Reader(model), torch.tensor([ids]), [first])
 
 
 @pytest.mark.parametrize("method", [None, "abf:rope_theta=500000+p_rope:p=0.5"])
