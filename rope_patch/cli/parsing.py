@@ -50,7 +50,8 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
     sources = [str(word) for word in written.pop(("config",), ())]
     for word in rest:
         if word.startswith("-"):
-            flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short)]
+            # --force is for those who ask for it.
+            flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short) if leaf.name != "force"]
             hint = did_you_mean(word, flags)
             raise UsageError(f"unknown option {word}.{hint} rope-patch {kind.command} --help lists them")
         raise UsageError(f"unexpected argument {word!r}: several values go into quotes, as in --methods 'yarn ntk'")
@@ -83,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`, where argparse would end the process."""
-        raise UsageError(message)
+        raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", r"\1 needs a value", message))
 
 
 def _divided(

@@ -63,7 +63,7 @@ def test_flags_and_null():
         ((*COMPARE, "--lenghts", "1k"), "unknown option --lenghts. Did you mean '--lengths'?"),
         (COMPARE[:3], "missing --lengths TOKENS: "),
         (COMPARE[1:], "missing MODEL"),
-        ((*COMPARE, "--chunk"), "argument --chunk: expected one argument"),
+        ((*COMPARE, "--chunk"), "--chunk needs a value"),
         ((*COMPARE, "--chunk", "8kk"), "--chunk: a length is a number of tokens such as 4096 or 4k, got '8kk'"),
         ((*COMPARE, "--chunk", "-16k"), "--chunk: a length is a number of tokens such as 4096 or 4k, got '-16k'"),
         ((*COMPARE, "--budget", "0s"), "budget must be >= 1 s, got 0"),
