@@ -45,7 +45,8 @@ def model_without_weights(
     """
     if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
         raise ValueError(
-            f"{source} holds an adapter: give its base model in a folder of its own, or load both with rope_patch.load"
+            f"{source} holds an adapter: give its base model, from a folder of its own, or load both with "
+            "rope_patch.load"
         )
     config = load_config(source, **options)
     if checked:

@@ -120,7 +120,7 @@ class DoctorOptions(OptionSet, command="doctor"):
         super().__post_init__()
         if self.repair != (self.output is not None):
             raise ValueError("--repair and -o FOLDER go together: a repaired copy is written into that folder")
-        if self.repair and self.config_only:
-            raise ValueError("--repair copies the weights, too: leave out --config-only")
+        if self.repair and (self.config_only or self.method or self.for_programs or self.results or self.as_json):
+            raise ValueError("--repair writes a folder and checks nothing: give MODEL and -o FOLDER alone")
         if self.method is None and self.patching != Patching():
             raise ValueError("--target-length and --layer-type go with --method: name one, or leave them out")

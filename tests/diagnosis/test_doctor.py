@@ -340,7 +340,7 @@ def test_a_repair_needs_a_record_and_a_folder_to_write(folder, tmp_path):
     assert not (tmp_path / "out").exists()
     assert "-o FOLDER" in invoke("doctor", str(folder), "--repair").stderr
     weightless = invoke("doctor", str(folder), "--repair", "--config-only", "-o", str(tmp_path / "out"))
-    assert weightless.exit_code == 2 and "leave out --config-only" in weightless.stderr
+    assert weightless.exit_code == 2 and "MODEL and -o FOLDER alone" in weightless.stderr
 
 
 def test_a_context_that_another_program_multiplies_is_no_other_table(folder):
