@@ -156,14 +156,19 @@ def workload(model: str, form: str, *names: str) -> list[float]:
 
 
 def pretrained(method: str) -> list[float]:
-    """Return the perplexities and the shares of passkeys of a model that was trained under a method with seed 0."""
-    run = row(result("pretrain_methods")["runs"], method=method, seed=0)
-    return [*run["heldout_perplexity"].values(), *run["passkey"].values()]
+    """Return the mean perplexities of models trained under a method, and the passkeys that each seed finds."""
+    runs = [run for run in result("pretrain_methods")["runs"] if run["method"] == method]
+    means = [statistics.geometric_mean(run["heldout_perplexity"][span] for run in runs) for span in SPANS]
+    return [*means, *(run["passkey"][length] for length in ("256", "512") for run in runs)]
 
 
-def less_than_plain(method: str, span: int) -> float:
-    """Return by how much a method reads better than plain RoPE at a range of positions, trained with seed 0 [%]."""
-    return 100 * (1 - pretrained(method)[span] / pretrained("default")[span])
+SPANS = ("0-256", "256-512", "512-1024")
+
+
+def against_plain(method: str, span: str = "0-256") -> list[float]:
+    """Return what a table changes of the perplexity of plain RoPE, with its interval [%]."""
+    low, middle, high = row(result("pretrain_methods")["changes"], method=method)[span]
+    return [abs(middle), abs(low), abs(high)]  # signs are words here
 
 
 def cost(cache_format: str, windows: int = 6) -> list[float]:
@@ -186,18 +191,44 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("docs/kv-caches.md", "| .16 | 1.8 | 1.0 |", lambda: cost("int4-token")),
     ("docs/kv-caches.md", "| .008: .013, .011 | .008: .041, .048 | .092: .046, .091 |", lambda: decoded("kvarn-k4v2")),
     ("docs/kv-caches.md", "| .26: .12, .17 | .24: .19, .18 | 1.4: .64, .41 |", lambda: decoded("mxfp4")),
-    ("docs/methods/p_rope.md", "| 21.5 | 22.7 | 42.9 | .32, .03, .00 |", lambda: pretrained("default")),
-    ("docs/methods/p_rope.md", "| 20.8 | 21.9 | 42.9 | .74, .34, .00 |", lambda: pretrained("p_rope:p=0.75")),
-    ("docs/methods/p_rope.md", "| 21.0 | 24.4 | 27.4 | .76, .21, .06 |", lambda: pretrained("p_rope:p=0.5")),
-    ("docs/methods/p_rope.md", "| 22.1 | 25.8 | 34.6 | .81, .02, .00 |", lambda: pretrained("p_rope:p=0.25")),
-    ("docs/methods/p_rope.md", "| 43.4 | 51.3 | 53.5 | .00, .00, .00 |", lambda: pretrained("nope")),
-    ("docs/methods/p_rope.md", "| 20.6 | 24.1 | 58.4 | .08, .00, .00 |", lambda: pretrained("abf:rope_theta=500000")),
-    ("docs/methods/p_rope.md", "| 21.1 | 27.1 | 62.5 | .32, .01, .00 |", lambda: pretrained("partial:p=0.75")),
-    ("docs/methods/p_rope.md", "| 25.6 | 57.5 | 77.5 | .00, .00, .00 |", lambda: pretrained("p_rope_reversed:p=0.75")),
-    ("docs/methods/p_rope.md", "reads 3.5 % better", lambda: [less_than_plain("p_rope:p=0.75", 0)]),
-    ("docs/methods/p_rope.md", "reads 19 % worse", lambda: [-less_than_plain("p_rope_reversed:p=0.75", 0)]),
-    ("docs/methods/p_rope.md", "reads 36 % better", lambda: [less_than_plain("p_rope:p=0.5", 2)]),
-    ("docs/methods/p_rope.md", "and 7.5 % worse up to", lambda: [-less_than_plain("p_rope:p=0.5", 1)]),
+    ("docs/methods/p_rope.md", "| 22.4 | 26.0 | 45.8 | .32, .52, .00 | .03, .05, .00 |", lambda: pretrained("default")),
+    (
+        "docs/methods/p_rope.md",
+        "| 21.8 | 24.4 | 46.1 | .74, .56, .00 | .34, .19, .00 |",
+        lambda: pretrained("p_rope:p=0.75"),
+    ),
+    (
+        "docs/methods/p_rope.md",
+        "| 21.2 | 23.3 | 25.2 | .76, .92, .79 | .21, .60, .51 |",
+        lambda: pretrained("p_rope:p=0.5"),
+    ),
+    (
+        "docs/methods/p_rope.md",
+        "| 24.6 | 28.6 | 35.8 | .81, .01, .77 | .02, .00, .40 |",
+        lambda: pretrained("p_rope:p=0.25"),
+    ),
+    (
+        "docs/methods/p_rope.md",
+        "| 21.7 | 33.6 | 57.9 | .08, .00, .45 | .00, .00, .05 |",
+        lambda: pretrained("abf:rope_theta=500000"),
+    ),
+    (
+        "docs/methods/p_rope.md",
+        "| 21.7 | 24.3 | 51.0 | .32, .21, .56 | .01, .07, .12 |",
+        lambda: pretrained("partial:p=0.75"),
+    ),
+    (
+        "docs/methods/p_rope.md",
+        "| 27.4 | 57.3 | 74.9 | .00, .00, .00 | .00, .00, .00 |",
+        lambda: pretrained("p_rope_reversed:p=0.75"),
+    ),
+    ("docs/methods/p_rope.md", "| 43.3 | 50.7 | 52.2 | .00, .00, .00 | .00, .00, .00 |", lambda: pretrained("nope")),
+    ("docs/methods/p_rope.md", "reads −2 % (−5 to 0)", lambda: against_plain("p_rope:p=0.75")),
+    ("docs/methods/p_rope.md", "−5 % (−17 to +9)", lambda: against_plain("p_rope:p=0.5")),
+    ("docs/methods/p_rope.md", "+10 % (−15 to +42)", lambda: against_plain("p_rope:p=0.25")),
+    ("docs/methods/p_rope.md", "it reads −45 % (−73 to +12)", lambda: against_plain("p_rope:p=0.5", "512-1024")),
+    ("docs/methods/p_rope.md", "the model reads +23 % (+14 to +32)", lambda: against_plain("p_rope_reversed:p=0.75")),
+    ("docs/methods/p_rope.md", "size reads +94 % (+65 to +128)", lambda: against_plain("nope")),
     ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
     ("docs/methods.md", "3 to 4 % lost up to", lambda: lost("yarn")),
     ("docs/methods.md", "and 6 to 12 % lost", lambda: lost("abf")),
