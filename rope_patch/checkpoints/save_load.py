@@ -51,7 +51,7 @@ def save(
     out: str | Path,
     *,
     tokenizer: Any = None,
-    trust_adapters: Sequence[str] = (),
+    trust_adapters: str | Sequence[str] = (),
     **save_options: Any,
 ) -> Path:
     """Save a patched model or an adapter trained under a patch, with its record, atomically.
@@ -97,6 +97,8 @@ def save(
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
+    if isinstance(trust_adapters, str):
+        trust_adapters = [trust_adapters]
     check_adapters_in_model(model, record, trust_adapters, save_options.get("selected_adapters"))
     if peft_model(model) is None:  # of a PeftModel only the adapter is written
         refuse_repacked_weights(model)

@@ -71,7 +71,7 @@ def read_batches(
     if cache is None:
         cache = {}
     # To a file each process writes what it has read itself; what others have read is only kept.
-    held = cache.data if isinstance(cache, ResultCache) else cache
+    in_memory = cache.data if isinstance(cache, ResultCache) else cache
     mine: dict[str, Any] = {}
     asked = set[str]()
     every = []
@@ -89,7 +89,7 @@ def read_batches(
                 if divided or rank == 0:
                     cache.update(values)
                 else:
-                    held.update(values)
+                    in_memory.update(values)
                 mine |= values
         count += bool(todo)
         if divided:
@@ -98,7 +98,7 @@ def read_batches(
         else:
             yield from zip(items, [cache[name] for name in names], strict=True)
     if divided:
-        held.update(_gathered(mine, sorted(asked)))
+        in_memory.update(_gathered(mine, sorted(asked)))
         for items, names in every:
             yield from zip(items, [cache[name] for name in names], strict=True)
 

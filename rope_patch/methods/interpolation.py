@@ -1,4 +1,4 @@
-"""Methods that slow pairs: by another base, all alike, by how often a pair turns, or by its wavelength."""
+"""Methods that slow pairs: by another base, all by one factor, by how often a pair turns, or by its wavelength."""
 
 from __future__ import annotations
 

@@ -347,7 +347,6 @@ def _check_documents(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase)
         raise ValueError(f"data.source: {data.source} holds no text")
     raise ValueError(
         f"no document is as long as a row: the longest of {len(lengths)} read has {max(lengths)} tokens, a row has "
-        f"{data.length}, "
-        "so nothing could be learned about such distances. Give longer documents or a shorter data.length, or set "
-        "data.allow_short=true to train on short documents joined into rows"
+        f"{data.length}, so nothing could be learned about such distances. Give longer documents or a shorter "
+        "data.length, or set data.allow_short=true to train on short documents joined into rows"
     )

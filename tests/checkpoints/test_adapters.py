@@ -93,7 +93,7 @@ def test_an_adapter_in_training_may_hold_a_part_of_one_that_peft_loaded(two_adap
     model.load_adapter(root / "abf", adapter_name="b")
     with pytest.raises(PatchError, match="default"):
         rope_patch.save(model, tmp_path / "out", selected_adapters=["default"])
-    rope_patch.save(model, tmp_path / "out", selected_adapters=["default"], trust_adapters=["default"])
+    rope_patch.save(model, tmp_path / "out", selected_adapters=["default"], trust_adapters="default")
     assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), logits(model))
 
 
