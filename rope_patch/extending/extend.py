@@ -347,18 +347,14 @@ class Run:
                 progress.say(f"the budget has no time for round {number}, so the choice rests on those before it")
                 break
             suite = self.suite.smaller(one.windows)
-            if comparisons:  # the results of the round before, which the bar leaves out again as they are found
-                progress.more((one.candidates + 1) * rounds[number - 2].windows * suite.spec.longest)
             progress.say(
                 f"round {number} of {len(rounds)}: {', '.join(shortened(m) for m in remaining)}; windows: {one.windows}"
             )
-            comparison = compare(
-                self.model,
-                self.tokenizer,
-                [UNPATCHED, *remaining],
-                suite,
-                resume=self.work / RESULT_CACHE,
-            )
+            measured = rounds[number - 2].windows if comparisons else 0
+            with progress.known_before((one.candidates + 1) * measured * suite.spec.longest):
+                comparison = compare(
+                    self.model, self.tokenizer, [UNPATCHED, *remaining], suite, resume=self.work / RESULT_CACHE
+                )
             comparisons.append(comparison)
             evaluator = self._evaluator(comparison)
             if len(remaining) <= 2 and evaluator.settled():

@@ -115,6 +115,24 @@ def unreported() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def known_before(tokens: int) -> Iterator[None]:
+    """Leave out, within a ``with`` block, the first so many known tokens, which were not announced once more."""
+    outer, left = _listeners.get(), tokens
+
+    def on_known(more: int) -> None:
+        nonlocal left
+        counted = max(0, more - left)
+        left = max(0, left - more)
+        if counted and outer.known:
+            outer.known(counted)
+        elif counted:
+            outer.tokens(_stage.get(), counted)
+
+    with listen(on_known=on_known):
+        yield
+
+
+@contextlib.contextmanager
 def work(tokens: int, *, reads: int | None = None) -> Iterator[None]:
     """Report a piece of work, such as a window of text, as a number of tokens in all, whatever is read for it.
 

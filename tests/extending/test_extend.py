@@ -212,8 +212,10 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
     rounds, _ = run.plan()
     with listen(lambda stage, tokens: read.append(tokens)):
         run.choose_task()
-        assert len(run.measure(rounds[:1])) == 1
-    assert sum(read) == run.tokens(rounds[:1]) == 256 + 4 * rounds[0].windows * 512
+        first, _ = run.measure(rounds[:2])
+    assert len(first.rows) == 4
+    more = 3 * (rounds[1].windows - rounds[0].windows)
+    assert sum(read) == run.tokens(rounds[:2]) == 256 + (4 * rounds[0].windows + more) * 512
 
 
 @pytest.mark.parametrize(

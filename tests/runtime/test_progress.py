@@ -10,7 +10,7 @@ from support.tiny import ARCHITECTURES, ids, tiny_model
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.modeling.capture import capture
-from rope_patch.runtime.progress import advance, bar, known, listen, say, stage, unreported, work
+from rope_patch.runtime.progress import advance, bar, known, known_before, listen, say, stage, unreported, work
 
 ASKED = {"task": "niah", "lengths": [120], "depths": [0.0, 0.5, 1.0], "samples": 1, "haystack": "noise"}
 
@@ -115,6 +115,18 @@ def test_tokens_that_need_no_reading_go_to_their_own_listener_or_count_as_read()
     with listen(lambda stage, tokens: read.append(tokens)):
         known(10)
     assert (read, stored) == ([10], [7, 8])
+
+
+def test_what_was_known_before_is_left_out_and_the_rest_counts():
+    read, stored = [], []
+    with listen(lambda stage, tokens: read.append(tokens), on_known=stored.append), known_before(10):
+        known(7)
+        known(5)
+        known(4)
+        advance(1)
+    with listen(lambda stage, tokens: read.append(tokens)), known_before(10):
+        known(12)
+    assert (read, stored) == ([1, 2], [2, 4])
 
 
 def test_a_stage_within_a_stage_has_its_own_name_and_what_is_not_listened_to_goes_on_outside():
