@@ -154,12 +154,12 @@ class Cell(NamedTuple):
             "published": self.length * 8 * (5 + len(PUBLISHED)),
             "pair_bits": self.length * 4 * (1 + len(BITS) * (4 + len(RULES))),
             "train": 3 * LORA_ROWS * LORA_TOKENS,
-        }.get(self.kind, samples_of(self.length) * prompts * self.length)
+        }.get(self.kind, self.samples * prompts * self.length)
 
-
-def samples_of(length: int) -> int:
-    """Return the number of haystacks of a length."""
-    return 2 if length <= 16384 else 1
+    @property
+    def samples(self) -> int:
+        """The number of haystacks."""
+        return 1 if self.length > 16384 or self.model == "qwen" else 2
 
 
 def all_cells() -> Iterator[Cell]:
@@ -200,6 +200,10 @@ def all_cells() -> Iterator[Cell]:
     for kind, tables in (("text", qwen), ("code", qwen[:10])):
         for table in tables:
             yield Cell("qwen", kind, 8192, table)
+    for table, task in itertools.product(
+        ("default", FACTORS[0], FACTORS[2]), ("niah_multikey_2", "json_kv", "passkey")
+    ):
+        yield Cell("qwen", task, 8192, table)
     for table in FACTORS:
         yield Cell("smollm2", "text", 8192, table)
         yield Cell("gemma3", "text", 8192, table)
@@ -348,7 +352,7 @@ def prompts(study: Study, cell: Cell) -> dict[str, Any]:
         cell.kind,
         lengths=[cell.length],
         depths=DEPTHS,
-        samples=samples_of(cell.length),
+        samples=cell.samples,
         chat_template="off",
         resume=study.parts(cell),
     )
@@ -608,6 +612,7 @@ MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
     "wiki": wiki,
     "passkey": prompts,
     "niah_multikey_2": prompts,
+    "json_kv": prompts,
     "heads": heads,
     "caches": caches,
     "positions": positions,

@@ -49,7 +49,8 @@ Measured and not chosen: {others}.
 
 {scores}
 
-Text: {text}. A needle lies in each window and is asked for at each length. {exact_match}.
+Text: {text}. A needle lies in each window and is asked for at each length; it shifts perplexity, in
+windows of 8192 tokens by 0.1 to 0.2 %. {exact_match}.
 Changes are against the model before, on the same windows and prompts, with 95 % intervals. {population}
 
 {warnings}

@@ -73,6 +73,14 @@ def within(model: str, table: str) -> float:
     return 100 * math.expm1(sum(changes) / 8)
 
 
+def answers(task: str) -> list[float]:
+    """Return the mean log-probability of right answers on Qwen 0.5B, unpatched and under YaRN with and without its
+    attention factor, without its sign [nats]."""
+    tables = ("default", "yarn:factor=2", "yarn:factor=2:attention_factor=1")
+    cells = [row(result("study_families")["cells"], model="qwen", kind=task, table=table) for table in tables]
+    return [abs(statistics.fmean(cell["logprob"])) for cell in cells]
+
+
 def gemma(table: str) -> float:
     """Return the perplexity of Gemma in the last quarter of windows of 65536 tokens."""
     return math.exp(loss("gemma3", table, length=65536, span="49152-65536"))
@@ -174,7 +182,13 @@ def against_plain(method: str, span: str = "0-256") -> list[float]:
 def cost(cache_format: str, windows: int = 6) -> list[float]:
     """Return KL of a format on windows of 512 tokens of a novel, on each model that read so many [nats/token]."""
     rows = [each for each in result("kv_verdicts")["rows"] if each["format"] == cache_format]
-    return [each["kl"] for each in rows if (each["text"], each["windows"]) == ("novel", windows)]
+    return [each["kl"] for each in rows if (each["text"], each["windows"], each["length"]) == ("novel", windows, 512)]
+
+
+def needle_shift(length: int) -> list[float]:
+    """Return by how much a needle shifts the perplexity of its window on two models [%]."""
+    rows = result("extend_one_reading")["needle_shift"]["rows"]
+    return [100 * each["shift"] for each in rows if each["length"] == length]
 
 
 def decoded(cache_format: str) -> list[float]:
@@ -335,6 +349,17 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "without it 0.5, 3.5 and 0.0 %",
         lambda: [within(model, "yarn:factor=2:attention_factor=1") for model in ("gemma3", "smollm2", "qwen")],
     ),
+    (
+        "docs/evidence.md",
+        "is −1.1, −1.4 and −1.6, and −3.7, −4.1 and −8.3 (",
+        lambda: answers("niah_multikey_2") + answers("json_kv"),
+    ),
+    (
+        "docs/extend.md",
+        "by +0.12 and +0.18 % in three windows of 8192 tokens",
+        lambda: [*needle_shift(8192), 8192],
+    ),
+    ("docs/extend.md", "by +1.3 and +0.9 % in the toys' 256", lambda: [*needle_shift(256), 256]),
     (
         "docs/methods.md",
         "52 without a patch (three novels",
