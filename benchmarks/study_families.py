@@ -158,7 +158,7 @@ class Cell(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The number of haystacks."""
+        """The number of haystacks: one where two would take ten minutes or more."""
         return 1 if self.length > 16384 or self.model == "qwen" else 2
 
 

@@ -14,7 +14,7 @@ from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, row_name
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
-from rope_patch.extending.choose_method import RANKING
+from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
 from rope_patch.reports.comparison import EXACT_MATCH, before_after
@@ -49,8 +49,7 @@ Measured and not chosen: {others}.
 
 {scores}
 
-Text: {text}. A needle lies in each window and is asked for at each length; it shifts perplexity, in
-windows of 8192 tokens by 0.1 to 0.2 %. {exact_match}.
+Text: {text}. {needles}. {exact_match}.
 Changes are against the model before, on the same windows and prompts, with 95 % intervals. {population}
 
 {warnings}
@@ -127,6 +126,7 @@ def card(outcome: Extended) -> str:
         others=", ".join(others) or "nothing else",
         scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
+        needles=NEEDLES,
         exact_match=EXACT_MATCH,
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),

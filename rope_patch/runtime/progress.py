@@ -116,7 +116,7 @@ def unreported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_before(tokens: int) -> Iterator[None]:
-    """Leave out, within a ``with`` block, the first so many known tokens, which were not announced once more."""
+    """Report no known tokens within a ``with`` block before there are more than this number, which nobody announced."""
     outer, left = _listeners.get(), tokens
 
     def on_known(more: int) -> None:
