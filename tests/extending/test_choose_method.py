@@ -211,6 +211,16 @@ def test_methods_that_change_nothing_do_not_drive_out_those_that_reach_far():
     assert before.leaders(2) == ["yarn", "ntk"], "before a training"
 
 
+def test_what_alone_answers_is_measured_further():
+    """One prompt tells nothing apart, so perplexity ranks; the answer keeps the last place for abf."""
+    unpatched = row("default", end=4.0, right=(1, 0), prompts=1, wrong=-17.0)
+    reads_well = [row(name, end=end, right=(1, 0), prompts=1) for name, end in (("yarn", 2.0), ("ntk", 2.1))]
+    answers = row("abf", end=2.2, right=(1, 1), prompts=1)
+    assert evaluator(*reads_well, answers, unpatched=unpatched).leaders(2) == ["yarn", "abf"]
+    costly = row("abf", within=2.5, end=2.2, right=(1, 1), prompts=1)
+    assert evaluator(*reads_well, costly, unpatched=unpatched).leaders(2) == ["yarn", "ntk"], "it cannot be chosen"
+
+
 def test_what_is_chosen_is_itself_better_than_the_unpatched_model():
     """Nothing tells yarn from mrrope, with .9 of noise in every window; mrrope alone is ahead of the unpatched."""
     found = choose(row("mrrope", end=3.9), row("yarn", end=3.9, spread=0.9), unpatched=LEVEL)
