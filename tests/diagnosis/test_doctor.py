@@ -341,6 +341,8 @@ def test_a_repair_needs_a_record_and_a_folder_to_write(folder, tmp_path):
     assert "-o FOLDER" in invoke("doctor", str(folder), "--repair").stderr
     weightless = invoke("doctor", str(folder), "--repair", "--config-only", "-o", str(tmp_path / "out"))
     assert weightless.exit_code == 2 and "MODEL and -o FOLDER alone" in weightless.stderr
+    full = invoke("doctor", str(folder), "--repair", "-o", str(folder))
+    assert full.exit_code == 2 and full.stderr.endswith("is not empty: give a new folder\n"), "it has no --force"
 
 
 def test_a_context_that_another_program_multiplies_is_no_other_table(folder):

@@ -318,6 +318,13 @@ def test_two_commands_do_not_work_long_on_one_folder(tmp_path):
     assert names(tmp_path / "out") == ["begun"]
 
 
+def test_results_do_not_go_into_a_checkpoint(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(FileExistsError, match="holds a checkpoint"), folder_to_write(tmp_path, []):
+        pass
+    assert names(tmp_path) == ["config.json"]
+
+
 def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
     out = tmp_path / "deep" / "out"
     with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
