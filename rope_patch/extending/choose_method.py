@@ -351,10 +351,11 @@ class MethodEvaluator:
             others = names_text([one.name for one in remaining if one is not chosen])
             reason += f"; not significantly different from {others}, and the least costly of them within the trained "
             reason += "context"
-            most = max(remaining, key=lambda one: one.answered)
-            if most.answered > chosen.answered:
-                cost = change_text(METRICS["perplexity"], most.change.estimate)
-                reason += f"; {most.name} answers {most.answered} of them and costs {cost} there"
+        most = max(fit, key=lambda one: one.answered)
+        if most.answered > chosen.answered:
+            cost = change_text(METRICS["perplexity"], most.change.estimate)
+            reason += f"; {most.name} answers {most.answered} of {most.prompts} and costs {cost} within the trained "
+            reason += "context"
         unconfirmed = ""
         if chosen.doubt:
             unconfirmed = f"{chosen.doubt}; training (--train) may mend that, and a larger --budget asks more prompts"

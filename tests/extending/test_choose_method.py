@@ -96,7 +96,7 @@ def test_one_prompt_refuses_nothing():
 def test_between_methods_that_answer_alike_perplexity_decides():
     found = choose(row("yarn", end=2.2), row("mrrope", end=2.1), row("ntk", right=(20, 19), end=2.0))
     assert found.method == "ntk"
-    assert found.reason.endswith("ahead of mrrope and yarn in perplexity")
+    assert "; ahead of mrrope and yarn in perplexity; " in found.reason
 
 
 def test_the_least_costly_wins_between_those_that_nothing_tells_apart():
@@ -134,8 +134,16 @@ def test_few_prompts_refuse_nothing_and_the_choice_is_called_unconfirmed(prompts
     found = choose(row("yarn", right=(prompts, right), prompts=prompts), ahead, unpatched=few)
     assert found.method == "yarn" and "ahead" not in found.reason
     assert bool(found.unconfirmed) == unconfirmed
-    more = f"; abf answers {prompts} of them and costs +0.50 % there"
+    more = f"; abf answers {prompts} of {prompts} and costs +0.50 % within the trained context"
     assert found.reason.endswith(more) == (right < prompts)
+
+
+def test_the_reason_names_what_answers_more_but_reads_worse():
+    found = choose(row("yarn", right=(20, 19)), row("abf", end=2.2, within=2.005))
+    assert found.method == "yarn"
+    assert found.reason.endswith(
+        "; ahead of abf in perplexity; abf answers 20 of 20 and costs +0.50 % within the trained context"
+    )
 
 
 @pytest.mark.parametrize(("rise", "chosen"), [(0.0099, "yarn"), (0.0101, None)])
