@@ -22,10 +22,7 @@ def doctor(words: Sequence[str]) -> int:
         return _print_flags(options, options.method)
     if options.output is not None:
         from rope_patch.checkpoints.folder_patch import repair_folder
-        from rope_patch.runtime.folders import holds_files
 
-        if holds_files(options.output):
-            raise FileExistsError(f"{options.output} is not empty: give a new folder")
         record = repair_folder(options.model, options.output)
         context = record.stated_length
         print(f"wrote {options.output}: {record.to_method()} over {context} tokens, as the patch record describes it")

@@ -264,22 +264,23 @@ class MethodEvaluator:
         return [one for one in others if self._sign(one.label, best.label, "logprob") < 0]
 
     def leaders(self, count: int) -> list[str]:
-        """Return the methods that are worth more windows and prompts, the best first.
+        """Return the methods that are worth more windows and prompts.
 
         Few windows tell poorly whether a condition is kept, and methods that change nothing keep most of them. So the
-        best with regard to the conditions and the best without take turns. The last place is for the method under which
-        right answers are most probable, since few prompts seldom show that those ahead of it in perplexity are behind.
+        best with regard to the conditions and the best without take turns. One under which right answers are more
+        probable than under all of these takes the last place, by which it may drive out a method that costs less: a few
+        prompts rarely show a difference, so that perplexity alone would decide who stays.
+
+        Args:
+            count: the number of methods, at least 1.
         """
         orders = self.order(conditions=self.conditions), self.order(conditions=False)
-        turns = list(dict.fromkeys(evaluated.label for pair in zip(*orders, strict=True) for evaluated in pair))
-
-        def rank(one: EvaluatedMethod) -> tuple[float, ...]:
-            return len(one.failures) if self.conditions else 0, -one.logprob
-
-        likeliest = min(self.methods, key=rank).label
-        if likeliest in turns[:count]:
-            return turns[:count]
-        return [*turns[: count - 1], likeliest]
+        turns = dict.fromkeys(evaluated.label for pair in zip(*orders, strict=True) for evaluated in pair)
+        leaders = list(turns)[:count]
+        likeliest = min(self.methods, key=lambda one: (len(one.failures) if self.conditions else 0, -one.logprob))
+        if likeliest.logprob > LEAST_NATS + max(one.logprob for one in self.methods if one.label in leaders):
+            leaders[-1] = likeliest.label
+        return leaders
 
     def settled(self) -> bool:
         """Tell whether more windows and prompts would hardly change the decision.
@@ -354,8 +355,8 @@ class MethodEvaluator:
         most = max(fit, key=lambda one: one.answered)
         if most.answered > chosen.answered:
             cost = change_text(METRICS["perplexity"], most.change.estimate)
-            reason += f"; {most.name} answers {most.answered} of {most.prompts} and costs {cost} within the trained "
-            reason += "context"
+            reason += f"; {most.name} answers {most.answered} of {most.prompts}, and changes perplexity within the "
+            reason += f"trained context by {cost}"
         unconfirmed = ""
         if chosen.doubt:
             unconfirmed = f"{chosen.doubt}; training (--train) may mend that, and a larger --budget asks more prompts"

@@ -293,13 +293,14 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process is writing it.
-        OSError: the folder holds a checkpoint, something else is in the place of the folder or a file, or nothing can
+        OSError: the folder holds the config of a checkpoint, something else is in the place of the folder or a file, or nothing can
             be written there.
     """
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{str(folder)!r} is a file: give a folder to write")
-    if any((folder / config).is_file() for config in CONFIG_FILES):
-        raise FileExistsError(f"{str(folder)!r} holds a checkpoint: give another folder for the results")
+    for config in CONFIG_FILES:
+        if (folder / config).is_file():
+            raise FileExistsError(f"{str(folder)!r} holds {config}, as a checkpoint does: give another folder to write")
     for name in names:
         if (folder / name).is_dir():
             raise IsADirectoryError(f"{str(folder / name)!r} is a folder: remove it, or give another folder to write")

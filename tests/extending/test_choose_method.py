@@ -134,7 +134,7 @@ def test_few_prompts_refuse_nothing_and_the_choice_is_called_unconfirmed(prompts
     found = choose(row("yarn", right=(prompts, right), prompts=prompts), ahead, unpatched=few)
     assert found.method == "yarn" and "ahead" not in found.reason
     assert bool(found.unconfirmed) == unconfirmed
-    more = f"; abf answers {prompts} of {prompts} and costs +0.50 % within the trained context"
+    more = f"; abf answers {prompts} of {prompts}, and changes perplexity within the trained context by +0.50 %"
     assert found.reason.endswith(more) == (right < prompts)
 
 
@@ -142,7 +142,8 @@ def test_the_reason_names_what_answers_more_but_reads_worse():
     found = choose(row("yarn", right=(20, 19)), row("abf", end=2.2, within=2.005))
     assert found.method == "yarn"
     assert found.reason.endswith(
-        "; ahead of abf in perplexity; abf answers 20 of 20 and costs +0.50 % within the trained context"
+        "; ahead of abf in perplexity; abf answers 20 of 20, and changes perplexity within the trained context by "
+        "+0.50 %"
     )
 
 
@@ -227,6 +228,16 @@ def test_what_alone_answers_is_measured_further():
     assert evaluator(*reads_well, answers, unpatched=unpatched).leaders(2) == ["yarn", "abf"]
     costly = row("abf", within=2.5, end=2.2, right=(1, 1), prompts=1)
     assert evaluator(*reads_well, costly, unpatched=unpatched).leaders(2) == ["yarn", "ntk"], "it cannot be chosen"
+    hardly = row("abf", end=2.2, right=(1, 0), prompts=1, wrong=-5.91)
+    assert evaluator(*reads_well, hardly, unpatched=unpatched).leaders(2) == ["yarn", "ntk"]
+
+
+def test_an_idle_method_takes_no_place_from_one_that_answers():
+    """The idle ones keep the conditions, and the others do not; right answers are least probable under the idle."""
+    unpatched = row("default", end=4.0, right=(1, 0), prompts=1, wrong=-17.0)
+    idle = [row(name, end=3.9, right=(1, 0), prompts=1, wrong=at) for name, at in (("partial", -16.0), ("abf", -15.5))]
+    far = [row(name, within=2.03, end=end, right=(1, 1), prompts=1) for name, end in (("yarn", 2.2), ("ntk", 2.3))]
+    assert "yarn" in evaluator(*idle, *far, unpatched=unpatched).leaders(2)
 
 
 def test_what_is_chosen_is_itself_better_than_the_unpatched_model():

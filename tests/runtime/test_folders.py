@@ -320,7 +320,7 @@ def test_two_commands_do_not_work_long_on_one_folder(tmp_path):
 
 def test_results_do_not_go_into_a_checkpoint(tmp_path):
     (tmp_path / "config.json").touch()
-    with pytest.raises(FileExistsError, match="holds a checkpoint"), folder_to_write(tmp_path, []):
+    with pytest.raises(FileExistsError, match="as a checkpoint does"), folder_to_write(tmp_path, []):
         pass
     assert names(tmp_path) == ["config.json"]
 
