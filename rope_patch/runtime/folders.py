@@ -293,8 +293,8 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process is writing it.
-        OSError: the folder holds the config of a checkpoint, something else is in the place of the folder or a file, or nothing can
-            be written there.
+        OSError: the folder holds the config of a checkpoint, something else is in the place of the folder or a file, or
+            nothing can be written there.
     """
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{str(folder)!r} is a file: give a folder to write")
