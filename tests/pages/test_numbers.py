@@ -411,7 +411,7 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "by +0.12 and +0.18 % in three windows of 8192 tokens",
         lambda: [*needle_shift(8192), 8192],
     ),
-    ("docs/extend.md", "that took 96 minutes of a core for 40,", lambda: smollm2_minutes()),
+    ("docs/extend.md", "separate prompts took 96 minutes of a core and one reading 40", lambda: smollm2_minutes()),
     ("docs/extend.md", "by 0.8 and 1.0 % at the length", lambda: gemma_abf()[:2]),
     ("docs/extend.md", "with its price of 1.6 %", lambda: gemma_abf()[2:]),
     ("docs/extend.md", "by +1.3 and +0.9 % in the toys' 256", lambda: [*needle_shift(256), 256]),
