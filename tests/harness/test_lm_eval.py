@@ -539,7 +539,7 @@ def test_windows_are_spread_over_the_text_and_cut_at_words(length, stride, windo
         ("rope_passkey", {"haystack": "no/such/file"}, "no file or folder"),
         ("rope_ppl", {"windows": 0}, "windows"),
         ("rope_ppl", {"stride": 512}, "stride"),
-        ("rope_ppl", {"windows": 40, "max_seq_lengths": 131072}, "windows="),
+        ("rope_ppl", {"text": __file__, "windows": 40, "max_seq_lengths": 131072}, "windows="),
         ("rope_vt", {"depths": [0.1] * 40, "samples": 1}, "needs at least"),
     ],
 )
