@@ -6,11 +6,10 @@ import contextlib
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 
 from rope_patch import __version__
 from rope_patch.checkpoints.load_gguf import weights_in_file
+from rope_patch.evaluation.finished_work import Resume, open_work
 from rope_patch.evaluation.metrics import (
     METRICS,
     Metric,
@@ -38,7 +38,7 @@ from rope_patch.patching.install import for_target, installed, plan_patch
 from rope_patch.patching.locate import Location, locate
 from rope_patch.patching.verify import inspect_model, trained_length
 from rope_patch.runtime import progress
-from rope_patch.runtime.result_cache import finite, open_cache
+from rope_patch.runtime.result_cache import finite
 from rope_patch.tables import RotaryTable
 
 # The version of the layout of comparison.json: raise it when a field changes.
@@ -234,7 +234,7 @@ def compare(
     *,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
-    resume: str | Path | MutableMapping[str, Any] | None = None,
+    resume: Resume = None,
 ) -> Comparison:
     """Measure several methods on a model, which is returned to its state before the call.
 
@@ -260,11 +260,11 @@ def compare(
     """
     suite = as_suite(spec, tokenizer)
     places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
-    result_cache = open_cache(resume)
+    work = open_work(model, resume)
     rows = []
     for name, in_place in places.items():
         with in_place() as tables, progress.stage(name):
-            rows.append(Row(name, suite.run(model, resume=result_cache), tables))
+            rows.append(Row(name, suite.run(model, resume=work), tables))
     record = locate(model).record
     environment_values = environment(model)
     if record is not None:

@@ -5,31 +5,29 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.perplexity.measure import sums_by_position
 from rope_patch.evaluation.perplexity.result import Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
-from rope_patch.evaluation.retrieval.generate_answers import answer_from, copy_cache
-from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult, Sample, grade, stop_ids
+from rope_patch.evaluation.retrieval.generate_answers import Answer, answer_from, copy_cache
+from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult, grade, stop_ids
 from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.suite import EvalResult, Suite
 from rope_patch.evaluation.tasks import TASKS, Draw, Question
 from rope_patch.evaluation.texts.documents import Source, TokenDocument
-from rope_patch.modeling.inputs import check_ids, ids_hash
+from rope_patch.modeling.inputs import check_ids, tensor_hash
 from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.result_cache import key, open_cache
+from rope_patch.runtime.result_cache import key
 
-# A part of the keys of the result cache: raise it when what is stored for a window changes.
-SCHEMA = 1
 NEEDLE_DEPTH = 0.5
 """Where in the shortest length the needle lies, as a share of it."""
 SEARCHED_TOKENS = 32
@@ -157,7 +155,7 @@ class NeedleSuite(Suite):
                 return at
         return place
 
-    def run(self, model: nn.Module, *, resume: str | Path | MutableMapping[str, Any] | None = None) -> EvalResult:
+    def run(self, model: nn.Module, *, resume: Resume = None) -> EvalResult:
         """Return the scores of a model, which stays in training or eval mode as it was.
 
         Args:
@@ -170,18 +168,15 @@ class NeedleSuite(Suite):
         """
         spec, reader = self.spec, Reader(model)
         chunk = reader.chunk(spec.longest, spec.chunk)
-        stops = stop_ids(model, self.tokenizer)
-        settings: dict[str, Any] = {"lengths": spec.lengths, "room": self.room, "edges": self.edges}
-        settings |= {"chunk": chunk, "stops": stops}
+        settings = {"lengths": spec.lengths, "room": self.room, "edges": self.edges, "chunk": chunk}
 
         def name(item: NeedleWindow, model: str) -> str:
-            asked = item.question
-            question = asked.ids, asked.answer, asked.parts, asked.ends
-            text = ids_hash(item.window.source.ids), ids_hash(item.is_text.long())
-            return key(what="needle window", schema=SCHEMA, text=text, question=question, model=model, **settings)
+            question = item.question.ids, item.question.answer
+            text = tensor_hash(item.window.source.ids), tensor_hash(item.is_text.long())
+            return key(what="needle window", text=text, question=question, model=model, **settings)
 
         def score(items: list[NeedleWindow]) -> list[dict[str, Any]]:
-            return [self._read(reader, item, chunk, stops) for item in items]
+            return [self._read(reader, item, chunk) for item in items]
 
         for one in self.laden:
             check_ids(one.window.source.ids, reader.vocabulary)
@@ -192,15 +187,15 @@ class NeedleSuite(Suite):
                 score=score,
                 name=name,
                 tokens=lambda item: spec.longest,
-                cache=open_cache(resume),
-                classes=[type(TASKS[self.task])],
+                work=finished_work(model, resume, spec.longest),
             )
             values = [value for _, value in pairs]
         texts = [(item.window, value["text"]) for item, value in zip(self.laden, values, strict=True)]
         perplexity = sum_up(texts, self.edges, window=spec.longest, stride=spec.longest, chunk=chunk)
-        return EvalResult(spec, perplexity, self._retrieval(values))
+        answers = [[Answer(**answer) for answer in value["answers"]] for value in values]
+        return EvalResult(spec, perplexity, self._retrieval(answers, stop_ids(model, self.tokenizer)))
 
-    def _read(self, reader: Reader, item: NeedleWindow, chunk: int, stops: list[int]) -> dict[str, Any]:
+    def _read(self, reader: Reader, item: NeedleWindow, chunk: int) -> dict[str, Any]:
         """Read a window, and ask at every length."""
         ids, past = item.window.source.ids, reader.new_cache(self.spec.longest)
         parts, answers, read = [], [], 0
@@ -211,18 +206,19 @@ class NeedleSuite(Suite):
             scored[read] = False  # no state of this part predicts its first token
             read = stop
             prompt = torch.cat([ids[:stop], torch.tensor(item.question.ids)])[None]
-            (answer,) = answer_from(reader, [item.question], prompt, stop, copy_cache(past), stops=stops)
-            (sample,) = grade(self.tokenizer, TASKS[self.task], item.question, answer)
-            answers.append(asdict(sample))
+            answers += answer_from(reader, [item.question], prompt, stop, copy_cache(past))
         sums = sums_by_position(item.window, torch.cat(parts), scored, self.edges)
-        return {"text": sums, "answers": answers}
+        return {"text": sums, "answers": [asdict(answer) for answer in answers]}
 
-    def _retrieval(self, values: list[dict[str, Any]]) -> dict[str, RetrievalResult]:
-        spec, cells = self.spec, []
-        for at, length in enumerate(spec.lengths):
-            samples = tuple(Sample(**value["answers"][at]) for value in values)
+    def _retrieval(self, answers: Sequence[Sequence[Answer]], stops: Sequence[int]) -> dict[str, RetrievalResult]:
+        """Return the answers of each window, one for each length, graded."""
+        spec, task, cells = self.spec, TASKS[self.task], []
+        for length, asked in zip(spec.lengths, zip(*answers, strict=True), strict=True):
+            samples = []
+            for item, answer in zip(self.laden, asked, strict=True):
+                samples += grade(self.tokenizer, task, item.question, answer, stops)
             # About there: the needle stands between two words.
-            cells.append(RetrievalCell(length, NEEDLE_DEPTH * spec.lengths[0] / length, samples))
+            cells.append(RetrievalCell(length, NEEDLE_DEPTH * spec.lengths[0] / length, tuple(samples)))
         result = RetrievalResult(
             self.task,
             tuple(cells),

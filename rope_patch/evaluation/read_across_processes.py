@@ -8,15 +8,16 @@ are gathered once, at the end. If the model is sharded over the processes, all o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
-from rope_patch.modeling.scoring import model_hash
+from rope_patch.evaluation.finished_work import FinishedWork
+from rope_patch.modeling.identity import model_hash
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import gather, processes
-from rope_patch.runtime.result_cache import ResultCache, code_identity, key
+from rope_patch.runtime.result_cache import ResultCache, key
 
 T = TypeVar("T")
 
@@ -43,8 +44,7 @@ def read_batches(
     score: Callable[[list[T]], Sequence[Any]],
     name: Callable[[T, str], str],
     tokens: Callable[[T], int],
-    cache: MutableMapping[str, Any] | None,
-    classes: Sequence[type] = (),
+    work: FinishedWork | None,
 ) -> Iterator[tuple[T, Any]]:
     """Yield the items of batches with their values, in order. What the result cache holds is not measured again.
 
@@ -52,24 +52,22 @@ def read_batches(
         model: the model that reads the items.
         batches: lists of items; those of a list that are not in the result cache are read side by side.
         score: a function of a list of items, which returns a JSON value for each.
-        name: a function of an item and the identity of the model and ``classes``, which names the item's value; items
-            with the same name share one value.
+        name: a function of an item and the identity of the model, which names the item's value; items with the same
+            name share one value.
         tokens: a function that returns how many tokens an item counts as.
-        cache: the result cache, see :func:`~rope_patch.runtime.result_cache.open_cache`; None if
+        work: the finished work of this model, see :func:`~rope_patch.evaluation.finished_work.finished_work`; None if
             nothing is stored.
-        classes: classes whose code takes part in the values, such as that of a task.
 
     Raises:
         ValueError: the processes read different models, texts or prompts.
     """
     rank, size = processes()
     divided = reading_processes(model) > 1
-    identity = ""
-    # The hash reads every weight, so it is computed only where names are stored or compared.
-    if divided or cache is not None:
-        identity = model_hash(model) + code_identity(*classes)
-    if cache is None:
-        cache = {}
+    if work is None:
+        work = FinishedWork({}, "")
+        if divided:  # names are compared between the processes
+            work = FinishedWork({}, "", model_hash(model))
+    cache, identity = work.values, work.identity
     # To a file each process writes what it has read itself; what others have read is only kept.
     in_memory = cache.data if isinstance(cache, ResultCache) else cache
     mine: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import methodcaller
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
@@ -22,7 +23,6 @@ from rope_patch.evaluation.texts.builtin_text import Corpus, builtin_text
 from rope_patch.evaluation.texts.documents import Source, TokenDocument, check_tokenizer, spread_windows, whole_text
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.result_cache import open_cache
 
 ANSWERED_SHARE = 0.75
 """Share of the prompts within its trained length that an unpatched model must answer; otherwise the task is too hard
@@ -163,7 +163,7 @@ class Suite(ABC):
         return replace(self.spec, windows=len(self.windows))
 
     @abstractmethod
-    def run(self, model: nn.Module, *, resume: str | Path | MutableMapping[str, Any] | None = None) -> EvalResult:
+    def run(self, model: nn.Module, *, resume: Resume = None) -> EvalResult:
         """Return the scores of a model; ``resume`` is a file (or mapping) in which finished work is stored."""
 
 
@@ -214,7 +214,7 @@ class EvalSuite(Suite):
         *,
         cache: CacheFactory | None = None,
         window_batch: int | None = None,
-        resume: str | Path | MutableMapping[str, Any] | None = None,
+        resume: Resume = None,
     ) -> EvalResult:
         """Return the scores of a model, which stays in training or eval mode as it was.
 
@@ -235,7 +235,7 @@ class EvalSuite(Suite):
             TypeError: the argument is not a model, for example the name of one.
         """
         spec = self.spec
-        result_cache = open_cache(resume)
+        work = finished_work(model, resume, spec.longest, cache)
         score = None
         if self.windows:
             score = perplexity(
@@ -246,12 +246,10 @@ class EvalSuite(Suite):
                 chunk=spec.chunk,
                 batch=window_batch or spec.window_batch,
                 cache=cache,
-                resume=result_cache,
+                resume=work,
             )
         answers = {
-            task: retrieval(
-                model, self.tokenizer, task, spec=spec, haystack=self.prompts, cache=cache, resume=result_cache
-            )
+            task: retrieval(model, self.tokenizer, task, spec=spec, haystack=self.prompts, cache=cache, resume=work)
             for task in spec.tasks
         }
         return EvalResult(spec, score, answers)

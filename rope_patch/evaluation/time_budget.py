@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from rope_patch.evaluation.finished_work import Resume, open_work
 from rope_patch.evaluation.read_across_processes import reading_processes
 from rope_patch.evaluation.smaller_specs import (
     SCALABLE,
@@ -20,12 +20,12 @@ from rope_patch.evaluation.smaller_specs import (
     what_is_lost,
 )
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.modeling.scoring import Reader, losses, model_hash
+from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.locate import device_of
 from rope_patch.runtime.parallel import from_first_process
-from rope_patch.runtime.result_cache import ResultCache, key
+from rope_patch.runtime.result_cache import key
 
 DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16, "mps": 1e15, "xpu": 1e15}
 """Product of parameters and tokens that a command reads by default, by device. On a CPU it allows 89k tokens with a
@@ -89,7 +89,7 @@ def comparison_within(
     model: nn.Module,
     methods: int,
     seconds: float,
-    finished: Path,
+    resume: Resume,
 ) -> tuple[EvalSuite, str]:
     """Return a suite that fits into a time, and a sentence that says what it loses.
 
@@ -98,35 +98,37 @@ def comparison_within(
         model: the model that is measured.
         methods: number of methods that are compared.
         seconds: time for the comparison [s].
-        finished: file of the result cache, in which the measured speed is stored.
+        resume: where the measured speed is stored, with other finished work.
     """
     spec = suite.spec
     # The speed is measured on batches as large as the largest that will be read.
     rows = min(spec.window_batch, max(1, len(suite.windows)))
-    most = int(FILLED_SHARE * seconds * speed(model, spec.longest, finished, rows=rows, chunk=spec.chunk))
+    most = int(FILLED_SHARE * seconds * speed(model, spec.longest, resume, rows=rows, chunk=spec.chunk))
     return suite_within(suite, most, cost=lambda one: methods * tokens_computed(one))
 
 
-def speed(model: nn.Module, length: int, finished: Path, *, rows: int = 1, chunk: int | None = None) -> float:
+def speed(model: nn.Module, length: int, resume: Resume, *, rows: int = 1, chunk: int | None = None) -> float:
     """Return how many tokens all processes read in a second; a resumed command gets what it measured at first.
 
     Args:
         model: the model that is measured.
         length: length of the longest row that will be read, whose tokens take the most time [tokens].
-        finished: file of the result cache, in which the measured speed is stored.
+        resume: where the measured speed is stored, with other finished work.
         rows: number of rows in a batch.
         chunk: length of a forward pass [tokens]; None for whole rows.
     """
+    work = open_work(model, resume)
 
     def measure() -> float:
+        if work is None:
+            return tokens_per_second(model, length, rows=rows, chunk=chunk)
         # A speed that is measured anew would differ, and with it the windows and prompts: a resumed command would find
         # none of its results.
-        cache = ResultCache(finished)
-        name = key(what="speed", model=model_hash(model), length=length, rows=rows, chunk=chunk)
+        name = key(what="speed", weights=work.weights, length=length, rows=rows, chunk=chunk)
         # Where nothing else is finished there is nothing to find, and the machine may have been busy at that time.
-        if name not in cache or set(cache) == {name}:
-            cache[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
-        return float(cache[name])
+        if name not in work.values or set(work.values) == {name}:
+            work.values[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
+        return float(work.values[name])
 
     # The first process measures for all, because all have to plan the same work.
     measured: float = from_first_process(measure)

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, compare, row_name
+from rope_patch.evaluation.finished_work import FinishedWork, open_work
 from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.evaluation.smaller_specs import SMALLEST_WINDOWS
 from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, operations, speed
@@ -216,10 +217,15 @@ class Run:
         progress.say(f"to answer a prompt of {length} tokens takes {sizes}")
 
     @cached_property
+    def finished(self) -> FinishedWork | None:
+        """The finished work of the model that is to be extended."""
+        return open_work(self.model, self.work / RESULT_CACHE)
+
+    @cached_property
     def speed(self) -> float:
         """How many tokens of windows are read in a second; a run that goes on keeps what it measured at first."""
         spec = self.suite.spec
-        return speed(self.model, spec.longest, self.work / RESULT_CACHE, chunk=spec.chunk)
+        return speed(self.model, spec.longest, self.finished, chunk=spec.chunk)
 
     def plan(self) -> tuple[tuple[Round, ...], Training | None]:
         """Return the rounds and the training that the budget has time for."""
@@ -325,7 +331,7 @@ class Run:
                 progress.more(self.trained_length)
             probe = suite.smaller(1).asking(suite.task, [self.trained_length])
             with progress.stage(UNPATCHED):
-                result = probe.run(self.model, resume=self.work / RESULT_CACHE).retrieval[suite.task]
+                result = probe.run(self.model, resume=self.finished).retrieval[suite.task]
             found[suite] = result.accuracy(self.trained_length), result.logprob(self.trained_length)
             if result.accuracy(self.trained_length):
                 break
@@ -352,9 +358,7 @@ class Run:
             )
             measured = rounds[number - 2].windows if comparisons else 0
             with progress.known_before((one.candidates + 1) * measured * suite.spec.longest):
-                comparison = compare(
-                    self.model, self.tokenizer, [UNPATCHED, *remaining], suite, resume=self.work / RESULT_CACHE
-                )
+                comparison = compare(self.model, self.tokenizer, [UNPATCHED, *remaining], suite, resume=self.finished)
             comparisons.append(comparison)
             evaluator = self._evaluator(comparison)
             if len(remaining) <= 2 and evaluator.settled():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_patch.modeling.scoring import model_hash
+from rope_patch.modeling.identity import model_hash
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import from_dict

@@ -16,11 +16,13 @@ from transformers import AutoModelForImageTextToText
 
 from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_adapter_tables, is_adapter, read_record
 from rope_patch.checkpoints.source_files import auto_class
+from rope_patch.evaluation.finished_work import finished_work
 from rope_patch.harness.answering_model import AnsweringLM
+from rope_patch.kv_cache.block_rounding import scheme_identity
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method
-from rope_patch.modeling.scoring import Reader, model_hash
+from rope_patch.modeling.scoring import Reader
 from rope_patch.options.fields import COUNT
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
@@ -36,6 +38,9 @@ METHOD_PARAMETERS = {f.name for method in METHODS.values() for f in fields(metho
 
 IDENTITY_ENTRY = "rope_patch: whose answers these are"
 """Entry of lm-eval's file of answers that names the model and the patch that gave them."""
+
+DECODED_TOKENS = 1000
+"""Number of tokens whose text tells how a tokenizer decodes and encodes."""
 
 PATCHING_ARGUMENTS = ("target_length", "layer_types", "freeze_at", "replace")
 """Arguments of :func:`rope_patch.apply` among those of lm-eval."""
@@ -178,10 +183,14 @@ class RopePatchLM(AnsweringLM):
         """
         answers = cache_hook.dbdict
         if answers is not None:
-            tokens = [self.tokenizer.get_vocab(), self.tok_encode("a"), self.prefix_token_id]
-            tokenizer = result_cache.key(tokens=tokens)
-            identity = f"{model_hash(self.model)}/{self.max_length}/{self.scheme.identity}/{tokenizer}"
-            if len(answers) and answers.get(IDENTITY_ENTRY) != identity:
+            is_new = not len(answers)
+            work = finished_work(self.model, answers, self.max_length)
+            assert work is not None
+            written = self.tok_decode(list(range(DECODED_TOKENS)))
+            tokenizer = [self.tokenizer.get_vocab(), written, self.tok_encode(written), self.prefix_token_id]
+            parts = {"model": work.identity, "length": self.max_length, "scheme": scheme_identity(self.scheme)}
+            identity = result_cache.key(tokenizer=tokenizer, **parts)
+            if not is_new and answers.get(IDENTITY_ENTRY) != identity:
                 raise ValueError(
                     "the file of --use_cache holds answers of another model, patch, tokenizer or cache format: give "
                     "another path"

@@ -9,7 +9,9 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from rope_patch.kv_cache.formats import FORMATS
-from rope_patch.kv_cache.schemes import Side
+from rope_patch.kv_cache.schemes import Scheme, Side
+from rope_patch.modeling.inputs import tensor_hash
+from rope_patch.registry import is_built_in
 
 
 def fake_quantize(x: Tensor, side: Side) -> Tensor:
@@ -42,6 +44,22 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
     if rotated:
         out = mix(out, side.hadamard)
     return out.to(x.dtype)
+
+
+def scheme_identity(scheme: Scheme) -> str:
+    """Return the text by which keys of stored results tell schemes apart.
+
+    The code of a format of the user's own may change under its name, in a file, a notebook or what it reads at run
+    time: such a format is asked to round fixed numbers, from 2^-8 to 2^8 in size, as its side rounds states.
+    """
+    parts = [str(scheme)]
+    for side in (*scheme.key.parts, *scheme.value.parts):
+        if not is_built_in(FORMATS[side.format]):
+            shape = (1, 2, max(side.block, 64), 128)
+            states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            states *= torch.linspace(-8, 8, shape[2])[:, None].exp2()
+            parts.append(f"{side.block} {tensor_hash(fake_quantize(states, side))}")
+    return " ".join(parts)
 
 
 def _round(x: Tensor, side: Side, dim: int) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.kv_cache.attention import attending_by
+from rope_patch.kv_cache.block_rounding import scheme_identity
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
@@ -142,4 +143,5 @@ def quantized(
         # Full precision is computed by the model's own attention, so that it is the same bit for bit.
         if exact and {planned.key.format, planned.value.format} != {"none"}:
             stack.enter_context(attending_by(run, root))
-        yield CacheMaker(root.config, run, f"{planned.identity} {'exact, float32 logits' if exact else 'streaming'}")
+        identity = f"{scheme_identity(planned)} {'exact, float32 logits' if exact else 'streaming'}"
+        yield CacheMaker(root.config, run, identity)

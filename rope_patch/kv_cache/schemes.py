@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 from rope_patch.kv_cache.formats import FORMATS
-from rope_patch.runtime.result_cache import code_identity
 from rope_patch.runtime.text import did_you_mean
 
 SCALE_BITS = 16
@@ -149,12 +148,6 @@ class Scheme:
         if parts == ["k=none", "v=none"]:
             return "none"
         return ";".join(parts)
-
-    @property
-    def identity(self) -> str:
-        """The text, and the code of formats of the user's own, for the keys of stored results."""
-        sides = (*self.key.parts, *self.value.parts)
-        return f"{self} {code_identity(*(type(FORMATS[side.format]) for side in sides))}".strip()
 
     @classmethod
     def parse(cls, text: str) -> Scheme:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from rope_patch.analysis.outliers import KeyBias
+from rope_patch.evaluation.finished_work import FinishedWork
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.attention_layers import AttentionLayer
@@ -33,7 +34,7 @@ class Setting:
         model: the model that is measured.
         suite: the suite of windows and prompts.
         limits: the limits of what a safe format may cost.
-        result_cache: the result cache in which finished work is stored; None if it is not stored.
+        work: the finished work of the model under this method; None if it is not stored.
         decode: number of tokens by which each window is continued through each format; 0 for none.
         compared: (windows, tokens) the windows whose distributions are compared.
         biases: the pairs of biases that make outliers of the model's keys.
@@ -47,7 +48,7 @@ class Setting:
     model: nn.Module
     suite: EvalSuite
     limits: Limits
-    result_cache: MutableMapping[str, Any] | None
+    work: FinishedWork | None
     decode: int
     compared: Tensor
     biases: Sequence[KeyBias]
@@ -86,6 +87,6 @@ class Setting:
             score=lambda names: [measures[name]() for name in names],
             name=lambda name, model: key(kind=name, model=model, **about),
             tokens=lambda _: tokens,
-            cache=self.result_cache,
+            work=self.work,
         )
         return dict(values)

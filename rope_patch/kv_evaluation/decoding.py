@@ -19,11 +19,12 @@ from torch import Tensor
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import PairedDifference
 from rope_patch.evaluation.retrieval.generate_answers import copy_cache
+from rope_patch.kv_cache.block_rounding import scheme_identity
 from rope_patch.kv_cache.cache import QuantizedCache, quantized
 from rope_patch.kv_cache.layer import QuantizedLayer
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import Setting
-from rope_patch.modeling.inputs import ids_hash
+from rope_patch.modeling.inputs import tensor_hash
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
@@ -84,10 +85,10 @@ def measure_decoding(setting: Setting, formats: Mapping[str, Scheme]) -> dict[st
         for ids in torch.split(windows, setting.suite.spec.window_batch):
             # Full precision is read only if a format is not finished yet.
             full = functools.cache(functools.partial(_written, setting, Scheme(), ids, steps))
-            about = {"ids": ids_hash(ids), "steps": steps, "chunk": setting.chunk}
+            about = {"ids": tensor_hash(ids), "steps": steps, "chunk": setting.chunk}
             for name, scheme in formats.items():
                 measure = {"decoding": functools.partial(_decode, setting, scheme, ids, full)}
-                finished = setting.finished(3 * steps * len(ids), measure, scheme=scheme.identity, **about)
+                finished = setting.finished(3 * steps * len(ids), measure, scheme=scheme_identity(scheme), **about)
                 measured[name] += finished["decoding"]
             report = progress.advance if full.cache_info().currsize else progress.known
             report(ids.numel() + steps * len(ids))

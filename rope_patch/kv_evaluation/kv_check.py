@@ -7,9 +7,8 @@ measured, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from rope_patch.analysis.outliers import KeyBias, bias_sentences, key_biases
 from rope_patch.evaluation.compare import environment, methods_in_turn, naming_method
+from rope_patch.evaluation.finished_work import Resume, finished_work, open_work
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
@@ -35,7 +35,6 @@ from rope_patch.options.kv_check import Limits
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
-from rope_patch.runtime.result_cache import open_cache
 
 
 def check_spec(spec: EvalSpec) -> None:
@@ -84,7 +83,7 @@ def kv_check(
     decode: int = 0,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
-    resume: str | Path | MutableMapping[str, Any] | None = None,
+    resume: Resume = None,
 ) -> KVCheck:
     """Measure cache formats under several methods on a model, which is left as it was.
 
@@ -131,7 +130,8 @@ def kv_check(
     for sentence in bias_sentences(biases):
         progress.say(sentence)
     compared = torch.stack([window.ids for window in suite.windows[:COMPARED_WINDOWS]])
-    result_cache, rows, captures = open_cache(resume), [], {}
+    work = open_work(model, resume)
+    rows, captures = [], {}
     for label, in_place in places.items():
         with in_place() as tables:
             with progress.stage(f"{label}, statistics of keys"):
@@ -140,7 +140,7 @@ def kv_check(
                 model=model,
                 suite=suite,
                 limits=limits,
-                result_cache=result_cache,
+                work=finished_work(model, work, suite.spec.longest),
                 decode=decode,
                 compared=compared,
                 biases=biases,

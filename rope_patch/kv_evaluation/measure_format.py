@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rope_patch.evaluation.compare import naming_method
 from rope_patch.evaluation.smaller_specs import tokens_to_read
+from rope_patch.kv_cache.block_rounding import scheme_identity
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import attention_errors
@@ -29,7 +30,7 @@ from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, Setting
 from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, tokens_to_decode
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
-from rope_patch.modeling.inputs import ids_hash
+from rope_patch.modeling.inputs import tensor_hash
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
@@ -64,7 +65,7 @@ def _measure(setting: Setting, name: str, scheme: Scheme) -> CheckRow:
     # One window at a time, so that what a cache rounds has the same digits whatever the other windows are.
     with quantized(setting.model, scheme, layers=setting.layers) as factory:
         cache = factory if quantizing else None
-        scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.result_cache)
+        scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.work)
         if quantizing:
             divergences = _divergences(setting, scheme, factory)
     stored = stored_states(setting.layers, setting.capture, scheme)
@@ -92,7 +93,7 @@ def _shares(setting: Setting, scheme: Scheme) -> dict[str, float]:
         return error_shares(errors, list(changes))
 
     # Which pairs are outliers is measured on the compared windows.
-    about = {"scheme": scheme.identity, "ids": ids_hash(ids), "compared": ids_hash(setting.compared)}
+    about = {"scheme": scheme_identity(scheme), "ids": tensor_hash(ids), "compared": tensor_hash(setting.compared)}
     return dict(setting.finished(len(ids), {"error shares": measure}, **about)["error shares"])
 
 
@@ -104,7 +105,7 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
         row: the row of the format.
     """
     scheme = Scheme.parse(row.format_text)
-    tokens, ids = setting.compared.numel(), ids_hash(setting.compared)
+    tokens, ids = setting.compared.numel(), tensor_hash(setting.compared)
 
     def kl(change: Change) -> float:
         with quantized(setting.model, scheme, layers=setting.layers) as factory:
@@ -113,7 +114,7 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
 
     def measured(changes: Mapping[str, Change]) -> list[float]:
         parts = {f"attribution by KL: {part}": partial(kl, change) for part, change in changes.items()}
-        costs = setting.finished(tokens, parts, scheme=scheme.identity, ids=ids, chunk=setting.chunk)
+        costs = setting.finished(tokens, parts, scheme=scheme_identity(scheme), ids=ids, chunk=setting.chunk)
         return list(costs.values())
 
     assert row.divergence is not None
@@ -192,7 +193,12 @@ def _divergences(setting: Setting, scheme: Scheme, cache: CacheFactory) -> dict[
         return divergences
 
     ids = setting.compared
-    about = {"scheme": scheme.identity, "ids": ids_hash(ids), "chunk": setting.chunk, "lengths": list(setting.lengths)}
+    about = {
+        "scheme": scheme_identity(scheme),
+        "ids": tensor_hash(ids),
+        "chunk": setting.chunk,
+        "lengths": list(setting.lengths),
+    }
     kind = "divergence, float32 logits"
     stored = setting.finished(ids.numel(), {kind: measure}, **about)[kind]
     return {int(length): Divergence(**part) for length, part in stored.items()}

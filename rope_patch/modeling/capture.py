@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rope_patch.methods.scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.attention_probe import ROLES
-from rope_patch.modeling.inputs import ids_hash, token_rows
+from rope_patch.modeling.inputs import tensor_hash, token_rows
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.modeling.visit_states import visit_states
 from rope_patch.patching.locate import locate
@@ -76,7 +76,7 @@ def capture(
         type(locate(model).model).__name__,
         rows.numel(),
         len(rows),
-        ids_hash(rows)[:16],
+        tensor_hash(rows)[:16],
         size,
         tuple(captured),
     )

@@ -48,9 +48,9 @@ def token_rows(token_ids: Tensor) -> Tensor:
     return rows.cpu()
 
 
-def ids_hash(ids: Tensor) -> str:
-    """Return the SHA-256 of token ids."""
-    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
+def tensor_hash(values: Tensor) -> str:
+    """Return the SHA-256 of token ids, or of other numbers."""
+    return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()
 
 
 def refuse_prompts(model: nn.Module) -> None:

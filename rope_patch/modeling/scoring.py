@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +20,6 @@ from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.runtime import progress
-from rope_patch.runtime.result_cache import code_identity, hash_with_values
 from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
@@ -300,108 +296,6 @@ def _is_dynamic(model: nn.Module) -> bool:
     parameters: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
     several = [item for item in parameters.values() if isinstance(item, Mapping)]
     return any(changes_with_length(item) for item in several or [parameters] if "rope_type" in item)
-
-
-UNHASHED_KEYS = ("transformers_version", "_name_or_path", "architectures", "dtype")
-"""Keys of a config that say who wrote it and where it is: a folder that is moved holds the same model.
-
-``save_pretrained`` writes the last two into the config of the model that it saves; the hash covers both elsewhere.
-"""
-
-
-def model_hash(model: nn.Module) -> str:
-    """Return a digest of a model's config, tables, adapters, forward hooks and weights, every bit of them.
-
-    The result cache stores finished work under it, so it must differ whenever a result could differ: a few values of
-    each tensor would not show that some rows of an embedding were trained.
-    """
-    digest = hashlib.sha256()
-    root: Any = model.config
-    text = root.get_text_config()
-    config = {name: value for name, value in text.to_dict().items() if name not in UNHASHED_KEYS}
-    attention = getattr(text, "_attn_implementation", None)
-    digest.update(json.dumps([config, attention], sort_keys=True, default=str).encode())
-    digest.update(code_identity(*map(type, model.modules())).encode())
-    for name, module in model.named_modules():
-        state = [(key, value) for key, value in vars(module).items() if key.endswith("attention_scaling")]
-        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):  # a layer of PEFT
-            attributes = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-            state += [(key, getattr(module, key, None)) for key in attributes]
-        state += [("hook", hook) for hook in _hooks(module)]
-        if state:
-            digest.update(f"{name}{state}".encode())
-        tensors = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-        for key, tensor in tensors:
-            sums = [_sums(values) for values in (_at_hand(module, key, tensor), *_quantized_by(module, tensor))]
-            digest.update(f"{name}.{key}{tuple(tensor.shape)}{tensor.dtype}{sums}".encode())
-    return digest.hexdigest()
-
-
-_NOT_THE_USERS = ("accelerate.", "rope_patch.", "torch.")
-"""Beginnings of module names whose hooks only move tensors or look at them, and change no result."""
-
-
-def _hooks(module: nn.Module) -> list[str]:
-    """Return a hash of each forward hook of a module, of its code and of the values that it holds."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_NOT_THE_USERS)]
-    # The code apart: of a function of a module its values are no more than its name.
-    return [hash_with_values([hook, getattr(hook, "__code__", None), code_identity(type(hook))]) for hook in own]
-
-
-def _quantized_by(module: nn.Module, tensor: Tensor) -> list[Tensor]:
-    """Return the scales with which bitsandbytes quantized a weight.
-
-    They are attributes of the weight; those of 8-bit weights move to the layer in its first forward pass.
-    """
-    state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
-    if scales is None and hasattr(tensor, "CB"):
-        scales = getattr(getattr(module, "state", None), "SCB", None)
-    inner = getattr(state, "state2", None)  # double quantization: the scales are quantized themselves
-    parts = [getattr(part, name, None) for part in (state, inner) for name in ("absmax", "offset", "code")]
-    return [values for values in (scales, *parts) if values is not None]
-
-
-def _at_hand(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of a module with all of its values: gathered if it is sharded, read if it is offloaded."""
-    offloaded = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
-    if tensor.is_meta:
-        return tensor if offloaded is None else offloaded[name]
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
-
-
-@torch.no_grad()
-def _sums(tensor: Tensor) -> Any:
-    """Return two sums over the bits of a tensor as integers, plain and weighted by place; None without values.
-
-    Floating-point sums would miss small changes, and a plain sum would miss rows that changed places.
-    """
-    if hasattr(tensor, "__tensor_flatten__"):  # a quantized tensor, which holds others
-        return [_sums(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
-    if tensor.is_meta:
-        return None
-    dense = tensor.detach()
-    if dense.layout != torch.strided:
-        dense = dense.to_dense()
-    raw = dense.contiguous().reshape(-1).view(torch.uint8)
-    # A view as int64 needs whole words, and memory that begins at a multiple of 8 bytes, as that of a padded copy does.
-    if len(raw) % 8 or raw.storage_offset() % 8:
-        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8))
-    words = raw.view(torch.int64)
-    # Places count from 1: at place 0 the first word would have no weight. Sums wrap around at 64 bits, on any device.
-    places = torch.arange(1, 1 + min(len(words), _WORDS_AT_ONCE), device=words.device)
-    plain = weighted = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, len(words), _WORDS_AT_ONCE):
-        part = words[start : start + _WORDS_AT_ONCE]
-        total = part.sum()
-        plain = plain + total
-        weighted = weighted + (part * places[: len(part)]).sum() + start * total
-    return int(plain) % 2**64, int(weighted) % 2**64
-
-
-_WORDS_AT_ONCE = 1 << 18
-"""Number of words of eight bytes that are added up at one time; their products of 2 MB stay in a processor's cache."""
 
 
 def model_name(model: nn.Module) -> str:

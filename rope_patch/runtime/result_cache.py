@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import json
 import math
 import os
-import sys
 from collections import UserDict
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -22,9 +19,6 @@ RESULT_CACHE = "finished.jsonl"
 # What each line of a result cache begins with: `json.dumps` writes keys in the order of the dictionary. By it a line
 # that was cut short is told from the line of some other file.
 LINE_START = b'{"key"'
-
-LIBRARIES = sys.stdlib_module_names | {"bitsandbytes", "peft", "rope_patch", "torch", "transformers"}
-"""The packages whose code has no identity: see :func:`code_identity`."""
 
 
 class ResultCache(UserDict[str, Any]):
@@ -87,7 +81,7 @@ def _values_in(path: Path) -> dict[str, Any]:
     return values
 
 
-def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableMapping[str, Any] | None:
+def open_cache(resume: str | Path | MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Return the result cache that ``resume`` names, with the same contents in all processes.
 
     Raises:
@@ -109,54 +103,6 @@ def key(**parts: Any) -> str:
     """
     # Paths, dtypes and the like are not JSON; their text tells them apart.
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def code_identity(*classes: type) -> str:
-    """Return a text that changes with the code of classes; "" if all of them are of :data:`LIBRARIES`.
-
-    It covers the whole files that define them and their bases, but no others that these import. A class that stands in
-    no file, as in a notebook, is hashed with all values that it uses.
-
-    Args:
-        *classes: the classes that take part in a result, such as those of the entries of registries.
-
-    Raises:
-        ImportError: a class stands in no file, and the package datasets is missing.
-
-    Example:
-        >>> code_identity(dict, MutableMapping)
-        ''
-    """
-    codes = set()
-    for part in {part for one in classes for part in one.__mro__}:
-        if part.__module__.partition(".")[0] not in LIBRARIES:
-            try:
-                codes.add(_source(part))
-            except (OSError, TypeError):  # it stands in no file
-                codes.add(hash_with_values(part))
-    return " ".join(sorted(codes))
-
-
-# Read once: the code that was imported runs, whatever its file holds by now. Imported again, it is another class.
-@functools.cache
-def _source(of: type) -> str:
-    return key(source=inspect.findsource(of)[0])  # all lines of the file, if the class is in it
-
-
-def hash_with_values(used: Any) -> str:
-    """Return a digest of an object and of the values that it holds or uses.
-
-    Raises:
-        ImportError: the package datasets is missing.
-    """
-    try:
-        from datasets.fingerprint import Hasher  # takes half a second to import
-    except ImportError:
-        raise ImportError(
-            f"the package datasets tells results of {used!r} from those of other code: pip install datasets, or do "
-            "without it"
-        ) from None
-    return str(Hasher.hash(used))
 
 
 def finite(value: Any) -> Any:

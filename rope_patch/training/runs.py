@@ -15,11 +15,14 @@ from rope_patch.checkpoints.adapters import CONFIG_FILE, file_hash
 from rope_patch.checkpoints.tokenizer_files import TOKENIZER_FILES
 from rope_patch.checkpoints.weight_files import model_files
 from rope_patch.errors import read_json
+from rope_patch.frequencies import geometric
 from rope_patch.methods import as_method
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict
+from rope_patch.registry import is_built_in
 from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
-from rope_patch.runtime.result_cache import code_identity, key
+from rope_patch.runtime.result_cache import key
+from rope_patch.tables import RotaryTable
 from rope_patch.training.models import bundled_folder_or_name
 from rope_patch.training.pack_rows import rows_per_step, text_files
 
@@ -61,12 +64,19 @@ class RunFolder:
 
 
 def contents(options: RecipeOptions) -> dict[str, str]:
-    """Return digests of the files of model and tokenizer, of texts and of a method's code, by the name of the option.
+    """Return digests of the files of model and tokenizer, of texts and of a method's table, by the name of the option.
 
-    Every byte is read, as in loading. What is on the hub has none, and the code of a built-in method is "".
+    Every byte is read, as in loading. What is on the hub has none, and neither has a method that is built in.
     """
+    digests = {}
     method = as_method(options.patch.method or "default")
-    digests = {"patch.method": code_identity(*map(type, getattr(method, "steps", [method])))}
+    if not all(map(is_built_in, getattr(method, "steps", [method]))):
+        # The code of a user's own method may change under its name: it is asked what it makes of a table.
+        plain = RotaryTable(geometric(1e4, 128), 1.0, 1e4, "default", 4096)
+        try:
+            digests["patch.method"] = method.on_tables([plain], options.target_length)(plain).fingerprint
+        except ValueError as error:  # it is for other tables
+            digests["patch.method"] = str(error)
     base = Path(bundled_folder_or_name(options.model.name))
     weights = model_files(base) or sorted(base.glob("pytorch_model*.bin"))
     code = base.glob("*.py") if options.model.trust_remote_code else ()

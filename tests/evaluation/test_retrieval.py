@@ -52,8 +52,12 @@ def generated(model, prompt):
         do_sample=False,
         pad_token_id=2,
     )
-    found = out[0, question.shape[1] :].tolist()
-    return found[: found.index(recipe.EOS)] if recipe.EOS in found else found
+    return until(out[0, question.shape[1] :].tolist(), recipe.EOS)
+
+
+def until(ids, stop):
+    """The token ids before a stop token."""
+    return list(itertools.takewhile(lambda token: token != stop, ids))
 
 
 @torch.no_grad()
@@ -79,12 +83,12 @@ def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, patche
     columns = [MAKER.prompts(task, 400, (0.0, 0.3, 0.7, 1.0), sample=i) for i in range(2)]
     rows = list(zip(*columns, strict=True))
     with rope_patch.patched(model, method), spy(model.lm_head) as states:
-        made = answer_prompts(Reader(model), rows, stops=[recipe.EOS])
+        made = answer_prompts(Reader(model), rows)
         assert max(states) < 100, "logits of the answer only"
-        chunked = answer_prompts(Reader(model), rows, stops=[recipe.EOS], chunk=50)
+        chunked = answer_prompts(Reader(model), rows, chunk=50)
         every = (itertools.chain(*grid) for grid in (rows, made, chunked))
         for prompt, found, again in zip(*every, strict=True):
-            assert list(found.output) == generated(model, prompt) == list(again.output)
+            assert until(found.output, recipe.EOS) == generated(model, prompt) == until(again.output, recipe.EOS)
             assert found.logprobs == pytest.approx(from_logits(model, prompt), abs=2e-4)
 
 
@@ -111,7 +115,7 @@ def test_through_a_cache_shared_is_as_alone(family, cache):
 def test_what_prompts_share_is_read_once():
     model, prompts = bold(), PromptMaker(TOKENIZER, "noise").prompts("qa1", 600, (0.0, 0.25, 0.5, 0.75, 1.0))
     with spy_ids(model) as seen:
-        answer_prompts(Reader(model), [[p] for p in prompts], stops=[])
+        answer_prompts(Reader(model), [[p] for p in prompts])
     read = sum(ids.shape[1] for ids in seen)
     assert read < 600 + 5 * 90, "the haystack once, five questions, and where an answer went astray once more"
     single = MAKER.prompts("passkey", 600, (0.0, 0.25, 0.5, 0.75, 1.0))
@@ -127,7 +131,7 @@ def test_with_a_cache_answers_are_read_a_token_at_a_time():
     model = bold()
     caches, prompts = Caches(model), MAKER.prompts("passkey", 100, [0.5])
     with spy_ids(model) as seen:
-        answer_prompts(Reader(model), [prompts], cache=caches, stops=range(recipe.VOCABULARY))
+        answer_prompts(Reader(model), [prompts], cache=caches)
     sizes = [ids.shape[1] for ids in seen]
     assert sizes[:6] == [100 - ANSWER - 16, 16, 1, 1, 1, 1] and len(caches.made) == 1
 
@@ -183,15 +187,15 @@ class Spelling:
         ((0, 2), False),  # 12 34|5 -> 12 34|6: a token of three digits, one of them wrong
         ((3, 1), False),
         ((4, 4), False),
-        ((0,), False),  # cut short by a stop
+        ((0, 6, 1), False),  # cut short by a stop
         ((5, 3), True),  # the number as one token: the right text in other tokens
         ((4, 0, 1), False),  # a single answer comes first
     ],
 )
 def test_exact_match_is_of_the_text(output, correct):
-    tokenizer = Spelling(" 12", "345", "346", "\n", " the", " 12345")
+    tokenizer = Spelling(" 12", "345", "346", "\n", " the", " 12345", "")
     prompt = Prompt("", " 12345", (0, 1), 2, ("12345",), (2,), (0.5,))
-    (made,) = grade(tokenizer, TASKS["passkey"], prompt, Answer(output, (-0.5, -0.25)))
+    (made,) = grade(tokenizer, TASKS["passkey"], prompt, Answer(output, (-0.5, -0.25)), [6])
     assert made.correct == correct and made.logprob == -0.75
 
 
@@ -199,7 +203,7 @@ def test_parts_of_a_joined_answer_are_graded_one_by_one():
     tokenizer = Spelling(" 11", ",", " 22", " 33", " 44")
     prompt = Prompt("", " 11, 22, 33", (0, 1, 2, 1, 3), 5, ("11", "22", "33"), (1, 3, 5), (0.0, 0.5, 1.0))
     scores = (-1.0, -0.5, -2.0, -0.25, -4.0)
-    made = grade(tokenizer, TASKS["multivalue"], prompt, Answer((3, 1, 4, 1, 0), scores))  # said 33, 44, 11
+    made = grade(tokenizer, TASKS["multivalue"], prompt, Answer((3, 1, 4, 1, 0), scores), [])  # said 33, 44, 11
     assert [s.correct for s in made] == [True, False, True]
     assert [s.logprob for s in made] == [-1.0, -2.5, -4.25]
     assert {s.output for s in made} == {" 33, 44, 11"}

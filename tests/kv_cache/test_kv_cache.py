@@ -44,6 +44,7 @@ from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import attention_errors
 from rope_patch.modeling.attention_layers import find_attention_layers, split_pairs
 from rope_patch.modeling.capture import capture
+from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.cache_argument import cache_argument
 
@@ -821,11 +822,12 @@ def test_finished_work_is_never_that_of_another_cache(tmp_path):
         with quantized(model, **variant) as factory:
             results.append(perplexity(model, rows, cache=factory, chunk=5, resume=result_cache))
             assert results[-1] == perplexity(model, rows, cache=factory, chunk=5)
-    assert len({result.nll for result in results}) == len(variants) == result_cache.read_text().count('"key"')
+    assert len({result.nll for result in results}) == len(variants)
+    assert result_cache.read_text().count('"key"') == 2 * len(variants), "a window each, and the fixed logits"
     for variant, expected in zip(variants, results, strict=True):
         with quantized(model, **variant) as factory, spy_ids(model) as inputs:
             assert perplexity(model, rows, cache=factory, chunk=5, resume=result_cache) == expected
-            assert not inputs, "nothing is read again"
+            assert [row.shape[1] for row in inputs] == [FIXED_TOKENS], "nothing else is read again"
             with pytest.raises(ValueError, match="resume"):
                 perplexity(model, rows, cache=lambda factory=factory: factory(), resume=result_cache)
 
@@ -836,7 +838,7 @@ def test_finished_answers_are_never_those_of_another_cache():
     for text in ("int2.token", "int3.token", "int2.token"):
         with quantized(model, text) as factory:
             results.append(retrieval(model, TOKENIZER, **asked, cache=factory))
-    assert results[0] == results[2] != results[1] and len(result_cache) == 2
+    assert results[0] == results[2] != results[1] and len(result_cache) == 2 * 2
 
 
 def test_models_have_runs_of_their_own():

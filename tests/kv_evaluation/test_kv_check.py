@@ -27,6 +27,7 @@ from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import error_shares, worst_layers
 from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.results import KVCheck
+from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.progress import listen
@@ -404,9 +405,9 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     read = []
     with watched(model.model, lambda **kwargs: read.append(kwargs["input_ids"].numel())):
         resumed = check_cache(model, TOKENIZER, names, resume=path, **asked)
-    assert len(heads) == again
-    # The windows of statistics, and of states in full precision; 8 tokens are a probe.
-    assert sum(size for size in read if size > 8) == 4 * 56
+    assert len(heads) == again + 1, "the fixed tokens"
+    # The windows of statistics, and of states in full precision; 8 tokens are a probe, 64 are the fixed tokens.
+    assert sum(size for size in read if size > 8) == 4 * 56 + FIXED_TOKENS
     assert resumed.to_json() == check.to_json() == check_cache(model, TOKENIZER, names, **asked).to_json()
     assert whole < len(heads) - again, "the run that went on read less than one without what was finished"
     finished = path.read_text()

@@ -26,8 +26,9 @@ import rope_patch
 from rope_patch.checkpoints import adapters
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.modeling import training_loss as loss_module
+from rope_patch.modeling.identity import model_hash
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.scoring import Reader, model_hash
+from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.training.trainer import LongTrainer

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.perplexity.result import SCHEMA, PerplexityResult, Window, sum_up
+from rope_patch.evaluation.finished_work import Resume, finished_work
+from rope_patch.evaluation.perplexity.result import PerplexityResult, Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.texts.documents import TokenDocument
-from rope_patch.modeling.inputs import check_ids, ids_hash
+from rope_patch.modeling.inputs import check_ids, tensor_hash
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
-from rope_patch.runtime.result_cache import key, open_cache
+from rope_patch.runtime.result_cache import key
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def perplexity(
     cache: CacheFactory | None = None,
     window: int | None = None,
     batch: int = 1,
-    resume: str | Path | MutableMapping[str, Any] | None = None,
+    resume: Resume = None,
 ) -> PerplexityResult:
     """Return the perplexity of a text under a causal language model.
 
@@ -81,8 +81,8 @@ def perplexity(
 
     def name(item: Window, model: str) -> str:
         # The key holds the tokens and not the place of the window: equal windows are read once.
-        place = {"ids": ids_hash(item.ids), "first": item.scored - item.start}
-        return key(what="perplexity", schema=SCHEMA, model=model, **place, **settings)
+        place = {"ids": tensor_hash(item.ids), "first": item.scored - item.start}
+        return key(what="perplexity", model=model, **place, **settings)
 
     def score(items: list[Window]) -> list[dict[str, Any]]:
         sizes = [len(item.ids) for item in items]
@@ -96,7 +96,7 @@ def perplexity(
         score=score,
         name=name,
         tokens=lambda item: item.stop - item.start,
-        cache=open_cache(resume),
+        work=finished_work(model, resume, window, cache),
     )
     with in_eval_mode(model):
         return sum_up(scored, edges, window=window, stride=stride, chunk=chunk)

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from rope_patch.evaluation.texts.documents import TokenDocument
 
-# A part of the keys of the result cache: raise it when what is stored for a window changes.
-SCHEMA = 2
-
 
 def _exp(nll: float) -> float:
     # math.exp raises OverflowError for larger losses.

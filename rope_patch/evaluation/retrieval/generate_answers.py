@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +32,12 @@ class Answer:
     """The answer of a model to one prompt.
 
     Attributes:
-        output: tokens of greedy decoding, as many as the right answer has; fewer if a token ended the text.
+        output: tokens of greedy decoding, as many as the right answer has.
         logprobs: log-probability of each token of the right answer [nats].
     """
 
-    output: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    output: Sequence[int]
+    logprobs: Sequence[float]
 
 
 def copy_cache(cache: Any) -> Any:
@@ -68,7 +67,6 @@ def answer_prompts(
     *,
     chunk: int | None = None,
     cache: CacheFactory | None = None,
-    stops: Sequence[int] = (),
 ) -> list[list[Answer]]:
     """Return the answers to a grid of prompts; the prompts of a column share their beginnings.
 
@@ -81,7 +79,6 @@ def answer_prompts(
         rows: (questions, batch) prompts of the same length; within a row the answers have the same length too.
         chunk: length of a forward pass [tokens]; by default that of :meth:`Reader.chunk`.
         cache: a factory of the cache to read through. With one, the answer is read a token at a time, as in generation.
-        stops: ids of the tokens that end a text.
 
     Raises:
         ValueError: logits are not finite.
@@ -113,7 +110,7 @@ def answer_prompts(
                 for _ in reader.read(ids[i, :, read:body], branch, chunk):
                     pass
                 begin = body
-            answers[i] = answer_from(reader, rows[i], ids[i], begin, branch, cache is not None, stops)
+            answers[i] = answer_from(reader, rows[i], ids[i], begin, branch, cache is not None)
     return [answers[i] for i in range(len(rows))]
 
 
@@ -132,7 +129,6 @@ def answer_from(
     read: int,
     past: Any,
     stepwise: bool = False,
-    stops: Sequence[int] = (),
 ) -> list[Answer]:
     """Return the answers to prompts whose first tokens are in a cache, which is used up.
 
@@ -143,7 +139,6 @@ def answer_from(
         read: the number of tokens that the cache holds [tokens].
         past: the cache.
         stepwise: whether the answer is read a token at a time, as in generation.
-        stops: ids of the tokens that end a text.
 
     Raises:
         ValueError: logits are not finite.
@@ -185,7 +180,4 @@ def answer_from(
             outputs[:, i], start = token, token[:, None]
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
-    return [
-        Answer(tuple(itertools.takewhile(lambda token: token not in stops, output.tolist())), tuple(score.tolist()))
-        for output, score in zip(outputs, logprobs, strict=True)
-    ]
+    return [Answer(*pair) for pair in zip(outputs.tolist(), logprobs.tolist(), strict=True)]

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
@@ -28,10 +29,7 @@ from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.runtime.result_cache import key, open_cache
-
-# A part of the keys of the result cache: raise it when what is stored for a haystack changes.
-SCHEMA = 5
+from rope_patch.runtime.result_cache import key
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ def retrieval(
     spec: EvalSpec | None = None,
     cache: CacheFactory | None = None,
     haystack: str | Path | Haystack | PromptMaker | None = None,
-    resume: str | Path | MutableMapping[str, Any] | None = None,
+    resume: Resume = None,
     **asked: Any,
 ) -> RetrievalResult:
     """Ask for what is hidden in a text, at every length and depth.
@@ -226,9 +224,9 @@ def retrieval(
         maker = hidden_in
     else:
         maker = PromptMaker(tokenizer, hidden_in, turns=chat_turns(tokenizer, spec.chat_template))
-    stops, chunk = stop_ids(model, tokenizer), spec.chunk
-    # Stop tokens cut the output, and another cache or chunk may change it, so they are part of every key.
-    settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
+    # Another cache or chunk may change the answer, so they are part of every key. Stop tokens, tokenizer and task are
+    # not: answers are stored as token ids, and decoded and graded when they are read.
+    settings = cache_identity(cache, resume is not None) | {"chunk": spec.chunk}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, spec.depths, seed=spec.seed, sample=sample)
@@ -238,22 +236,24 @@ def retrieval(
         check_ids(torch.tensor(prompt.ids), reader.vocabulary)
 
     def name(prompts: _Haystack, model: str) -> str:
-        asked_of = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
-        return key(what="retrieval", schema=SCHEMA, prompts=asked_of, model=model, **settings)
+        asked_of = [(prompt.ids, prompt.answer) for prompt in prompts]
+        return key(what="retrieval", prompts=asked_of, model=model, **settings)
 
-    graded = read_batches(
+    answered = read_batches(
         model,
         ([prompts_of(length, i) for i in group] for length, group in _batches(spec)),
-        score=functools.partial(_graded, reader, tokenizer, TASKS[task], stops=stops, chunk=chunk, cache=cache),
+        score=functools.partial(_answered, reader, chunk=spec.chunk, cache=cache),
         name=name,
         tokens=lambda prompts: sum(len(prompt.ids) for prompt in prompts),
-        cache=open_cache(resume),
-        classes=[type(TASKS[task])],  # a task of the user's own grades what is stored
+        work=finished_work(model, resume, spec.longest, cache),
     )
+    stops = stop_ids(model, tokenizer)
     columns: dict[int, list[list[Sample]]] = {length: [] for length in first}  # samples of each haystack, by depth
     with in_eval_mode(model):
-        for prompts, column in graded:
-            columns[len(prompts[0].ids)].append([Sample(**sample) for sample in column])
+        for prompts, answers in answered:
+            pairs = zip(prompts, answers, strict=True)
+            graded = [grade(tokenizer, TASKS[task], prompt, Answer(**answer), stops) for prompt, answer in pairs]
+            columns[len(prompts[0].ids)].append([*itertools.chain(*graded)])
     cells = []
     for length, prompts in first.items():
         depths = [depth for prompt in prompts for depth in prompt.depths]
@@ -280,21 +280,17 @@ def _batches(spec: EvalSpec) -> Iterator[tuple[int, range]]:
             yield length, range(low, min(low + size, spec.samples))
 
 
-def _graded(
-    reader: Reader, tokenizer: Any, task: Task, haystacks: Sequence[_Haystack], **how: Any
-) -> list[list[dict[str, Any]]]:
-    """Ask the prompts of haystacks, and return the samples of each, ordered by depth."""
+def _answered(reader: Reader, haystacks: Sequence[_Haystack], **how: Any) -> list[list[dict[str, Any]]]:
+    """Ask the prompts of haystacks, and return the answers of each, ordered by depth, as JSON values."""
     # A batch is generated for the same number of steps: if answers differ in length, each haystack is asked alone.
     groups = [haystacks]
     if len({tuple(prompt.answer for prompt in prompts) for prompts in haystacks}) > 1:
         groups = [[prompts] for prompts in haystacks]
-    graded = []
+    answered = []
     for group in groups:
         rows = answer_prompts(reader, list(zip(*group, strict=True)), **how)
-        for prompts, answers in zip(group, zip(*rows, strict=True), strict=True):
-            pairs = zip(prompts, answers, strict=True)
-            graded.append([asdict(one) for prompt, answer in pairs for one in grade(tokenizer, task, prompt, answer)])
-    return graded
+        answered += [[asdict(answer) for answer in answers] for answers in zip(*rows, strict=True)]
+    return answered
 
 
 def stop_ids(model: nn.Module, tokenizer: Any) -> list[int]:
@@ -306,9 +302,10 @@ def stop_ids(model: nn.Module, tokenizer: Any) -> list[int]:
     return sorted({int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None})
 
 
-def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sample]:
-    """Return a sample for each part of an answer."""
-    written = tokenizer.decode(list(answer.output), skip_special_tokens=True)
+def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer, stops: Sequence[int]) -> list[Sample]:
+    """Return a sample for each part of an answer, which ends before the first of the tokens ``stops``."""
+    output = [*itertools.takewhile(lambda token: token not in stops, answer.output)]
+    written = tokenizer.decode(output, skip_special_tokens=True)
     samples, start = [], 0
     for part, end in zip(prompt.parts, prompt.ends, strict=True):
         correct = task.correct(part, written)
