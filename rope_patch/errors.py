@@ -70,4 +70,4 @@ def _is_ours(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("rope_patch")
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == __package__

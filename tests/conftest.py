@@ -106,6 +106,16 @@ def figures(monkeypatch):
     return drawn
 
 
+@pytest.fixture
+def no_links(monkeypatch):
+    """A system that refuses links, as Windows does without a right to make them."""
+
+    def refused(*_, **__):
+        raise OSError(1314, "A required privilege is not held by the client")
+
+    monkeypatch.setattr("os.symlink", refused)
+
+
 @pytest.fixture(scope="module")
 def reloads_fork():
     """A check in plain transformers runs its program in a fork of a process that has it, not in a new interpreter.

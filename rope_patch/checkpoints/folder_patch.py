@@ -22,7 +22,7 @@ from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.record import PatchRecord
 from rope_patch.patching.verify import verify_model
 from rope_patch.runtime import progress
-from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf
+from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf, link_or_copy
 
 # The config is written anew. A record, and what export.json says, are about the folder that they are in.
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")
@@ -231,14 +231,8 @@ def copy_with_new_config(
                 progress.say(f"copying nothing of the subfolder {path.name}")
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
                 progress.say(f"copying {path.name}")
-                if not (link_weights and path.suffix == ".safetensors" and _linked(path, folder / path.name)):
+                if link_weights and path.suffix == ".safetensors":
+                    link_or_copy(path, folder / path.name)
+                else:
                     shutil.copyfile(path, folder / path.name)
         yield folder
-
-
-def _linked(path: Path, place: Path) -> bool:
-    """Link a file, and tell whether the system allows it; on Windows a user needs a right to make links."""
-    with contextlib.suppress(OSError):
-        place.symlink_to(path.resolve())
-        return True
-    return False

@@ -55,7 +55,7 @@ def plain_logits(folder: str | Path, vocabulary: int, device: str = "cpu") -> to
         save_file({"ids": _ids(vocabulary, "cpu")}, f"{scratch}/ids")
         files = [str(folder), f"{scratch}/ids", f"{scratch}/logits"]
         command = [sys.executable, "-c", PROGRAM, *files, device, loader_name(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode:
             raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")
         return load_file(f"{scratch}/logits")["logits"]

@@ -42,7 +42,7 @@ from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.record import PatchRecord
 from rope_patch.patching.verify import verify_model
-from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf
+from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf, link_or_copy
 from rope_patch.runtime.parallel import processes
 
 
@@ -298,9 +298,9 @@ def _without_adapter(base: str) -> Iterator[str]:
         yield base
         return
     with tempfile.TemporaryDirectory() as folder:
-        for path in Path(base).resolve().iterdir():
-            if not path.name.startswith("adapter_"):
-                (Path(folder) / path.name).symlink_to(path)
+        for path in Path(base).iterdir():
+            if path.is_file() and not path.name.startswith("adapter_"):
+                link_or_copy(path, Path(folder) / path.name)
         yield folder
 
 

@@ -146,7 +146,7 @@ def _converted(folder: Path, out: Path, converter: Path, dtype: str) -> GGUFFile
         ValueError: the converter fails; the last line that it printed is its error.
     """
     command = [sys.executable, str(converter), str(folder), "--outfile", str(out), "--outtype", _OUTTYPES[dtype]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode or not out.is_file():
         printed = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()
         raise ValueError(f"{converter} failed on {folder.name} with exit status {done.returncode}: {printed[-1]}")

@@ -27,7 +27,7 @@ from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.install import patched
 from rope_patch.runtime import progress
-from rope_patch.runtime.folders import folder_in_one_move, is_gguf, write_atomically
+from rope_patch.runtime.folders import folder_in_one_move, is_gguf, real_path, write_atomically
 from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 2
@@ -132,6 +132,7 @@ def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
     Raises:
         ValueError: an unknown method or task; the output is the checkpoint itself, or a GGUF file.
         FileExistsError: the folder holds files, and ``overwrite`` is not set.
+        FileNotFoundError: the path of the output leads through a folder that does not exist.
     """
     for method in options.methods:
         as_method(method)
@@ -140,7 +141,7 @@ def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
         raise ValueError(
             f"a folder is written, got {str(out)!r}: rope-patch export writes a GGUF file of it afterwards"
         )
-    if Path(options.model).resolve() == out.resolve():
+    if Path(options.model).resolve() == real_path(out):
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
     check_folder_is_free(out, overwrite)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import weakref
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,9 @@ class RopePatchLM(AnsweringLM):
         self.reader = Reader(self.model)
         self.scheme = scheme
         if scheme != Scheme():
-            self._stack = contextlib.ExitStack()  # kept open for as long as this object lives
-            self.maker = self._stack.enter_context(quantized(self.model, scheme))
+            stack = contextlib.ExitStack()
+            self.maker = stack.enter_context(quantized(self.model, scheme))
+            weakref.finalize(self, stack.close)  # a model in memory outlives this object
 
     def _split_over_processes(self, pretrained: Any, arguments: dict[str, Any]) -> None:
         """Load the model as HFLM does, one in each process of ``torchrun`` or ``accelerate launch``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -54,15 +55,17 @@ def run_and_exit(run: Callable[[], int | None]) -> NoReturn:
 
     Other signals that end it interrupt it as Ctrl-C does, so that files that are half written are deleted. Then nothing
     is waited for: a signal may come while a library takes a lock, for which that library's threads would wait for ever
-    at the end of the process, as those of tensorboardX do.
+    at the end of the process, as those of tensorboardX do. A program that calls this gets its own signals back.
     """
-    for number in {signal.SIGTERM, SIGHUP} & signal.valid_signals():
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
-            signal.signal(number, _interrupt)
-    status = guarded(run)
-    if status > 128:
-        sys.stdout.flush()
-        os._exit(status)
+    with contextlib.ExitStack() as stack:
+        for number in {signal.SIGTERM, SIGHUP} & signal.valid_signals():
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+                stack.callback(signal.signal, number, signal.SIG_DFL)
+                signal.signal(number, _interrupt)
+        status = guarded(run)
+        if status > 128:
+            sys.stdout.flush()
+            os._exit(status)
     sys.exit(status)
 
 

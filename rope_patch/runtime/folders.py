@@ -96,6 +96,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def link_or_copy(path: Path, place: Path) -> None:
+    """Link a file into another folder, or copy it where the system allows no link, as Windows does without a right."""
+    try:
+        place.symlink_to(path.resolve())
+    except OSError:
+        shutil.copyfile(path, place)
+
+
 @contextlib.contextmanager
 def naming(out: Path) -> Iterator[None]:
     """Name what is written in errors of the system about a full disk or a hidden file.
@@ -138,6 +146,20 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def real_path(out: str | Path) -> Path:
+    """Return the path of an output without links and steps back.
+
+    Raises:
+        FileNotFoundError: it steps back from a folder that does not exist, as ``new/../out`` does. The system finds
+            nothing at such a path, so that what would be written could not be read there.
+    """
+    out = Path(out)
+    for step in (out, *out.parents):
+        if step.name == ".." and not step.exists():
+            raise FileNotFoundError(f"no folder {step.parent}, which {out} leads through: give a shorter path")
+    return Path(os.path.realpath(out))
+
+
 @contextlib.contextmanager
 def locked_output(out: str | Path) -> Iterator[Path]:
     """Keep other processes from an output while it is written; the same thread may claim it again meanwhile.
@@ -152,7 +174,7 @@ def locked_output(out: str | Path) -> Iterator[Path]:
         BlockingIOError: another process is writing the output.
         OSError: the place cannot be written.
     """
-    out = Path(os.path.realpath(out))
+    out = real_path(out)
     # A rename works within one disk, and needs a parent folder in which this user may write.
     within = out.is_dir() and (out.is_mount() or not os.access(out.parent, os.W_OK))
     prefix = out / HIDDEN_MARK if within else out.with_name(f".{out.name}{HIDDEN_MARK}")
@@ -238,7 +260,7 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """
-    out = Path(os.path.realpath(out))
+    out = real_path(out)
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"{out} is a file: give a folder to save into")
     exists = out.is_dir()
@@ -304,7 +326,7 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
     for name in names:
         if (folder / name).is_dir():
             raise IsADirectoryError(f"{str(folder / name)!r} is a folder: remove it, or give another folder to write")
-    with _parents(folder / "file"), locked_output(folder):
+    with locked_output(folder), _parents(folder / "file"):
         yield
 
 

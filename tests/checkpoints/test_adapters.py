@@ -45,6 +45,14 @@ def test_a_second_adapter_is_loaded_beside_the_first(two_adapters):
     rope_patch.verify(model)
 
 
+def test_an_adapter_beside_its_base_is_loaded_where_the_system_allows_no_links(two_adapters, tmp_path, no_links):
+    root, expected = two_adapters
+    for name in ("base", "one"):
+        shutil.copytree(root / name, tmp_path / "both", dirs_exist_ok=True)
+    (tmp_path / "both" / "notes").mkdir()
+    assert torch.equal(logits(rope_patch.load(tmp_path / "both").eval()), expected["one"])
+
+
 @pytest.mark.parametrize(("name", "options"), [("two", {}), ("abf", {"adapter_name": "second"})])
 def test_a_second_adapter_needs_a_name_of_its_own_and_the_same_tables(two_adapters, name, options):
     root, expected = two_adapters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from support.tiny import YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
+from rope_patch.cli import app
 from rope_patch.methods.base import METHODS
 from rope_patch.runtime.command import SPINS, guarded
 
@@ -141,6 +143,29 @@ def test_what_a_library_raises_is_one_line_too(capsys):
     assert guarded(lambda: {}["unheard_of"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error == "error: KeyError: 'unheard_of' (ROPE_PATCH_DEBUG=1 shows where)"
+
+
+@pytest.mark.parametrize("end", [None, ValueError("wrong"), KeyboardInterrupt(signal.SIGTERM), "raised"])
+def test_a_command_within_a_process_gives_its_signals_back(monkeypatch, end):
+    def command(words):
+        during.append(signal.getsignal(signal.SIGTERM))
+        if end == "raised":
+            monkeypatch.setenv("ROPE_PATCH_DEBUG", "1")
+            raise ZeroDivisionError
+        if end is not None:
+            raise end
+
+    during = []
+    monkeypatch.setattr(app, "dispatch", command)
+    monkeypatch.setattr("os._exit", sys.exit)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises((SystemExit, ZeroDivisionError)):
+            app.main()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert callable(during[0])
 
 
 def test_an_interrupted_command_ends_although_a_library_holds_a_lock(tmp_path):

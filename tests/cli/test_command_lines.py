@@ -18,6 +18,8 @@ import rope_patch
 from rope_patch.gguf.file import Key
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.gguf.table import RECORD_KEY
+from rope_patch.options import COMMANDS as OPTIONS
+from rope_patch.options.fields import leaves
 
 COMMANDS = {
     "doctor": ("doctor", "DIR"),
@@ -322,15 +324,41 @@ def test_a_folder_without_texts(tmp_path):
     assert "holds no .txt file" in line
 
 
+WRITING = {
+    "apply": ("apply", "BASE", "abf", "-o"),
+    "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report", "-o"),
+    "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE, "-o"),
+    "export": ("export", "BASE", "--to", "hf", "-o"),
+    "restore": ("restore", "PATCHED", "-o"),
+    "doctor": ("doctor", "PATCHED", "--repair", "-o"),
+    "kv-check": ("kv-check", BUNDLED, "--formats", "int8-token", *MEASURE, "-o"),
+    "extend": ("extend", BUNDLED, "--length", "1k", "--no-report", "-o"),
+    "demo": ("demo", "-o"),
+    "finetune": ("finetune", "--smoke", "-o"),
+    "recipes": ("recipes", "copy"),
+}
+"""A command line for each command that writes, up to the name of its output."""
+
+
+def refused_output(checkpoints, folder, command, output) -> str:
+    places = {"BASE": checkpoints / "base", "PATCHED": checkpoints / "patched"}
+    return refused(folder, *(places.get(word, word) for word in WRITING[command]), output)
+
+
 @pytest.mark.parametrize("command", ["apply", "analyze", "compare", "export"])
 def test_an_output_below_a_file(checkpoints, tmp_path, command):
     (tmp_path / "file").write_text("")
-    words = {
-        "apply": ("apply", checkpoints / "base", "abf"),
-        "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
-        "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE),
-        "export": ("export", checkpoints / "base", "--to", "hf"),
-    }[command]
-    line = refused(tmp_path, *words, "-o", "file/out")
+    line = refused_output(checkpoints, tmp_path, command, "file/out")
     assert "file" in line
     assert "Errno" not in line
+
+
+def test_every_command_that_writes_is_known_here():
+    writing = {name for name, kind in OPTIONS.items() if any("-o" in leaf.short for leaf in leaves(kind))}
+    assert writing | {"recipes"} == set(WRITING)
+
+
+@pytest.mark.parametrize("output", ["new/../out", "new/.."])
+@pytest.mark.parametrize("command", WRITING)
+def test_an_output_behind_a_folder_that_does_not_exist_is_refused_first(checkpoints, tmp_path, command, output):
+    assert "leads through" in refused_output(checkpoints, tmp_path, command, output)

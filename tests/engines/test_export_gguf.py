@@ -186,6 +186,21 @@ def test_a_converter_that_fails_says_why_and_leaves_the_output_as_it_was(tmp_pat
     assert out.read_bytes() == b"precious" and names(tmp_path) == ["convert.py", "folder", "out.gguf"]
 
 
+def test_what_a_converter_prints_is_read_whatever_the_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr("locale.getencoding", lambda: "ascii")
+    folder, converter = saved(tmp_path / "folder"), tmp_path / "convert.py"
+    converter.write_text(r"import sys; sys.stderr.buffer.write('Modell für █ fehlt'.encode() + b' \xff'); sys.exit(1)")
+    with pytest.raises(ValueError, match="Modell für █ fehlt \ufffd"):
+        export(folder, tmp_path / "out.gguf", to="gguf", converter=converter)
+
+
+def test_weights_are_copied_for_the_converter_where_the_system_allows_no_links(tmp_path, converter, no_links):
+    folder, out = saved(tmp_path / "folder", "pi:factor=4"), tmp_path / "out.gguf"
+    converter.write_text(WHOLE)
+    export(folder, out, to="gguf", converter=converter)
+    assert rope_patch.verify(out).method == "pi:factor=4"
+
+
 @pytest.mark.parametrize(
     ("words", "word"),
     [

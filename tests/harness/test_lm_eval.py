@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib.metadata
 import json
 import math
@@ -780,3 +781,16 @@ def test_generation_under_a_quantized_cache_knows_its_padding():
     together = lm(kv_cache=scheme, batch_size=3).generate_until(requests("generate_until", *prompts))
     alone = lm(kv_cache=scheme, batch_size=1).generate_until(requests("generate_until", *prompts))
     assert together == alone != lm(batch_size=3).generate_until(requests("generate_until", *prompts))
+
+
+def test_a_model_in_memory_is_given_back_as_it_was_when_the_object_goes():
+    model = bold()
+    modules = list(model.modules())
+    attention, hooks = model.config._attn_implementation, [len(module._forward_hooks) for module in modules]
+    ours = lm(model=model, kv_cache="int4-token")
+    assert model.config._attn_implementation != attention
+    del ours
+    gc.collect()
+    assert model.config._attn_implementation == attention
+    assert [len(module._forward_hooks) for module in modules] == hooks
+    assert not any(module._forward_pre_hooks for module in modules)

@@ -21,6 +21,8 @@ from rope_patch.runtime.folders import (
     folder_in_one_move,
     folder_to_write,
     holds_files,
+    link_or_copy,
+    locked_output,
     scratch_folder,
     write_atomically,
 )
@@ -293,6 +295,39 @@ with folder_in_one_move(args[0]) as folder:
         "model.safetensors",
         "tokenizer.json",
     }
+
+
+# --- the place of an output -------------------------------------------------------------------------------------------
+
+
+WRITERS = (folder_in_one_move, file_in_one_move, scratch_folder, locked_output, lambda out: folder_to_write(out, []))
+
+
+@pytest.mark.parametrize("place", ["new/../out", "new/..", "new/deep/../../out", "there/new/../../out", "link/../out"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_output_that_the_system_would_not_find_again_is_refused(tmp_path, writer, place):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = names(tmp_path)
+    with pytest.raises(FileNotFoundError, match="leads through"), writer(tmp_path / place):
+        pytest.fail("it was written")
+    assert names(tmp_path) == before
+
+
+def test_an_output_that_steps_back_through_folders_is_where_the_system_finds_it(tmp_path):
+    (tmp_path / "there" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "deep")
+    for place in ("there/../out", "link/../new/out"):
+        with folder_in_one_move(tmp_path / place) as folder:
+            fill(folder)
+        assert (tmp_path / place / "config.json").is_file()
+    assert (tmp_path / "there" / "new" / "out").is_dir()  # the link leads there
+
+
+def test_a_file_is_copied_where_the_system_allows_no_links(tmp_path, no_links):
+    (tmp_path / "file").write_text("content")
+    link_or_copy(tmp_path / "file", tmp_path / "copy")
+    assert (tmp_path / "copy").read_text() == "content" and not (tmp_path / "copy").is_symlink()
 
 
 # --- a folder to write into -------------------------------------------------------------------------------------------
