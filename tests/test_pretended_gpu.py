@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
+
+import peft
 import pytest
 import torch
 from accelerate import dispatch_model
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from support import pretended_gpu as gpu
+from support.gguf_files import write_toy
+from support.patches import lora
 from support.pretended_gpu import counted
 from support.tiny import small
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import rope_patch
 from rope_patch import EvalSpec
 from rope_patch.analysis import attention_mass
 from rope_patch.analysis.attention_mass import measure_heads
+from rope_patch.cli.loading import load_model
 from rope_patch.kv_cache.attention import BLOCK_BYTES
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.training_loss import fuse
+from rope_patch.options.finetune import ModelOptions
 from rope_patch.options.kv_check import Limits
+from rope_patch.options.shared import Machine
 from rope_patch.patching.cache_argument import cache_argument
+from rope_patch.training import models as training
 
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 TEXT = rope_patch.data_path("assets") / "domains" / "english.txt"
@@ -161,6 +170,31 @@ def test_a_training_step_waits_for_its_labels_alone(tmp_path):
     assert counted(lambda: step(512)) == counted(lambda: step(1024)) == 6, gpu.waits
     rope_patch.save(model.merge_and_unload(), tmp_path / "merged", tokenizer=TOKENIZER)
     rope_patch.verify(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("kind", ["folder", "adapter", "gguf"])
+@gpu.on("cuda")
+def test_a_command_reads_weights_onto_the_gpu_and_moves_no_model(tmp_path, kind):
+    model = small()
+    model.save_pretrained(tmp_path / "folder")
+    rope_patch.save(lora(rope_patch.load(tmp_path / "folder", "yarn:factor=4")), tmp_path / "adapter")
+    write_toy(model, tmp_path / "gguf.gguf")
+    source = next(tmp_path.glob(f"{kind}*"))
+    peft.peft_model.infer_device = lambda: "cpu"  # the code of safetensors knows no pretended GPU
+    expected = rope_patch.load(source)(IDS[None, :64]).logits
+    PreTrainedModel.to = PeftModel.to = lambda *_, **__: pytest.fail("it was held in host memory, and moved")
+    loaded = load_model(str(source), Machine("auto", "float32"))
+    assert {tensor.device for tensor in (*loaded.parameters(), *loaded.buffers())} == {torch.device("cuda:0")}
+    torch.testing.assert_close(loaded(IDS[None, :64].to("cuda")).logits.cpu(), expected)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@gpu.on("cuda")
+def test_a_recipe_reads_weights_onto_the_gpu_unless_a_launcher_may_spread_them(tmp_path, launched):
+    if launched:
+        os.environ["WORLD_SIZE"] = "2"
+    model, _ = training.load_model(ModelOptions("llama"))
+    assert model.device.type == ("cpu" if launched else "cuda")
 
 
 @gpu.on("cuda")

@@ -24,8 +24,9 @@ import torch
 from safetensors.torch import load_file, save_file
 import transformers
 folder, ids, out, device, loader = sys.argv[1:]
+onto = {} if device == "cpu" else {"device_map": device}
 with torch.no_grad():
-    model = getattr(transformers, loader).from_pretrained(folder, dtype="auto").to(device).eval()
+    model = getattr(transformers, loader).from_pretrained(folder, dtype="auto", **onto).eval()
     logits = model(load_file(ids)["ids"].to(device), use_cache=False).logits
     save_file({"logits": logits.cpu().contiguous()}, out)
 """

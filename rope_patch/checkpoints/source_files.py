@@ -45,6 +45,19 @@ def in_gguf(path: str | Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(Path(path).parent), "gguf_file": Path(path).name}
 
 
+def on_device(device: Any) -> dict[str, Any]:
+    """Return the arguments with which ``from_pretrained`` of transformers loads weights onto a device.
+
+    They are not held in host memory first. On a CPU there are none: some quantized weights refuse to be sent there.
+
+    Args:
+        device: a device of torch or its name, or ``"balanced"``.
+    """
+    if str(device).startswith("cpu"):
+        return {}
+    return {"device_map": device}
+
+
 def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
     """Raise PatchError if transformers 4 and transformers 5 would read different tables from a patched config.json.
 

@@ -66,7 +66,7 @@ def check_device(device: str) -> None:
     """
     import torch
 
-    if device == BALANCED and not torch.cuda.is_available():
+    if device == BALANCED and not torch.accelerator.is_available():
         raise ValueError("no device 'balanced': torch sees no GPU to spread a model over")
     if device == BALANCED and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
@@ -80,20 +80,6 @@ def check_device(device: str) -> None:
     except Exception as error:  # each backend has its own error for a device that is not there
         reason = str(error).partition("\n")[0]
         raise ValueError(f"no device {device!r} to compute on: {reason}") from None
-
-
-def choose_device(device: str) -> str:
-    """Return a device for torch: ``"auto"`` is the GPU of this process if there is one, and otherwise the CPU.
-
-    Under ``torchrun`` and ``accelerate launch`` each process has a GPU of its own, and ``"cuda"`` means that one.
-    """
-    import torch
-
-    if device not in ("auto", "cuda"):
-        return device
-    if not torch.cuda.is_available():
-        return "cpu"
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
 
 
 def load_tokenizer(source: str) -> Any:
@@ -128,25 +114,19 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
         ValueError: the method is unknown, or there is no such folder or no checkpoint in it.
         OSError: there is nothing that can be loaded, or no such repository.
     """
-    import torch
-
     from rope_patch.checkpoints.load_gguf import weights_in_file
     from rope_patch.checkpoints.save_load import load
+    from rope_patch.checkpoints.source_files import on_device
+    from rope_patch.runtime.parallel import choose_device
 
-    device = machine.device
-    dtype = machine.dtype
-    spread: dict[str, Any] = {}
-    if device == BALANCED:
-        spread["device_map"] = BALANCED
-    kind = dtype if dtype == "auto" else getattr(torch, dtype)
-    loaded: Any = load(source, method, dtype=kind, **apply_options, **spread)
+    onto_gpu = on_device(choose_device(machine.device))
+    loaded: Any = load(source, method, dtype=machine.dtype, **apply_options, **onto_gpu)
     for weights in weights_in_file(loaded).values():
         print(f"{source}: the weights are {weights}", file=sys.stderr)
-    if not spread:
-        place = torch.empty(0, device=choose_device(device)).device  # with its index, as weights have it
-        if loaded.device != place:
-            loaded = loaded.to(place)  # quantized weights refuse this; they are on the GPU already
-        if dtype == "auto" and place.type == "cpu":
+    if not onto_gpu:
+        if loaded.device.type != "cpu":  # transformers puts quantized weights onto a GPU where there is one
+            loaded = loaded.to("cpu")
+        if machine.dtype == "auto":
             loaded = in_cpu_type(source, loaded)
     return loaded.eval()
 
@@ -177,7 +157,7 @@ def in_cpu_type(source: str, loaded: Any) -> Any:
     """Return a model on the CPU in the data type for ``--dtype auto``, and print it if it is not the checkpoint's."""
     import torch
 
-    stored = next(loaded.parameters()).dtype
+    stored = loaded.dtype
     better = cpu_type(stored, torch.cpu.get_capabilities())
     if better == stored or getattr(loaded.config, "quantization_config", None) is not None:
         return loaded

@@ -45,8 +45,8 @@ class Machine(OptionSet):
     """The device and the data type that a model runs with."""
 
     device: str = word(
-        "Where the model runs: auto (a GPU if there is one, otherwise the CPU), cpu, cuda, cuda:1 …, or balanced "
-        "(spread over all GPUs; needs the accelerate package).",
+        "Where the model runs: auto (a GPU if there is one, otherwise the CPU), cpu, cuda, cuda:1, mps, xpu …, or "
+        "balanced (spread over all GPUs).",
         "auto",
         metavar="DEVICE",
     )

@@ -261,9 +261,9 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
         OSError: the place cannot be written.
     """
     out = real_path(out)
-    if out.exists() and not out.is_dir():
+    exists = out.exists()
+    if exists and not out.is_dir():
         raise NotADirectoryError(f"{out} is a file: give a folder to save into")
-    exists = out.is_dir()
     if exists and not os.access(out, os.W_OK):
         raise PermissionError(f"cannot write into {out}: choose another output folder")
     with locked_output(out) as temporary:

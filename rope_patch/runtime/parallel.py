@@ -1,4 +1,4 @@
-"""The processes of ``torchrun`` or ``accelerate launch`` that work together: which one this is, and what all exchange.
+"""The processes of ``torchrun`` or ``accelerate launch`` that work together: which this is, its GPU, what all exchange.
 
 Who watches over them is the launcher: where one process fails, it ends the others, and the same command resumes.
 """
@@ -30,6 +30,20 @@ def processes() -> tuple[int, int]:
     if _alone.get() or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def choose_device(device: str = "auto") -> str:
+    """Return a device for torch: ``"auto"`` is the GPU of this process if there is one, and otherwise the CPU.
+
+    Under ``torchrun`` and ``accelerate launch`` each process has a GPU of its own, and the name of its kind, such as
+    ``"cuda"``, means that one. Where there are fewer GPUs, as on a Mac, processes share them.
+    """
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    if gpu is not None and device in ("auto", gpu.type):
+        return f"{gpu.type}:{int(os.environ.get('LOCAL_RANK', 0)) % torch.accelerator.device_count()}"
+    if device == "auto":
+        return "cpu"
+    return device
 
 
 @contextlib.contextmanager

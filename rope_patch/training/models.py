@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from rope_patch import checkpoints
 from rope_patch.checkpoints.adapters import ADAPTER_FILE
 from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.checkpoints.source_files import on_device
 from rope_patch.options.finetune import ModelOptions, RecipeOptions
 from rope_patch.options.plan import ALL_LINEAR
 from rope_patch.packaged import data_path
@@ -24,6 +25,7 @@ from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
 from rope_patch.planning import Plan, plan
 from rope_patch.runtime.folders import is_gguf
+from rope_patch.runtime.parallel import choose_device
 from rope_patch.training.pack_rows import rows_per_step
 
 # Small reference checkpoints that come with the package, to try a recipe without a download.
@@ -87,10 +89,9 @@ def load_model(
             load = model_without_weights
     elif options.quantization != "none":
         arguments["quantization_config"] = _bitsandbytes(options.quantization, dtype, getattr(torch, compute))
-        device: int | str = int(os.environ.get("LOCAL_RANK", 0))
-        if not torch.cuda.is_available():
-            device = "cpu"
-        arguments["device_map"] = {"": device}
+        arguments["device_map"] = {"": choose_device()}
+    elif "WORLD_SIZE" not in os.environ:  # a launcher may spread the weights over its processes
+        arguments |= on_device(choose_device())
     model = load(source, **arguments, **shared)
     if not weights:
         model.hf_device_map = {"": "meta"}  # so that Trainer leaves it there

@@ -151,7 +151,7 @@ def check_training(options: RecipeOptions) -> None:
     if options.train.liger and not is_liger_kernel_available():
         raise ImportError("train.liger needs liger-kernel: pip install 'rope_patch[gpu]', or set train.liger=false")
     quantized = options.model.quantization != "none"
-    if quantized and not torch.cuda.is_available() and options.evaluation.every:
+    if quantized and not torch.accelerator.is_available() and options.evaluation.every:
         raise ValueError(
             "on a CPU bitsandbytes packs quantized weights anew when a model is first evaluated, and trains it wrongly "
             "after that: set evaluation.every=0, so that only the end is evaluated"
@@ -215,5 +215,5 @@ def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArgument
         # All adapters take part in every step, so DDP need not search for weights without a gradient.
         ddp_find_unused_parameters=False,
         ddp_timeout=6 * 3600,  # seconds; the other processes wait while the first packs rows
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),
     )

@@ -11,7 +11,8 @@ from support.commands import MEASURE, fail, run
 from support.tiny import tiny_model
 
 import rope_patch
-from rope_patch.cli.loading import check_device, choose_device, cpu_type, load_model
+from rope_patch.checkpoints.source_files import on_device
+from rope_patch.cli.loading import check_device, cpu_type, load_model
 from rope_patch.options.shared import Machine
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
@@ -29,14 +30,14 @@ def test_lengths_are_written_in_thousands_or_in_full(tmp_path):
 # --- the machine -----------------------------------------------------------------------------------------------------
 
 
-def test_auto_is_the_gpu_of_this_process_or_else_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto") == "cpu"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_device("auto") == "cuda:0"
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert choose_device("auto") == choose_device("cuda") == "cuda:3"
-    assert choose_device("cuda:1") == "cuda:1"
+@pytest.mark.parametrize(
+    ("device", "arguments"),
+    [("cpu", {}), ("cpu:0", {}), ("cuda:1", {"device_map": "cuda:1"}), ("balanced", {"device_map": "balanced"})],
+)
+def test_weights_are_sent_to_a_device_but_not_to_a_cpu(device, arguments):
+    assert on_device(device) == arguments
+    if device != "balanced":
+        assert on_device(torch.device(device)).keys() == arguments.keys()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_auto_widens_16_bits_that_an_x86_cpu_has_no_instructions_for(stored, arc
     assert cpu_type(stored, {"architecture": architecture, "avx512_f": True, has: True}) == expected
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="it is about machines without a GPU")
 def test_a_data_type_that_is_not_the_checkpoints_is_said(tmp_path, capsys):
     tiny_model().half().save_pretrained(tmp_path)
     dtype = next(load_model(str(tmp_path)).parameters()).dtype
@@ -65,7 +66,7 @@ def test_a_data_type_that_is_not_the_checkpoints_is_said(tmp_path, capsys):
     assert next(load_model(str(tmp_path), Machine(dtype="float16")).parameters()).dtype == torch.float16
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="it is about machines without a GPU")
 def test_balanced_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match="no device 'balanced': torch sees no GPU"):
         check_device("balanced")

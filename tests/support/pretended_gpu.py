@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -285,14 +286,22 @@ def counted(call) -> int:
     return waits.total()
 
 
+def _answer(module, **answers) -> None:
+    """Replace functions of a module by others that return these values."""
+    for name, answer in answers.items():
+        setattr(module, name, lambda *_, answer=answer, **__: answer)
+
+
 def _install(kind: str) -> None:
     """Give this process pretended GPUs, for good."""
     global _kind
     _kind = kind
+    _answer(torch.accelerator, is_available=True, current_accelerator=torch.device(kind), device_count=2)
+    _answer(torch.accelerator, empty_cache=None)
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers reads weights in threads, and these modes are of one
     if kind == "cuda":
-        answers = {"_lazy_init": None, "is_available": True, "device_count": 2, "get_device_name": "pretended"}
-        for name, answer in answers.items():
-            setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        _answer(torch.cuda, _lazy_init=None, is_available=True, device_count=2, get_device_name="pretended")
+        _answer(torch.cuda, mem_get_info=(2**37, 2**37), memory_reserved=0, memory_allocated=0)
         # torch then makes the mask that its flash attention does without.
         prefill.can_use_flash_attention = lambda asked: asked.query.dtype == torch.bfloat16
         prefill.causal_lower_right = _causal_lower_right
