@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, adapter_base, read_record
@@ -15,6 +16,7 @@ from rope_patch.checkpoints.load_gguf import unpack
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length, stated_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
+from rope_patch.errors import in_one_line
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import Patch, apply, reapply, restore
 from rope_patch.patching.locate import PatchError, locate
@@ -22,7 +24,7 @@ from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.record import PatchRecord
 from rope_patch.patching.verify import verify_model
 from rope_patch.runtime import progress
-from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf, link_or_copy
+from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf, link_or_copy, real_path
 
 # The config is written anew. A record, and what export.json says, are about the folder that they are in.
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")
@@ -30,6 +32,13 @@ EXTEND_RECORD = "rope_patch_extend.json"
 """The file in which ``extend`` records its choice."""
 BASE_CARD = "BASE_README.md"
 """The file in which ``extend`` keeps the card of the checkpoint that it extends, beside its own."""
+TERMS = (
+    "*[Ll][Ii][Cc][Ee][Nn][CcSs][Ee]*",
+    "*[Nn][Oo][Tt][Ii][Cc][Ee]*",
+    "*[Tt][Ee][Rr][Mm][Ss]*",
+    "*[Uu][Ss][Ee]_[Pp][Oo][Ll][Ii][Cc][Yy]*",
+)
+"""Patterns of the names of files that hold the terms of a model, in capitals or not."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
@@ -177,14 +186,36 @@ def _check_weights_of(model: PreTrainedModel, folder: Path) -> None:
         raise OSError(f"{folder} does not hold the weights of {type(model).__name__}: {wrong}")
 
 
-def check_folder_is_free(out: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if a folder that will be written holds files already.
+def check_new_folder(source: str | Path, out: str | Path, overwrite: bool) -> None:
+    """Raise where the folder of a new checkpoint is in the way, before anything is loaded.
 
     Raises:
+        ValueError: it is the checkpoint ``source`` itself, or named as a GGUF file.
         FileExistsError: it holds files, and ``overwrite`` is not set.
+        FileNotFoundError: its path leads through a folder that does not exist.
     """
-    if holds_files(out) and not overwrite:
+    if Path(source).resolve() == real_path(out):
+        raise ValueError(f"{out} is the checkpoint itself: give another output folder")
+    if is_gguf(out):
+        raise ValueError(
+            f"a folder is written, got {str(out)!r}: rope-patch export --to gguf --converter PATH makes a file of it"
+        )
+    if holds_files(Path(out)) and not overwrite:
         raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
+
+
+def card_and_terms(source: str | Path) -> Path:
+    """Return a folder that holds the card and the terms of a checkpoint, as far as they can be had.
+
+    Of a repository of the hub it is the one in the local cache, into which they are fetched if the hub can be reached.
+    """
+    if Path(source).exists():
+        return Path(source)
+    try:
+        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=["README.md", BASE_CARD, *TERMS]))
+    except Exception as error:  # whatever it is, a long run must not fail because of a card
+        progress.say(f"the card and the terms of {source} are not copied, or not all: {in_one_line(error)}")
+        return Path(getattr(error, "snapshot_path", source))  # what is there of an incomplete one
 
 
 @contextlib.contextmanager
@@ -209,27 +240,22 @@ def copy_with_new_config(
         ValueError: ``out`` is in the way.
         OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
-    if Path(source).resolve() == Path(out).resolve():
-        raise ValueError(f"{out} is the checkpoint itself: give another output folder")
-    if is_gguf(out):
-        raise ValueError(
-            f"a folder is written, got {str(out)!r}: rope-patch export --to gguf --converter PATH makes a file of it"
-        )
+    check_new_folder(source, out, overwrite)
     with folder_in_one_move(out, overwrite=overwrite) as folder:
         if is_gguf(source):
             unpack(Path(source), folder, dtype)
             yield folder
             return
         if not Path(source).is_dir():
-            from huggingface_hub import snapshot_download
-
-            source = snapshot_download(str(source), allow_patterns=_FROM_HUB)
+            card_and_terms(source)
+            source = huggingface_hub.snapshot_download(str(source), allow_patterns=_FROM_HUB)
         check_weights(Path(source))
         for path in sorted(Path(source).iterdir()):
-            # What begins with a dot belongs to git or to the hub's client.
-            if path.is_dir() and not path.name.startswith("."):
+            if path.name.startswith("."):  # it belongs to git or to the hub's client
+                continue
+            if path.is_dir():
                 progress.say(f"copying nothing of the subfolder {path.name}")
-            if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
+            elif path.is_file() and path.name not in _NOT_COPIED:
                 progress.say(f"copying {path.name}")
                 if link_weights and path.suffix == ".safetensors":
                     link_or_copy(path, folder / path.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,27 +47,23 @@ def extend(words: Sequence[str]) -> int:
         raise FileNotFoundError(f"no file or folder {text}")
     prepare(settings.machine)
     work = output.with_name(f"{output.name}.work")
-    # A dry run deletes the folder only if no earlier run left measurements in it.
+    # What ends before the first measurement deletes the folder, unless an earlier run left its own there.
     fresh = not work.exists()
-    with working_together(work, [RESULT_CACHE, "comparison.json"]) as first:
+    with working_together(work, [RESULT_CACHE, "comparison.json"]) as first, contextlib.ExitStack() as unused:
+        if fresh and first:
+            unused.callback(shutil.rmtree, work, ignore_errors=True)
         if (work / RESULT_CACHE).exists():
             progress.say(f"{work} holds measurements of an earlier run, which are used where they fit")
         model = _load(settings)
         run = Run(model, load_tokenizer(settings.model), settings, output)
         run.say_what_the_model_is()
-        try:
-            rounds, training = run.plan()
-        except ValueError:  # nothing was measured that another run would use
-            if fresh and first:
-                shutil.rmtree(work, ignore_errors=True)
-            raise
+        rounds, training = run.plan()
         for line in run.describe(rounds, training):
             progress.say(line)
         if options.dry_run:
             progress.say("dry run: nothing was measured or written")
-            if fresh and first:
-                shutil.rmtree(work, ignore_errors=True)
             return 0
+        unused.pop_all()  # what is measured from now on serves the next run
         with resumable(work / RESULT_CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
             outcome = run.finish(overwrite=options.force, add_report=add_report)
     if not first:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.folder_patch import check_folder_is_free
+from rope_patch.checkpoints.folder_patch import check_new_folder
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines.export_gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.engines.folders import export_folder
@@ -166,7 +166,7 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
         gguf()  # a missing package is reported now, not after the merge
         check_output_file(output, overwrite=request.overwrite)  # also before the merge, which takes long
     else:
-        check_folder_is_free(output, request.overwrite)
+        check_new_folder(base, output, request.overwrite)
         if request.dtype == "auto" and is_gguf(base):
             request = replace(request, dtype="bfloat16")
     for place in (source, base):

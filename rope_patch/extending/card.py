@@ -68,30 +68,28 @@ this model.
 """
 
 
-def card(outcome: Extended) -> str:
+def card(outcome: Extended, source: Path) -> str:
     """Return the model card of an extended checkpoint, in Markdown.
 
     Args:
         outcome: the outcome of the run, with a chosen method.
+        source: the folder with the card of the checkpoint that was extended, if it has one.
     """
     options = outcome.options
     choice = outcome.choice
     comparison = outcome.comparison
-    base = options.model
-    if Path(base).exists():
-        base = Path(base).name
-    theirs = _front_matter(options.model)
+    theirs = _front_matter(source)
     theirs.pop("model-index", None)  # the scores of the base
-    tags = theirs.get("tags")
-    if tags is None:
-        tags = []
-    elif not isinstance(tags, list):
+    tags = theirs.get("tags") or []
+    if not isinstance(tags, list):
         tags = [tags]
     head = {"library_name": "transformers", **theirs}
     head["tags"] = list(dict.fromkeys([*tags, "rope_patch", "long-context"]))
-    # A name with one slash that is no folder is a repository of the hub, which shows it as the base of this model.
-    if not Path(options.model).exists() and options.model.count("/") == 1:
-        head["base_model"] = options.model
+    base = options.model
+    if Path(base).exists():
+        base = Path(base).name
+    elif base.count("/") == 1:  # a repository of the hub, which shows it as the base of this model
+        head["base_model"] = base
     assert choice.chosen is not None  # a refusal has no card
     chosen = choice.chosen
     training = outcome.training
@@ -131,7 +129,7 @@ def card(outcome: Extended) -> str:
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         version=__version__,
-        base_card="" if base_card(options.model) is None else BASE_SENTENCE,
+        base_card="" if base_card(source) is None else BASE_SENTENCE,
     )
 
 
@@ -144,17 +142,15 @@ def programs_of(outcome: Extended) -> str:
     return f"Other programs (`rope-patch doctor` shows all):\n{sentences}"
 
 
-def base_card(source: str) -> Path | None:
+def base_card(source: Path) -> Path | None:
     """Return the path of the card of a folder, of an extended one that of its own base; None if there is none."""
-    for name in (BASE_CARD, "README.md"):
-        if (Path(source) / name).is_file():
-            return Path(source) / name
-    return None
+    cards = [source / BASE_CARD, source / "README.md"]
+    return next(filter(Path.is_file, cards), None)
 
 
-def _front_matter(source: str) -> dict[str, Any]:
+def _front_matter(source: Path) -> dict[str, Any]:
     """Return what the card of a folder says of its licence, languages and the like, where it can be read."""
     try:
-        return metadata_load(Path(source) / "README.md") or {}
+        return metadata_load(source / "README.md") or {}
     except (OSError, ValueError, yaml.YAMLError):
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, oper
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
 from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_of, rounds_within, windows_read
-from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
+from rope_patch.extending.train_adapter import MODEL_COPY, Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
 from rope_patch.methods import METHODS, as_method
 from rope_patch.options.extend import CANDIDATES, CANDIDATES_ON_SCALED, ExtendSettings
@@ -414,7 +415,7 @@ class Run:
         if choice.method is None or processes()[0] > 0:  # the first process writes for all
             return outcome
         with alone():
-            return write_extended(
+            outcome = write_extended(
                 outcome,
                 self.output,
                 self.model,
@@ -423,14 +424,18 @@ class Run:
                 overwrite=overwrite,
                 add_report=add_report,
             )
+        # A second checkpoint, which the same command would write again.
+        shutil.rmtree(self.work / MODEL_COPY, ignore_errors=True)
+        return outcome
 
     def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
         """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
         from rope_patch.checkpoints.save_load import load
+        from rope_patch.checkpoints.source_files import on_device
 
         progress.say(f"training under {shortened(method)}: {training}")
         adapter = train_adapter(self.model, self.tokenizer, method, self.options, training, self.work)
-        adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
+        adapted: Any = load(adapter, dtype=self.model.dtype, **on_device(self.model.device)).eval()
         suite = self.suite.smaller(comparison.spec.samples)
         name = row_name(method, trained=True)
         progress.say("measuring the adapted model")

@@ -29,6 +29,9 @@ LONGEST_ROW = 2048
 ROWS_PER_STEP = 8
 """Number of rows in each step of the optimizer."""
 
+MODEL_COPY = "model"
+"""Name of the folder beside the adapter that holds the model which is trained."""
+
 STEP_COST = 4.0
 """How many times as long as reading a token a step of training takes for it: forward, backward, and checkpointing."""
 
@@ -119,7 +122,7 @@ def train_adapter(
     """
     from rope_patch.training.finetune import finetune
 
-    source, dtype = work / "model", str(model.dtype).removeprefix("torch.")
+    source, dtype = work / MODEL_COPY, str(model.dtype).removeprefix("torch.")
 
     def save() -> None:
         with folder_in_one_move(source) as folder:
@@ -140,7 +143,7 @@ def train_adapter(
             "scheduler": "cosine",
             "warmup": 0.1,
             "precision": dtype,
-            "checkpointing": torch.cuda.is_available(),
+            "checkpointing": torch.accelerator.is_available(),
             "seed": options.evaluation.seed,
             "save_every": max(1, training.steps // 10),
         },
@@ -164,7 +167,8 @@ def train_adapter(
     device: Any = model.device
     to: Any = model.to  # transformers wraps it without its types
     to("cpu")
-    torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     try:
         finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
     finally:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.folder_patch import BASE_CARD, EXTEND_RECORD, check_folder_is_free
+from rope_patch.checkpoints.folder_patch import BASE_CARD, EXTEND_RECORD, TERMS, card_and_terms, check_new_folder
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
+from rope_patch.checkpoints.source_files import on_device
 from rope_patch.diagnosis.check import DIFFERS, UNKNOWN
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.errors import read_json
@@ -27,12 +28,10 @@ from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.install import patched
 from rope_patch.runtime import progress
-from rope_patch.runtime.folders import folder_in_one_move, is_gguf, real_path, write_atomically
+from rope_patch.runtime.folders import folder_in_one_move, write_atomically
 from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 2
-TERMS = ("LICENSE", "LICENCE", "NOTICE", "TERMS", "USE_POLICY")
-"""What the name of a file says that holds the terms of a model."""
 
 
 def write_extended(
@@ -64,24 +63,23 @@ def write_extended(
     """
     loaded_in = model.config.dtype  # saving changes it
     chosen: Any = model
-    table: AbstractContextManager[Any] = nullcontext()  # an adapter is loaded with its own
-    if adapter is None:
-        assert outcome.choice.method is not None  # a refusal writes nothing
-        table = patched(model, outcome.choice.method, target_length=outcome.options.length)
-    else:
-        adapted: Any = checkpoints.load(adapter, dtype=model.dtype)
-        chosen = adapted.to(model.device).merge_and_unload().eval()
-    with folder_in_one_move(out, overwrite=overwrite) as folder:
-        with table:
+    with folder_in_one_move(out, overwrite=overwrite) as folder, contextlib.ExitStack() as stack:
+        if adapter is None:
+            assert outcome.choice.method is not None  # a refusal writes nothing
+            stack.enter_context(patched(model, outcome.choice.method, target_length=outcome.options.length))
+        else:  # it is loaded with its own table
+            adapted: Any = checkpoints.load(adapter, dtype=model.dtype, **on_device(model.device))
+            chosen = adapted.merge_and_unload().eval()
+        checkpoints.save(chosen, folder, tokenizer=tokenizer)
+        if adapter is None and chosen.dtype == torch.float32 and loaded_in in (torch.bfloat16, torch.float16):
+            # Computed in float32, because the CPU is faster then. Casting the model itself would round its table.
+            chosen = checkpoints.load(folder, dtype=loaded_in, **on_device(chosen.device)).eval()
             checkpoints.save(chosen, folder, tokenizer=tokenizer)
-            if adapter is None and chosen.dtype == torch.float32 and loaded_in in (torch.bfloat16, torch.float16):
-                # Computed in float32, because the CPU is faster then. Casting the model itself would round its table.
-                chosen = checkpoints.load(folder, dtype=loaded_in).to(chosen.device).eval()
-                checkpoints.save(chosen, folder, tokenizer=tokenizer)
-            ours, device = probe_logits(chosen), str(chosen.device)
+        ours = probe_logits(chosen)
+        stack.close()  # the caller's model is again as it was
         progress.say("the checkpoint is saved; loading it in a process without rope_patch")
         # A process of its own, in which no module of rope_patch can have changed transformers.
-        theirs = plain_logits(folder, ours.shape[-1], device=device)
+        theirs = plain_logits(folder, ours.shape[-1], str(chosen.device))
         if not torch.equal(ours, theirs):
             largest = float((ours.float() - theirs.float()).abs().max())
             raise RuntimeError(
@@ -93,14 +91,15 @@ def write_extended(
         for sentence in programs:
             progress.say(f"note: {sentence}")
         outcome = replace(outcome, output=out, programs=programs)
-        for path in Path(outcome.options.model).glob("*"):
-            if path.is_file() and any(word in path.name.upper() for word in TERMS):  # which go with the weights
+        base = card_and_terms(outcome.options.model)
+        for pattern in TERMS:  # which go with the weights
+            for path in filter(Path.is_file, base.glob(pattern)):
                 shutil.copyfile(path, folder / path.name)
-        if (of_base := base_card(outcome.options.model)) is not None:
+        if (of_base := base_card(base)) is not None:
             shutil.copyfile(of_base, folder / BASE_CARD)
         write_atomically(folder / "extend.yaml", to_yaml(outcome.options))
         write_atomically(folder / EXTEND_RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
-        write_atomically(folder / "README.md", card(outcome))
+        write_atomically(folder / "README.md", card(outcome, base))
         add_report(outcome, folder)
     return outcome
 
@@ -130,20 +129,12 @@ def check_output(options: ExtendSettings, out: Path, overwrite: bool) -> None:
     """Raise where a name is unknown or the output is in the way, before anything is loaded.
 
     Raises:
-        ValueError: an unknown method or task; the output is the checkpoint itself, or a GGUF file.
-        FileExistsError: the folder holds files, and ``overwrite`` is not set.
-        FileNotFoundError: the path of the output leads through a folder that does not exist.
+        ValueError, OSError: an unknown method or task, or an output that :func:`check_new_folder` refuses.
     """
     for method in options.methods:
         as_method(method)
     check_tasks(options.evaluation)
-    if is_gguf(out):
-        raise ValueError(
-            f"a folder is written, got {str(out)!r}: rope-patch export writes a GGUF file of it afterwards"
-        )
-    if Path(options.model).resolve() == real_path(out):
-        raise ValueError(f"{out} is the checkpoint itself: give another output folder")
-    check_folder_is_free(out, overwrite)
+    check_new_folder(options.model, out, overwrite)
 
 
 def trained_by_extend(folder: str | Path) -> bool | None:

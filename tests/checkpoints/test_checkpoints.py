@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from support.fresh import stock_logits
+from support.hub import cached_repository, reachable
 from support.patches import edit_json, lora, method_for, module_of, patched_model, saved_with
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -355,6 +356,35 @@ def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):
     assert not (tmp_path / "adapter_config.json").exists()
     assert torch.equal(logits(rope_patch.load(tmp_path).eval()), logits(merged))
     assert (tmp_path / "ema.safetensors").read_bytes() == b"mine"
+
+
+PAPERS = {
+    "README.md": "---\nlicense: llama3\nlanguage: [en, de]\n---\nThe base.",
+    "BASE_README.md": "The base of the base.",
+    "LICENSE": "the licence",
+    "Notice.txt": "the notice",
+    "USE_POLICY.md": "the policy",
+    "gemma_terms.pdf": "the terms",
+}
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["online", "offline"])
+def test_a_copy_of_a_repository_keeps_card_and_terms_as_far_as_they_can_be_had(tmp_path, monkeypatch, reached):
+    remote = tmp_path / "remote"
+    tiny_model().save_pretrained(remote)
+    for name, text in PAPERS.items():
+        (remote / name).write_text(text)
+    (remote / "onnx").mkdir()
+    (remote / "onnx" / "model.bin").write_text("large")
+    cached = ["*.json", "*.safetensors", "LICENSE"]
+    snapshot = cached_repository(monkeypatch, tmp_path / "cache", "someone/tiny", remote, cached)
+    if reached:
+        reachable(monkeypatch, snapshot, remote)
+    patch_folder("someone/tiny", "pi:factor=4", tmp_path / "out")
+    assert rope_patch.verify(tmp_path / "out").method == "pi:factor=4"
+    kept = {name for name, text in PAPERS.items() if (tmp_path / "out" / name).exists()}
+    assert kept == (set(PAPERS) if reached else {"LICENSE"})
+    assert all((tmp_path / "out" / name).read_text() == PAPERS[name] for name in kept)
 
 
 def test_a_copy_of_a_folder_leaves_out_what_describes_that_folder_alone(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from support.hub import cached_repository
 from support.patches import edit_json, lora
 from support.tiny import tiny_model
 from transformers import AutoTokenizer
@@ -157,11 +158,7 @@ def test_save_takes_no_tokenizer_of_another_vocabulary(tmp_path):
 
 
 def test_save_takes_the_tokenizer_of_a_hub_model_from_the_local_cache_alone(tmp_path, monkeypatch):
-    snapshot = tmp_path / "cache" / "models--someone--llama" / "snapshots" / ("0" * 40)
-    shutil.copytree(LLAMA, snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    cached_repository(monkeypatch, tmp_path / "cache", "someone/llama", LLAMA)
     model = rope_patch.load(LLAMA, "pi:factor=2")
     for name in ("llama", "unknown"):
         model.config.name_or_path = f"someone/{name}"

@@ -12,10 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import metadata_load
+from huggingface_hub.errors import IncompleteSnapshotError
 from safetensors.torch import load_file
 from support.commands import invoke
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
+from support.hub import cached_repository, reachable
 from support.patches import edit_json
 from support.prompting import TOKENIZER, bold
 from support.report_pages import Page
@@ -30,7 +33,7 @@ from rope_patch.extending.card import card
 from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.extend import Run, extend
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
-from rope_patch.extending.write_extended import other_programs
+from rope_patch.extending.write_extended import other_programs, write_extended
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_dict
@@ -98,7 +101,7 @@ def test_the_card_and_the_record_say_why(extended):
 
 def test_the_card_says_it_where_the_unpatched_model_fails_within_its_trained_length(extended):
     outcome, _ = extended
-    assert "**Note**" not in card(outcome)
+    assert "**Note**" not in card(outcome, LLAMA)
     comparison = outcome.comparison
     unpatched = comparison.rows[0].scores.retrieval["passkey"]
     cells = [replace(c, samples=tuple(replace(s, correct=False) for s in c.samples)) for c in unpatched.cells]
@@ -109,7 +112,8 @@ def test_the_card_says_it_where_the_unpatched_model_fails_within_its_trained_len
     rows = (replace(comparison.rows[0], scores=scores), *comparison.rows[1:])
     failing = replace(outcome, comparisons=(replace(comparison, rows=rows),))
     prompts = len(unpatched.samples(256))
-    assert f"**Note**: without a patch the model answers 0 of {prompts} passkey prompts of 256 tokens" in card(failing)
+    page = card(failing, LLAMA)
+    assert f"**Note**: without a patch the model answers 0 of {prompts} passkey prompts of 256 tokens" in page
 
 
 def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, extended, tmp_path):
@@ -123,7 +127,7 @@ def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, e
         sentence,
     )
     outcome = replace(extended[0], output=tmp_path / "model", programs=(sentence,))
-    assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in card(outcome)
+    assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in card(outcome, LLAMA)
 
 
 def test_programs_that_were_not_compared_are_named_once(tmp_path):
@@ -167,6 +171,39 @@ def test_of_two_at_once_the_second_says_that_the_first_writes(llama, tmp_path):
     assert len(refused) == 2
 
 
+@pytest.mark.parametrize("state", ["reached", "incomplete", "unknown"])
+def test_card_and_terms_of_a_base_on_the_hub_are_kept_as_far_as_they_can_be_had(
+    extended, llama, tmp_path, monkeypatch, state
+):
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    texts = {"README.md": "---\nlicense: llama3\nlanguage: [en, de]\n---\nThe base.", "LICENSE": "the licence"}
+    texts |= {"Notice": "the notice", "USE_POLICY.md": "the policy"}
+    for name, text in texts.items():
+        (remote / name).write_text(text)
+    snapshot = cached_repository(monkeypatch, tmp_path / "cache", "someone/llama", remote, ["README.md"])
+    if state == "reached":
+        reachable(monkeypatch, snapshot, remote)
+    elif state == "incomplete":  # its cache knows of files that it does not hold
+
+        def incomplete(*_, **__):
+            raise IncompleteSnapshotError("some files are missing", str(snapshot))
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", incomplete)
+    name = "someone/nobody" if state == "unknown" else "someone/llama"
+    outcome = replace(extended[0], options=replace(extended[0].options, model=name), output=None)
+    out = tmp_path / "out"
+    with listen(on_sentence=(said := []).append):
+        write_extended(outcome, out, llama, TOKENIZER, None, overwrite=False, add_report=lambda *_: None)
+    head = metadata_load(out / "README.md")
+    assert head["base_model"] == name
+    stated = (None, None) if state == "unknown" else ("llama3", ["en", "de"])
+    assert (head.get("license"), head.get("language")) == stated
+    kept = {"reached": set(texts), "incomplete": {"README.md"}, "unknown": set()}[state]
+    assert {name for name in texts if (out / name.replace("README", "BASE_README")).is_file()} == kept
+    assert any("the card and the terms of" in sentence for sentence in said) != (state == "reached")
+
+
 def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(llama, tmp_path):
     def stop(sentence):
         if sentence.startswith("plain transformers gives"):
@@ -190,9 +227,7 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
 
 
 def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "rope_patch.extending.write_extended.plain_logits", lambda folder, vocabulary, **_: torch.zeros(1, 1)
-    )
+    monkeypatch.setattr("rope_patch.extending.write_extended.plain_logits", lambda *_: torch.zeros(1, 1))
     with pytest.raises(RuntimeError, match="plain transformers gives other logits from what would be"):
         extend(llama, TOKENIZER, output=tmp_path / "out", budget=40, tokens=FEW, **{**QUICK, "methods": ["yarn"]})
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
@@ -200,6 +235,7 @@ def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llam
 
 def test_the_checkpoint_itself_is_not_replaced(llama, tmp_path):
     llama.save_pretrained(tmp_path / "model")
+    (tmp_path / "x").mkdir()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for output in (tmp_path / "model", tmp_path / "x" / ".." / "model"):
         with pytest.raises(ValueError, match="is the checkpoint itself: give another output folder"):
@@ -452,7 +488,7 @@ def test_a_gguf_file_is_extended_to_a_folder(llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(llama, tmp_path):
+def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(llama, tmp_path, monkeypatch):
     options = {**QUICK, "methods": ["yarn"], "output": tmp_path / "out", "budget": 60, "tokens": 20_000}
     outcome = extend(llama, TOKENIZER, train=True, train_rows=8, **options)
     rows = [(row.method, row.trained) for row in outcome.comparison.rows]
@@ -470,6 +506,10 @@ def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(lla
     assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, base)
     assert not (outcome.output / "adapter_config.json").exists()
     assert "Its weights were trained with LoRA on 8 rows of 512 tokens" in (outcome.output / "README.md").read_text()
+    left = [path.name for path in (tmp_path / "out.work").iterdir() if path.is_dir()]
+    assert len(left) == 1 and left[0].startswith("adapter-"), "the model that was trained is no second checkpoint"
+    monkeypatch.setattr(Trainer, "training_step", lambda *_: pytest.fail("it was trained again"))
+    assert extend(llama, TOKENIZER, train=True, train_rows=8, overwrite=True, **options).choice == outcome.choice
 
 
 @pytest.mark.full
