@@ -162,6 +162,9 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
     adapter = checkpoints.is_adapter(source)
     base = checkpoints.adapter_base(source) if adapter else source
     request.check(adapter, gguf=is_gguf(base))
+    for place in (source, base):
+        if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
+            raise ValueError(f"{output} is the model itself or the base of the adapter: give another output folder")
     if request.to == "gguf":
         gguf()  # a missing package is reported now, not after the merge
         check_output_file(output, overwrite=request.overwrite)  # also before the merge, which takes long
@@ -169,9 +172,6 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
         check_new_folder(base, output, request.overwrite)
         if request.dtype == "auto" and is_gguf(base):
             request = replace(request, dtype="bfloat16")
-    for place in (source, base):
-        if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
-            raise ValueError(f"{output} is the model itself or the base of the adapter: give another output folder")
     with _model_and_weights(source, output, request) as (model, weights):
         if request.method is not None:
             apply(model, request.method, **request.options)

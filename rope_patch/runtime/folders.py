@@ -326,7 +326,7 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
     for name in names:
         if (folder / name).is_dir():
             raise IsADirectoryError(f"{str(folder / name)!r} is a folder: remove it, or give another folder to write")
-    with locked_output(folder), _parents(folder / "file"):
+    with _parents(real_path(folder) / "file"), locked_output(folder):
         yield
 
 
