@@ -65,6 +65,11 @@ def with_another_room(suite):
     suite.room += 1
 
 
+def with_another_question(suite):
+    (one,) = suite.laden
+    suite.laden = [replace(one, question=replace(one.question, ids=(*one.question.ids[1:], one.question.ids[0])))]
+
+
 def with_one_token_less(suite):
     (one,) = suite.laden
     is_text = one.is_text.clone()
@@ -93,7 +98,7 @@ CHANGES = {
     },
     needle: {
         "text": lambda model, stored: needle(model, stored, windows=2),
-        "question": lambda model, stored: needle(model, stored, tasks=("niah",)),
+        "question": lambda model, stored: needle(model, stored, with_another_question),
         "lengths": lambda model, stored: needle(model, stored, lengths=(256, 320, 400)),
         "ranges": lambda model, stored: needle(model, stored, bucket=32),
         "chunk": lambda model, stored: needle(model, stored, chunk=100),
@@ -107,6 +112,7 @@ CHANGES = {
         "chunk": lambda model, stored: check(model, stored, chunk=20),
         "continuation": lambda model, stored: check(model, stored, decode=2),
         "longer continuation": lambda model, stored: check(model, stored, decode=3),
+        "chunk of a continuation": lambda model, stored: check(model, stored, decode=2, chunk=20),
     },
 }
 
@@ -115,7 +121,7 @@ CHANGES = {
 def test_a_number_is_stored_under_all_that_makes_it(measure, part):
     model, stored = small(), {}
     before = [measure(model, stored)]
-    if part == "longer continuation":
+    if part in ("longer continuation", "chunk of a continuation"):
         CHANGES[measure]["continuation"](model, stored)
     finished = len(stored)
     assert CHANGES[measure][part](model, stored) == CHANGES[measure][part](model, None), "as without finished work"
@@ -151,8 +157,11 @@ def test_a_model_that_was_changed_in_memory_is_named_in_one_line_and_found_again
         for scaling in (attention.scaling, 1.0, attention.scaling):
             layer.self_attn.scaling = scaling
             found.append(score(model, stored).nll)
-    assert found[0] == found[2] != found[1] and len(stored) == 2 * 2
-    assert len(said) == 1 and "measured again" in said[0]
+        assert found[0] == found[2] != found[1] and len(stored) == 2 * 2
+        assert len(said) == 1 and "measured again" in said[0]
+        for scheme in ("int3", "int2"):
+            through(scheme, score)(model, stored)
+        assert len(said) == 1, "another cache is no change of the model"
 
 
 # --- answers are graded when they are read
