@@ -88,11 +88,15 @@ def extend(words: Sequence[str]) -> int:
 
 def _load(settings: ExtendSettings) -> Any:
     """Load the model with the table that is extended: the one under which its weights were trained."""
+    from rope_patch.checkpoints.model_without_weights import model_without_weights
+    from rope_patch.checkpoints.source_files import config_json
     from rope_patch.extending.write_extended import trained_by_extend
     from rope_patch.patching.install import rebase, restore
     from rope_patch.patching.locate import locate
     from rope_patch.patching.record import settings_of
 
+    if config_json(settings.model):  # before its weights are read; an adapter and a GGUF file have none
+        locate(model_without_weights(settings.model, beside_adapter=True)).check_windowed()
     model, trained = load_model(settings.model, settings.machine), trained_by_extend(settings.model)
     if hasattr(model, "peft_config"):
         progress.say(f"{settings.model} is an adapter: merged into its base")

@@ -25,10 +25,10 @@ from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_of, rounds_within, windows_read
 from rope_patch.extending.train_adapter import MODEL_COPY, Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
-from rope_patch.methods import METHODS, as_method
+from rope_patch.methods import METHODS
 from rope_patch.options.extend import CANDIDATES, CANDIDATES_ON_SCALED, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_yaml
-from rope_patch.patching.install import for_target, patched
+from rope_patch.patching.install import patched
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.planning import plan
@@ -112,7 +112,8 @@ class Run:
         tokens: the number of tokens that may be read, as :func:`extend` takes it [tokens].
 
     Raises:
-        ValueError: something about the model, the methods or the text cannot be measured or patched.
+        ValueError: something about the model, the methods or the text cannot be measured or patched, or no layer that
+            rotates sees far enough for a longer context to need a patch.
         PatchError: the model is patched already.
     """
 
@@ -127,7 +128,9 @@ class Run:
         self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
         self.tokens_in_budget = tokens
         self.work = output.with_name(f"{output.name}.work")
-        record = locate(model).record
+        location = locate(model)
+        location.check_windowed()
+        record = location.record
         if record is not None:
             raise PatchError(
                 f"the model is patched already, with {record.to_method()}: give the checkpoint before the patch, or "
@@ -167,9 +170,8 @@ class Run:
         left_out = defaultdict[str, list[str]](list)
         for name in methods:
             try:
-                method = for_target(self.model, as_method(name), self.options.length)
-                with patched(self.model, method, target_length=self.options.length):
-                    fitting.append(str(method))
+                with patched(self.model, name, target_length=self.options.length) as patch:
+                    fitting.append(str(patch.method))
             except ValueError as error:
                 if not by_default:
                     raise ValueError(f"{name}: {error}") from error

@@ -345,5 +345,5 @@ def attributes_that_follow(location: Location, settings: Mapping[str, Any]) -> l
 def _values_kept(location: Location, settings: Mapping[str, Any]) -> dict[tuple[str, str], Any] | None:
     """Return what the modules that read the rotary settings as they are built keep under some settings."""
     # What a module reads while it is built shows only in what it keeps, so the model is built once more.
-    built = copy_without_weights(location.model, location.configs, settings)
+    built = copy_without_weights(location.model, location.configs, settings, [])
     return None if built is None else values_kept_by_modules(built, location.probe.builders)

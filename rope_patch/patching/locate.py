@@ -175,8 +175,8 @@ class Location:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on what is unusual about the base tables."""
-        return self._base[1]
+        """Sentences on what is unusual about the base tables, and about the layers that use them."""
+        return tuple(filter(None, (*self._base[1], self.windowed)))
 
     def static_tables(self, freeze_at: int | None) -> Tables:
         """Return the base tables from which a patch starts; none of them changes with the length.
@@ -242,6 +242,24 @@ class Location:
                 _probes.clear()
             _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables, self.layout)
         return _probes[key]
+
+    @property
+    def windowed(self) -> str | None:
+        """A sentence that says so if no layer that rotates sees the whole stated context; None if one does."""
+        window = self.probe.window
+        context = self.base_config.max_position_embeddings
+        if window > context:
+            return None
+        return (
+            f"no layer of {self.name} that rotates sees beyond its window of {window} tokens, and a context of "
+            f"{context} is stated: a longer context needs no other table. rope-patch apply MODEL default "
+            "--target-length N -o OUT states it"
+        )
+
+    def check_windowed(self) -> None:
+        """Raise ValueError where no layer that rotates sees the whole context, so that a longer one needs no table."""
+        if self.windowed is not None:
+            raise ValueError(self.windowed)
 
     def unread_settings(self, stated: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rotary settings of an unpatched model that nothing in it reads, by their paths.
@@ -377,15 +395,6 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
         source = config.name_or_path or location.name
         raise ValueError(f"{source}: max_position_embeddings must be a number of tokens from 1 on, got {context!r}")
     warnings: list[str] = []
-    # Without layer types, a window is that of all layers (Mistral, Phi-3).
-    types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    window = getattr(config, "sliding_window", None)
-    if types == {"sliding_attention"} and isinstance(window, int) and 0 < window <= context:
-        warnings.append(
-            f"every layer attends to the last {window} tokens alone (sliding_window), and a context of {context} is "
-            "stated: no layer sees a distance beyond the window, so a longer context changes next to nothing. Only a "
-            "model with layers that attend to all tokens can use one"
-        )
     held = original_tables(original)
     for kind, table in tables.items():
         if location.record is not None and key_of(kind) in location.record.edited:

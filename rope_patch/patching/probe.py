@@ -13,21 +13,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_patch.patching.record import set_rotary_settings, silent_transformers
 from rope_patch.patching.rotary import PatchedRotary, RotaryLayout
 from rope_patch.tables import Tables
 
 PROBE_TOKENS = 8
+ATTENTION_NAME = "rope_patch_rotates"
 
 Read = tuple[nn.Module, tuple[str | None, ...]]
 """A module, and the path of keys that its code looked up in ``rope_parameters``; a last key of None means all keys."""
@@ -46,6 +50,7 @@ class Probe:
         outside: names of the classes outside the decoder that read the same ``rope_parameters``.
         read: the paths of all keys that anything looks up in ``rope_parameters``, the rotary module included; their
             parts are joined by dots.
+        window: the most tokens that a layer which uses a table sees; infinite if one sees all, or if that is not known.
     """
 
     refusals: Mapping[str | None, str] = field(default_factory=dict)
@@ -54,6 +59,7 @@ class Probe:
     lookups: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     outside: tuple[str, ...] = ()
     read: frozenset[str] = frozenset()
+    window: float = math.inf
 
 
 def probe(
@@ -91,25 +97,35 @@ def probe(
     builders = tuple(name for name, module in built.named_modules() if module in building & inside)
     reader_values = values_kept_by_modules(built, builders)
     while_built = len(reads)
-    failures: list[Exception] = []
-    runs = {kind: _run(copied, rotary, kind, failures) for kind in tables}
+    patched = PatchedRotary(tables, rotary, layout=layout)
+    runs = {kind: _run(copied, rotary, kind, patched) for kind in tables}
     if not all(completed for *_, completed in runs.values()):
         # A layer that fails on meta tensors must not hide what the layers after it do.
         for module in copied.modules():
             if module not in (copied, rotary):
-                module.forward = _passing_on(module.forward, failures)
-        runs = {kind: _run(copied, rotary, kind, failures) for kind in tables}
+                module.forward = _passing_on(module.forward)
+        runs = {kind: _run(copied, rotary, kind, patched, failing=True) for kind in tables}
     running = {(module, keys) for module, keys in reads[while_built:] if module in own}
-    patched = PatchedRotary(tables, rotary, layout=layout)
-    refusals = {kind: _refusal(patched, kind, used, calls) for kind, (used, calls, _) in runs.items()}
+    refusals: dict[str | None, str] = {}
+    sights = set[float]()
+    for kind, (misfits, windows, _) in runs.items():
+        sights |= windows
+        if misfits:
+            refusals[kind] = misfits[0]
+        if not windows:
+            what = "its rotary embedding" if kind is None else f"its table for {kind}"
+            refusals[kind] = (
+                f"does not use {what}: no layer turns queries or keys with it, and a patch would change nothing"
+            )
     readers = building | {module for module, _ in running}
     return Probe(
-        {kind: reason for kind, reason in refusals.items() if reason is not None},
+        refusals,
         builders,
         reader_values,
         tuple(sorted({(type(module).__name__, keys) for module, keys in running}, key=str)),
         tuple(sorted({type(module).__name__ for module in readers - inside})),
         frozenset(".".join(map(str, keys)) for _, keys in reads),
+        max(sights, default=math.inf),
     )
 
 
@@ -117,7 +133,7 @@ def copy_without_weights(
     model: PreTrainedModel,
     configs: Sequence[PreTrainedConfig],
     settings: Mapping[str, Any],
-    reads: list[Read] | None = None,
+    reads: list[Read],
 ) -> nn.Module | None:
     """Return a copy of a model on the meta device; None if the model's class needs more than its config.
 
@@ -125,7 +141,7 @@ def copy_without_weights(
         model: the model that is copied.
         configs: the configs of the model that hold rotary settings.
         settings: the rotary settings of the copy.
-        reads: a list to which every look-up in ``rope_parameters`` is added; without it none is noted.
+        reads: a list to which every look-up in ``rope_parameters`` is added.
     """
     # The memo of deepcopy tells which part of the copied config belongs to which of `configs`.
     copies: dict[int, Any] = {}
@@ -133,11 +149,13 @@ def copy_without_weights(
     stating = [copies[id(each)] for each in configs if id(each) in copies]
     for own in stating:
         set_rotary_settings(own, settings, None)
-        if reads is not None:
-            # Not by setattr, which would run the config's validators.
-            own.__dict__["rope_parameters"] = _Noted(own.rope_parameters, reads)
+        # Not by setattr, which would run the config's validators.
+        own.__dict__["rope_parameters"] = _Noted(own.rope_parameters, reads)
+    attention = "eager"  # others may have kernels without a meta form
+    if model._can_set_attn_implementation():
+        attention = ATTENTION_NAME
     for own in (config, *stating):
-        own._attn_implementation_internal = "eager"  # others may have kernels without a meta form
+        own._attn_implementation_internal = attention
         own.__dict__.pop("quantization_config", None)
     try:
         with torch.device("meta"), silent_transformers():
@@ -214,44 +232,72 @@ for _name in ("__getitem__", "__contains__", "__iter__", "get", "keys", "values"
     setattr(_Noted, _name, _noting(_name))
 
 
-def _passing_on(forward: Callable[..., Any], failures: list[Exception]) -> Callable[..., Any]:
+_WINDOWS: ContextVar[set[float]] = ContextVar("_WINDOWS")
+"""The windows of the layers that use a table, of the run in progress; that of a layer which may see all is infinite."""
+
+
+def _passing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward pass that returns its input if the module's own fails, as that of experts does on meta."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
-        except Exception as error:
-            failures.append(error)
-            return next((part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)), None)
+        except Exception:
+            tensors = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)]
+            if any(tensor.requires_grad for tensor in tensors):  # it has the table, and did not come to attend
+                _WINDOWS.get().add(math.inf)
+            return next(iter(tensors), None)
 
     return run
 
 
-Calls = list[tuple[Any, Any, list[torch.Size]]]
-"""The positional and keyword arguments with which a rotary module was called, and the shapes that it returned."""
+def _note_window(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Note the window of a layer whose queries or keys depend on a table, and return a tensor that depends on none.
+
+    Therefore each of the layers after it shows its own dependence alone.
+    """
+    if query.requires_grad or key.requires_grad:
+        _WINDOWS.get().add(getattr(attention_mask, "window", math.inf))
+    rows, heads, tokens, _ = query.shape
+    return value.new_empty(rows, tokens, heads, value.shape[-1]), None
+
+
+def _mask_with_window(*args: Any, **kwargs: Any) -> Any:
+    """Return the mask of eager attention, with the window as an attribute, since not every layer passes it on."""
+    mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
+    mask.window = kwargs.get("local_size", math.inf)
+    return mask
+
+
+AttentionInterface.register(ATTENTION_NAME, _note_window)
+AttentionMaskInterface.register(ATTENTION_NAME, _mask_with_window)
 
 
 def _run(
-    decoder: nn.Module, rotary: nn.Module, kind: str | None, failures: list[Exception]
-) -> tuple[bool | None, Calls, bool]:
-    """Run a decoder on the meta device, and find out whether any module's output depends on a table.
+    decoder: nn.Module, rotary: nn.Module, kind: str | None, patched: PatchedRotary, *, failing: bool = False
+) -> tuple[list[str], set[float], bool]:
+    """Run a decoder on the meta device, and find out which of its layers depend on a table.
 
     Autograd tells the dependence without numbers: cos and sin of the table are made leaves that require gradients, and
-    everything else in the copy requires none, so an output that requires a gradient was computed from them.
+    everything else in the copy requires none, so a query that requires a gradient was computed from them.
 
     Args:
         decoder: the decoder of the copy.
         rotary: the rotary module of the copy.
         kind: the layer type of the table; None if all layers share one.
-        failures: the exceptions of modules that failed, to which :func:`_passing_on` adds.
+        patched: a patched rotary module, which is called as the decoder calls its own.
+        failing: whether modules fail and pass their input on, so that the use of a table may not show.
 
     Returns:
-        Whether anything depends on the table, or None if failures leave it open; the calls of the rotary module; and
-        whether the decoder ran to its end.
+        The reasons why the patched module cannot take the place of the rotary one; the windows of the layers that use
+        the table, infinite for one that may see all; and whether the decoder ran to its end.
     """
-    calls: Calls = []
-    users: list[nn.Module] = []
+    misfits: list[str] = []
+    windows = set[float]()
+    _WINDOWS.set(windows)
 
     def mark(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         layer_type = kwargs.get("layer_type")
@@ -259,54 +305,34 @@ def _run(
             layer_type = args[2]
         if layer_type != kind:
             return output
-        calls.append((args, kwargs, _shapes(output)))
+        try:
+            if _shapes(patched(*args, **kwargs)) != _shapes(output):
+                misfits.append(
+                    "has rotary embeddings of another kind: its layers give them another shape, or several position "
+                    "axes"
+                )
+        except Exception as error:
+            misfits.append(
+                f"calls its rotary embedding as a patched one cannot be called ({type(error).__name__}: {error})"
+            )
         return tree_map_only(Tensor, _marked, output)
 
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        for part in tree_leaves(output):
-            # cos and sin that are merely passed on are leaves.
-            if isinstance(part, Tensor) and part.requires_grad and not part.is_leaf:
-                users.append(module)
-
-    hooks = [rotary.register_forward_hook(mark, with_kwargs=True)]
-    hooks += [module.register_forward_hook(look) for module in decoder.modules() if module is not rotary]
+    hook = rotary.register_forward_hook(mark, with_kwargs=True)
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
     completed = False
     for options in ({"use_cache": True}, {}):  # a cache keeps transformers from looking for packed rows
-        calls.clear()
+        misfits.clear()
         with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
-            decoder(input_ids=ids, **options)
+            output = decoder(input_ids=ids, **options)
             completed = True
-        if completed or users:
+            # A layer that attends by a function of its own hands its dependence on. Leaves were merely passed on.
+            if any(isinstance(part, Tensor) and part.grad_fn is not None for part in tree_leaves(output)):
+                windows.add(math.inf)
             break
-    for hook in hooks:
-        hook.remove()
-    used: bool | None = bool(users)
-    if not users and (failures or not completed):
-        used = None
-    return used, calls, completed
-
-
-def _refusal(patched: PatchedRotary, kind: str | None, used: bool | None, calls: Calls) -> str | None:
-    """Say why a table cannot be patched; None if it can be, or if the copy does not show it.
-
-    Args:
-        patched: a patched rotary module, which is called as the model called its own.
-        kind: the layer type of the table; None if all layers share one.
-        used: whether anything depends on the table; None if that is open.
-        calls: the calls of the original rotary module.
-    """
-    if used is False:
-        what = "its rotary embedding" if kind is None else f"its table for {kind}"
-        return f"does not use {what}: no layer turns queries or keys with it, and a patch would change nothing"
-    for args, kwargs, shapes in calls:
-        try:
-            same = _shapes(patched(*args, **kwargs)) == shapes
-        except Exception as error:
-            return f"calls its rotary embedding as a patched one cannot be called ({type(error).__name__}: {error})"
-        if not same:
-            return "has rotary embeddings of another kind: its layers give them another shape, or several position axes"
-    return None
+    hook.remove()
+    if not completed or (failing and not windows):
+        windows.add(math.inf)
+    return misfits, windows, completed
 
 
 def _shapes(value: Any) -> list[torch.Size]:

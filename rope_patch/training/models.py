@@ -122,15 +122,16 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
 
     Raises:
         PatchError: the patch does not fit this model.
-        ValueError: a name matches no projection (the known ones are listed), or the checkpoint has a patch already that
-            does not fit the options.
+        ValueError: a name matches no projection (the known ones are listed), the checkpoint has a patch already that
+            does not fit the options, or no layer that rotates sees far enough for a longer context to need a patch.
     """
     patch = options.patch
     lora = options.lora
     targets = ""
     if lora.rank:
         targets = target_pattern(model, lora.target_modules)  # raises before anything is changed
-    own = locate(model).record
+    location = locate(model)
+    own = location.record
     if patch.method is None and own is not None:
         _check_own_patch(own, options)
     else:
@@ -140,7 +141,12 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
                 "longer rows; choose a method with `rope-patch methods`, or set patch.method=default to say so",
                 stacklevel=2,
             )
-        how = patch.patching.arguments() | {"target_length": _stated_context(model, options)}
+        stated: int = location.config.max_position_embeddings
+        if options.target_length > stated and patch.method not in (None, "default"):
+            location.check_windowed()
+        how = patch.patching.arguments()
+        if options.target_length >= stated:  # the longest row, where no target is given
+            how["target_length"] = options.target_length
         apply(model, patch.method or "default", **how, replace=patch.replace)
     if not lora.rank:
         return model
@@ -158,18 +164,6 @@ def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
             task_type="CAUSAL_LM",
         ),
     )
-
-
-def _stated_context(model: PreTrainedModel, options: RecipeOptions) -> int | None:
-    """Return the context that the config will state.
-
-    It is the target if one is given, else the longest row, or None if the checkpoint states more already.
-    """
-    stated = int(locate(model).config.max_position_embeddings)
-    given = options.patch.patching.target_length is not None
-    if given or options.target_length >= stated:
-        return options.target_length
-    return None
 
 
 def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:

@@ -416,6 +416,18 @@ def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
         extend(llama, TOKENIZER, output=tmp_path / "full", **QUICK)
 
 
+def test_a_model_whose_layers_rotate_within_a_window_alone_is_refused_before_its_weights_are_read(tmp_path):
+    model = tiny_model("mistral", sliding_window=32)
+    with pytest.raises(ValueError, match="apply MODEL default --target-length"):
+        extend(model, TOKENIZER, output=tmp_path / "out", **QUICK)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    for more in ((), ("--dry-run",)):
+        refused = invoke("extend", tmp_path / "model", "--length", "512", "-o", tmp_path / "out", *more)
+        assert refused.exit_code == 2 and "apply MODEL default --target-length" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_an_extended_folder_is_extended_further_from_the_table_before(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     quick = ["--methods", "yarn", "--tolerance", "0.5", "--dtype", "float32", "--no-report", "--budget", "5s"]

@@ -11,6 +11,8 @@ from support.round_trip import assert_round_trip
 from support.subsets import needs_transformers
 from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     BambaConfig,
     DbrxConfig,
@@ -24,6 +26,7 @@ from transformers import (
     PhimoeConfig,
     SmolLM3Config,
 )
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
@@ -230,13 +233,82 @@ def heard(monkeypatch):
     return warnings
 
 
-@pytest.mark.parametrize(("window", "said"), [(32, 1), (None, 0)])
-def test_a_context_that_no_layer_attends_to_is_said(window, said, tmp_path, monkeypatch):
-    warnings, model = heard(monkeypatch), tiny_model("mistral", sliding_window=window)
+@pytest.mark.parametrize(
+    ("family", "window", "said"), [("mistral", 32, 1), ("mistral", None, 0), ("mistral", 65, 0), ("gemma3", 16, 0)]
+)
+def test_a_context_that_no_layer_attends_to_is_said(family, window, said, tmp_path, monkeypatch):
+    warnings, model = heard(monkeypatch), tiny_model(family, sliding_window=window)
     model.save_pretrained(tmp_path)
-    assert str(rope_patch.doctor(tmp_path)).count("last 32 tokens") == said
+    sentences = [*rope_patch.inspect(model).warnings, *(check.found for check in rope_patch.doctor(tmp_path).checks)]
+    assert sum("window of 32 tokens" in sentence for sentence in sentences) == 2 * said
     rope_patch.apply(model, "yarn:factor=4", target_length=256)
     assert len(warnings) == said
+
+
+def location_of(family, **values):
+    """Where a model without weights, of a family's own sizes, has its table."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this release of transformers does not have the family")
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, num_hidden_layers=8, **values)
+        return locating.locate(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "llama4_text"),
+        "mistral",
+    ],
+)
+def test_a_family_whose_layers_rotate_within_a_window_alone_is_found(family):
+    location = location_of(family, max_position_embeddings=16384)
+    assert location.windowed is not None
+    window = getattr(location.config, "sliding_window", None) or location.config.attention_chunk_size
+    assert (
+        f" {window} tokens" in location.windowed and f" {location.config.max_position_embeddings} " in location.windowed
+    )
+    with pytest.raises(ValueError, match="apply MODEL default --target-length"):
+        location.check_windowed()
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mimo_v2_flash", "modernbert-decoder", "smollm3"]
+)
+def test_a_family_with_a_layer_that_rotates_and_sees_all_says_nothing_new(family):
+    location = location_of(family)
+    assert location.windowed is None and not location.warnings
+    location.check_windowed()
+
+
+def test_a_context_within_the_window_is_seen_as_a_whole():
+    assert location_of("cohere2", max_position_embeddings=4095).windowed is None
+
+
+attend = Gemma2Attention.forward
+
+
+def fails(attention, *args, **kwargs):
+    raise NotImplementedError
+
+
+def by_itself(attention, *args, **kwargs):
+    attention.config._attn_implementation_internal = "eager"
+    return attend(attention, *args, **kwargs)
+
+
+@pytest.mark.parametrize("alone", [fails, by_itself])
+def test_a_layer_that_does_not_say_what_it_sees_may_see_all(alone, monkeypatch):
+    def full_layers_alone(attention, *args, **kwargs):
+        attention.config._attn_implementation_internal = "rope_patch_rotates"
+        if attention.sliding_window is not None:
+            return attend(attention, *args, **kwargs)
+        return alone(attention, *args, **kwargs)
+
+    locating._probes.clear()
+    monkeypatch.setattr(Gemma2Attention, "forward", full_layers_alone)
+    assert location_of("gemma2").windowed is None
+    locating._probes.clear()
 
 
 def test_a_window_that_is_no_number_is_that_of_no_layer(monkeypatch):

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from support.commands import invoke
 from support.forks import forked
 from support.gguf_files import write_toy
+from support.patches import edit_json
 from support.prompting import TOKENIZER
 from support.recipe_runs import LLAMA, SMALL, losses, recipe
 from support.tiny import ids
@@ -319,8 +320,9 @@ def bases(tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     rope_patch.save(model, folder / "patched", tokenizer=TOKENIZER)
-    for name in ("scaled", "empty"):
+    for name in ("scaled", "empty", "windowed"):
         shutil.copytree(LLAMA, folder / name)
+    edit_json(folder / "windowed" / "config.json", lambda own: own.update(model_type="mistral", sliding_window=64))
     config = json.loads((folder / "patched" / "config.json").read_text())
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}  # which does not say from which context
     scaled = json.dumps(config | {"rope_patch": None, "rope_parameters": linear, "rope_scaling": None})
@@ -336,6 +338,7 @@ def bases(tmp_path_factory):
         ["model.name={bases}/patched"],
         ["model.name={bases}/scaled"],
         ["model.name={bases}/empty"],
+        ["model.name={bases}/windowed"],
         ["lora.target_modules=nonsense"],
         ["data.source={bases}/short.txt"],
         ["evaluation.text={bases}/short.txt"],
@@ -352,6 +355,12 @@ def test_a_dry_run_refuses_what_the_run_refuses(bases, tmp_path, words):
     real = invoke("finetune", *given)
     assert dry.exit_code == real.exit_code == 2
     assert dry.stderr.splitlines()[-1] == real.stderr.splitlines()[-1]
+
+
+def test_a_model_whose_layers_rotate_within_a_window_alone_is_trained_on_its_own_table(bases, tmp_path):
+    words = (*SMALL, *TEXTS, f"output={tmp_path / 'run'}", f"model.name={bases}/windowed", "--dry-run")
+    assert "no layer" in invoke("finetune", *words).stderr
+    assert invoke("finetune", *words, "patch.method=default").exit_code == 0
 
 
 def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
