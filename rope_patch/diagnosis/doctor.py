@@ -24,7 +24,9 @@ from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, unr
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.errors import in_one_line
+from rope_patch.gguf.file import open_gguf
 from rope_patch.gguf.header_cache import cached_headers
+from rope_patch.gguf.table import FACTOR_TENSORS
 from rope_patch.patching.install import reapply
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import shortened
@@ -211,13 +213,20 @@ def _of_adapter(source: str) -> Diagnosis:
 
 def _of_gguf(source: str | Path) -> Diagnosis:
     """Check a GGUF file: its record against its keys and factors, and which table each program reads."""
-    inspection = checkpoints.inspect(source)
+    try:
+        inspection = checkpoints.inspect(source)
+    except PatchError as error:
+        return _unread(str(source), Check("rotary factors", DIFFERS, str(error), fix="convert the model again"))
     checks = [Check("weights file", HOLDS, f"every tensor lies within the file: {inspection.model_class}")]
     if inspection.record or inspection.warnings:  # a record that cannot be read is a warning
         try:
             checks.append(Check("patch record", HOLDS, str(checkpoints.verify(source))))
         except ValueError as error:
             checks.append(Check("patch record", DIFFERS, str(error), fix="write the patched file again"))
+    opened = open_gguf(source)
+    scaling = opened.value(f"{opened.value('general.architecture')}.rope.scaling.type")
+    if scaling == "longrope" and not {piece.name for piece in opened.pieces}.intersection(FACTOR_TENSORS):
+        checks.append(Check("rotary factors", NOTE, "it states longrope and holds no factors: its table is plain"))
     checks += _made(programs_agree, source)
     tables = {table.layer_type: table for table in inspection.tables}
     return Diagnosis(str(source), inspection.method, tables, tuple(checks))

@@ -349,6 +349,10 @@ def _factors(opened: GGUFFile, pairs: int, path: str | Path) -> Tensor | None:
     factors = [torch.from_numpy(np.array(tensors[name].read())) for name in FACTOR_TENSORS if name in tensors]
     if not factors:
         return None
+    for values in factors:
+        # llama.cpp divides by them; its own way to stop a pair is a factor of 1e30.
+        if not bool((values.isfinite() & (values > 0)).all()):
+            raise PatchError(f"{path} has rotary factors that are no finite numbers above 0: {values.tolist()}")
     if len(factors[0]) != pairs:
         raise ValueError(f"{path} has {len(factors[0])} rotary factors for {pairs} pairs")
     if any(not torch.equal(factors[0], other) for other in factors[1:]):

@@ -10,6 +10,7 @@ from support.gguf_files import rewritten, stated, write_toy
 from support.tiny import YARN, tiny_model
 from transformers import AutoModelForCausalLM
 
+from rope_patch import PatchError, doctor
 from rope_patch.gguf.file import Key, Piece, open_gguf
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.gguf.table import FREQS, LONG, SHORT, read_gguf
@@ -131,6 +132,30 @@ def test_what_cannot_be_read_as_one_table(base, tmp_path, keys, factors, word):
     added = [factor(name, [float(number + 1)] * 8) for number, name in enumerate(factors)]
     with pytest.raises(ValueError, match=word):
         read_gguf(rewritten(base, tmp_path / "m.gguf", keys, [*open_gguf(base).pieces, *added]))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("names", [(FREQS,), (LONG, SHORT)])
+def test_a_factor_that_is_no_number_above_0_is_a_fault(base, tmp_path, names, value):
+    added = [factor(name, [1.0] * 7 + [value]) for name in names]
+    path = rewritten(base, tmp_path / "m.gguf", [], [*open_gguf(base).pieces, *added])
+    found = doctor(path)
+    assert found.status == 1 and "factors" in found.found("differs")[0].found
+    with pytest.raises(PatchError, match="factors"):
+        patch_gguf(path, "abf:factor=4", tmp_path / "out.gguf")
+
+
+def test_a_factor_that_stops_a_pair_is_none(base, tmp_path):
+    path = rewritten(base, tmp_path / "m.gguf", [], [*open_gguf(base).pieces, factor(FREQS, [1.0] * 7 + [1e30])])
+    assert doctor(path).ok and float(table_of(path).inv_freq[-1]) == 0
+
+
+@pytest.mark.parametrize(("names", "noted"), [((), True), ((LONG, SHORT), False)])
+def test_longrope_without_its_factors_is_noted(base, tmp_path, names, noted):
+    added = [factor(name, [1.0] * 7 + [2.0]) for name in names]
+    keys = [Key.of("llama.rope.scaling.type", "longrope")]
+    found = doctor(rewritten(base, tmp_path / "m.gguf", keys, [*open_gguf(base).pieces, *added]))
+    assert found.ok and ("rotary factors" in [check.name for check in found.checks]) == noted
 
 
 @pytest.mark.parametrize(
