@@ -158,11 +158,13 @@ def naming_checkpoint(source: str | Path) -> Iterator[None]:
         with as_value_error(f"{source}: transformers cannot build the model of its config.json"):
             yield
     except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
+        reason = "holds no causal language model: load it with its own class of transformers"
+        if "trust_remote_code" in str(error.__cause__):
+            reason = "comes with code of its own, which is not run: load it with trust_remote_code=True if you trust it"
+        elif "Unrecognized configuration class" not in str(error):
             raise
         raise ValueError(
-            f"{source} holds no causal language model: load it with its own class of transformers, and give that model "
-            "to rope_patch.apply, rope_patch.doctor or rope_patch.save"
+            f"{source} {reason}, and give that model to rope_patch.apply, rope_patch.doctor or rope_patch.save"
         ) from error
 
 

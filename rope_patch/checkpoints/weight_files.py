@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
+from rope_patch.checkpoints.source_files import config_json
 from rope_patch.errors import read_json
 from rope_patch.patching.record import silent_transformers
 
@@ -103,6 +104,20 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
         name = model_class.__name__
         warnings.warn(f"transformers will leave out tensors that {name} does not have: {_first(unknown)}", stacklevel=3)
     return wrong
+
+
+def cache_scales(source: str | Path) -> Iterator[str]:
+    """Yield a sentence if a checkpoint has scales for a quantized cache, which neither transformers nor we read.
+
+    Args:
+        source: a folder, whose weights files are looked into, a hub id or a GGUF file.
+    """
+    outlines = [outline for path in model_files(Path(source)) for outline in _outlines(path)]
+    names = [name for name, _ in outlines if name.endswith(("k_scale", "v_scale"))]
+    if (config_json(source).get("quantization_config") or {}).get("kv_cache_scheme"):
+        names.append("kv_cache_scheme")
+    if names:
+        yield f"its scales of a quantized cache are left out, and formats round at scale 1: {_first(names)}"
 
 
 def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:

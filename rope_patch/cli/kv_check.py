@@ -25,6 +25,7 @@ def kv_check(words: Sequence[str]) -> None:
     options, given = parse_given(KvCheckOptions, words)
     from dataclasses import replace
 
+    from rope_patch.checkpoints.weight_files import cache_scales
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.evaluation.time_budget import suite_for
     from rope_patch.kv_evaluation import kv_check as engine
@@ -46,6 +47,8 @@ def kv_check(words: Sequence[str]) -> None:
     files = ["kv-check.json", *["kv-check.html"] * options.report]
     with working_together(options.output, [*files, RESULT_CACHE]) as first:
         tokenizer = load_tokenizer(options.model)
+        for sentence in cache_scales(options.model):
+            progress.say(sentence)
         asked = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
         loaded = load_model(options.model, machine)
         patch = options.patching.arguments()

@@ -46,7 +46,7 @@ def doctor(
     For a model in memory, the rotary module is called, and its angles are compared with the table that the config
     describes, or the patch record if the model is patched. For a folder, hub id, adapter or GGUF file, the config and
     the headers of files are read, and the tables that other programs compute from it are listed. It takes seconds and
-    needs no GPU.
+    needs no GPU. Code that comes with a checkpoint is never run.
 
     Args:
         model: a model of transformers, with or without PEFT, quantization, FSDP or ``torch.compile`` around it; or a
@@ -78,12 +78,11 @@ def doctor(
             raise ValueError(f"unknown program {name!r}. Known: {', '.join(PROGRAMS)}")
     if results is not None:
         # Read first: a wrong path is an error before anything is checked.
-        if tokenizer is not None:
-            counting = tokenizer
-        elif isinstance(model, nn.Module):
-            raise ValueError("results are checked with a tokenizer: give it, too")
-        else:
-            counting = read_tokenizer(model)
+        counting = tokenizer
+        if tokenizer is None:
+            if isinstance(model, nn.Module):
+                raise ValueError("results are checked with a tokenizer: give it, too")
+            counting = read_tokenizer(model, trust_remote_code=False)
         more = list(check_results(results, counting))
         diagnosed = doctor(model, tokenizer, for_programs=for_programs, config_only=config_only)
         return replace(diagnosed, checks=(*diagnosed.checks, *more))
@@ -156,15 +155,14 @@ def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
 
 def _of_folder(source: str, tokenizer: Any, config_only: bool) -> Diagnosis:
     # Unchecked, since contradicting keys of config.json are a check of their own here, and no error.
-    model = model_without_weights(source, checked=False)
+    model = model_without_weights(source, checked=False, trust_remote_code=False)
     folder = Path(source)
-    length = None if tokenizer is None else tokenizer.model_max_length
+    length = stated_length(folder)
+    if tokenizer is not None:
+        length = tokenizer.model_max_length
+    more = [Check("weights files", NOTE, f"{source} is no folder, and its weights are not downloaded")]
     if folder.is_dir():
         more = _on_disk(folder, model, config_only)
-        if tokenizer is None:
-            length = stated_length(folder)
-    else:
-        more = [Check("weights files", NOTE, f"{source} is no folder, and its weights are not downloaded")]
     found = _of_model(source, model, length, in_memory=False, more=more)
     if found.tables:
         return replace(found, checks=(*found.checks, *_made(programs_agree, source)))
@@ -184,9 +182,8 @@ def _of_adapter(source: str) -> Diagnosis:
             check_weights(Path(source))
         record = read_record(source)
     except (PatchError, OSError) as error:
-        wrong = Check("adapter", DIFFERS, str(error))
-        return _unread(source, wrong)
-    model = model_without_weights(base, beside_adapter=True)
+        return _unread(source, Check("adapter", DIFFERS, str(error)))
+    model = model_without_weights(base, beside_adapter=True, trust_remote_code=False)
     beside = _on_disk(Path(source), model) if base == source else []
     try:
         if record is not None:

@@ -9,37 +9,42 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.utils.generic import flatten_dict
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
 from rope_patch.checkpoints.source_files import config_json
-from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, names_in_index, wrong_tensors
+from rope_patch.checkpoints.weight_files import INDEX_FILE, cache_scales, check_weights, names_in_index, wrong_tensors
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.diagnosis.in_memory import REPAIR
-from rope_patch.patching.older_keys import older_differences, text_part
+from rope_patch.patching.older_keys import older_differences, stated_twice, text_part
+from rope_patch.patching.record import settings_of
 
 _ROWS = 8
 """Number of rows of the head that are compared with those of the embedding: enough to tell two matrices apart."""
 
 
 def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
-    """Check that ``config.json`` gives transformers 4 and transformers 5 the same table."""
+    """Check that ``config.json`` states each setting once, and gives transformers 4 and 5 the same table."""
     config = config_json(folder)
-    wrong = older_differences(config)
+    text = text_part(config)
+    own = model.config.get_text_config()
+    stated, used = flatten_dict(text), flatten_dict(settings_of(own).get("rope_parameters") or {})
+    base = own.default_theta
+    if base in used.values() and base not in stated.values():
+        yield Check("base", NOTE, f"config.json states no rope_theta: {base:g} is the default of {type(own).__name__}")
+    wrong = stated_twice(stated, used) or older_differences(config)
     if not wrong:
         yield Check("config.json", HOLDS, "its keys for transformers 4 and 5 do not contradict each other")
         return
-    fix = (
-        "state the whole table in rope_parameters, rope_theta among its keys, and take out rope_scaling, and a "
-        "rope_theta beside it"
-    )
-    if "rope_patch" in text_part(config):  # which of the keys is right, the record says
+    fix = "write the value that is meant in both places, or in rope_parameters alone, where rope_theta belongs, too"
+    if "rope_patch" in text:  # which of the keys is right, the record says
         fix = REPAIR
     yield Check(
         "config.json",
         DIFFERS,
         "; ".join(wrong),
-        "rope_scaling and rope_theta that repeat rope_parameters",
-        "transformers 5 takes rope_scaling in place of rope_parameters where both are there; others take the other",
+        "keys that repeat what rope_parameters says",
+        "other programs may take the other value; transformers 5 takes rope_scaling where rope_parameters is there",
         fix,
     )
 
@@ -69,6 +74,8 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         )
     else:
         yield Check("weights files", HOLDS, f"every file is whole, with the tensors of {type(model).__name__}")
+    for scales in cache_scales(folder):
+        yield Check("cache scales", NOTE, scales)
     for remark in remarks:
         yield Check("unknown tensors", NOTE, str(remark.message))
     yield from _tied_head_is_tied(folder, model)

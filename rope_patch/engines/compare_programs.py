@@ -105,7 +105,9 @@ def _of_folder(source: str | Path) -> ProgramComparison:
             fix = _fix(source, name, model, stated)
         rows += _rows(name, reading, stated, fix)
     # Without the record: checks of their own say what differs from it.
-    return ProgramComparison(tuple(rows), replace(location, record_data=None).warnings)
+    warnings = replace(location, record_data=None).warnings
+    unread = [f"transformers does not read {name}; an engine that does attends otherwise" for name in stated.unread]
+    return ProgramComparison(tuple(rows), (*warnings, *unread))
 
 
 _REPAIR = "none before the config is what the patch record describes: rope-patch doctor FOLDER --repair -o OUT"

@@ -42,6 +42,8 @@ class StatedConfig:
         raw: the text part of config.json.
         complete: the text config as transformers 5 writes it.
         tables: the tables that transformers 5 computes, by layer type.
+        unread: the keys of ``raw`` about attention that the class of transformers 5 stores and does not know. A value
+            that switches something off, or that is 1, is no setting.
     """
 
     model_type: str
@@ -49,6 +51,7 @@ class StatedConfig:
     raw: Mapping[str, Any]
     complete: Mapping[str, Any]
     tables: Mapping[str | None, RotaryTable]
+    unread: Sequence[str] = ()
 
     @classmethod
     def of(cls, text: PreTrainedConfig, whole: dict[str, Any], tables: Sequence[RotaryTable]) -> StatedConfig:
@@ -65,6 +68,12 @@ class StatedConfig:
             raw=text_part(whole),
             complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
             tables={table.layer_type: table for table in tables},
+            unread=[
+                name
+                for name, value in text_part(whole).items()
+                if ("attention" in name or "attn" in name) and value not in (None, False, 1)
+                if name in vars(text).keys() - type(text).__dataclass_fields__
+            ],
         )
 
     @property

@@ -102,6 +102,8 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         return Reading(unverified=f"its code for {stated.outer_type} checkpoints was not compared")
     if stated.model_type not in known.families:
         return Reading(unverified=f"its code for {stated.model_type} was not compared")
+    if stated.unread:
+        return Reading(unverified=f"whether it reads {', '.join(stated.unread)} was not checked")
     every = [stated.parameters(kind) for kind in stated.tables]
     if any(changes_with_length({**parameters, "rope_type": kind_of(parameters)}) for parameters in every):
         return Reading(

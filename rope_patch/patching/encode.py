@@ -15,6 +15,7 @@ from rope_patch import frequencies
 from rope_patch.methods import Method, Scaling, longrope_parameters
 from rope_patch.methods.scaled import ORIGINAL, context_before, context_reached
 from rope_patch.patching.locate import Location
+from rope_patch.patching.older_keys import ROPE_TYPES
 from rope_patch.patching.probe import copy_without_weights, values_kept_by_modules
 from rope_patch.patching.record import (
     READ_GLOBAL,
@@ -153,7 +154,7 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
     config = location.base_config
     base_settings = settings_of(config)
     length = options.target_length or int(config.max_position_embeddings)
-    settings = base_settings | {"max_position_embeddings": length}
+    settings = settings_of(config) | {"max_position_embeddings": length}
     # Keys that some families need beside the tables, tried only after the settings without them.
     extras: list[dict[str, Any]] = [{}]
     if getattr(config, "is_heterogeneous", False):
@@ -167,6 +168,13 @@ def encode(location: Location, method: Method, options: PatchRequest, *, recorde
         if table is not before[kind] or table.rope_parameters is None or location.tables[kind].is_dynamic:
             stated = replace(table, max_position_embeddings=length)
             after[kind], settings = _encode_table(location, stated, [settings | extra for extra in extras])
+    # A setting that is stated twice is written as transformers takes it.
+    parameters = settings["rope_parameters"]
+    if None not in after:
+        settings.pop(ORIGINAL, None)
+    for stated in (parameters, *parameters.values()):
+        if isinstance(stated, dict) and stated.get("type") in ROPE_TYPES:
+            stated["type"] = stated["rope_type"]
     record = PatchRecord(
         method=method.to_dict(),
         layer_types=chosen,

@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from rope_patch.errors import read_json
 from rope_patch.runtime.folders import write_atomically
 
 _SHARE = "partial_rotary_factor"
 OLDER_FAIL = "this table needs transformers 5"
 """A value of the base on which transformers 4 fails, for tables that it would otherwise lose in silence."""
+
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+"""The rope types that transformers knows. Other names of a ``type``, such as su, mean one that ``rope_type`` names."""
 
 _OLDER_BASES = {
     **dict.fromkeys(("gemma3_text", "gemma3n_text"), ("rope_theta", "rope_local_base_freq")),
@@ -110,6 +115,30 @@ def add_older_keys(folder: str | Path, *, failing: bool = True) -> None:
     write_atomically(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def stated_twice(stated: Mapping[str, Any], used: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each rotary setting that a config.json states by two keys, with different values.
+
+    Args:
+        stated: the text part of the config.json, flattened.
+        used: the ``rope_parameters`` that transformers makes of it, flattened.
+    """
+    sentences = []
+    for name, value in stated.items():
+        path = name.removeprefix("rope_parameters.").removeprefix("rope_scaling.")
+        other = key = path.rpartition(".")[2]
+        if path == name or key not in (path, "rope_type", "original_max_position_embeddings"):
+            continue  # of layer types, each has values of its own
+        if key == "rope_type":
+            other = name.removesuffix(key) + "type"
+            if stated.get(other) not in ROPE_TYPES:
+                continue
+        if stated.get(other) not in (None, value, OLDER_FAIL):
+            sentences.append(
+                f"{other} is {stated[other]!r} and {name} is {value!r}: transformers uses {used.get(path, value)!r}"
+            )
+    return sentences
+
+
 def older_differences(config: Mapping[str, Any]) -> list[str]:
     """Return the differences between what a config.json tells transformers 4 and what it tells transformers 5."""
     text = text_part(dict(config))
@@ -121,12 +150,8 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
     if text.get("rope_theta") is not None:
         base["rope_theta"] = text["rope_theta"]
     nested = {kind: {**base, **table} for kind, table in parameters.items() if isinstance(table, Mapping)}
-    complete: dict[str, Any] = {**base, **parameters}
-    tables = [complete]
-    if nested:
-        complete = nested
-        tables = [*nested.values()]
-    if not all("rope_theta" in table for table in tables):
+    complete: dict[str, Any] = nested or {**base, **parameters}
+    if not all("rope_theta" in table for table in nested.values() or [complete]):
         return []
     expected = older_keys(str(text.get("model_type")), complete)
     stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}

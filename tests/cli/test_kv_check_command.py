@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.commands import invoke
 from support.evaluated import check_cache
 from support.patches import lora
@@ -67,6 +70,17 @@ def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
     before = (out / "finished.jsonl").read_bytes()
     again = command(folder, *given, "-o", out, "--no-report", "--json")
     assert json.loads(again) == data and (out / "finished.jsonl").read_bytes() == before
+
+
+def test_scales_of_a_cache_are_said_to_be_left_out(folder, tmp_path):
+    base = Path(shutil.copytree(folder, tmp_path / "base"))
+    asked = ("--formats", "vllm:fp8", "--lengths", "40", "--windows", "1", "--tasks", "", "--no-report")
+    assert "scale 1" not in invoke("kv-check", base, *asked, "-o", tmp_path / "without").stderr
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.0.self_attn.k_scale"] = torch.tensor(0.02)
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    said = invoke("kv-check", base, *asked, "-o", tmp_path / "with").stderr
+    assert "scale 1: model.layers.0.self_attn.k_scale" in said
 
 
 def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):

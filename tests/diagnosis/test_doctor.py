@@ -256,6 +256,149 @@ def test_a_setting_that_nothing_reads_is_named_and_a_patch_takes_its_place(famil
     assert doctor(tmp_path / "patched").ok
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+V4 = {key: value for key, value in YARN.items() if key != "rope_theta"} | {"type": "yarn"}
+LAYERED = {"sliding_attention": PLAIN, "full_attention": YARN}
+TWICE = {
+    "base": ("llama", {"rope_parameters": PLAIN}, {"rope_theta": 1e4}, {"rope_theta": 5e5}),
+    "base beside rope_scaling": ("llama", {"rope_scaling": YARN}, {"rope_theta": 1e4}, {"rope_theta": 5e5}),
+    "share": (
+        "phi",
+        {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+        {"partial_rotary_factor": 0.5},
+        {"partial_rotary_factor": 0.25},
+    ),
+    "original context": (
+        "llama",
+        {"rope_parameters": YARN},
+        {"original_max_position_embeddings": 64},
+        {"original_max_position_embeddings": 32},
+    ),
+    "original context beside rope_scaling": (
+        "llama",
+        {"rope_scaling": YARN},
+        {"original_max_position_embeddings": 64},
+        {"original_max_position_embeddings": 128},
+    ),
+    "original context of a layer type": (
+        "gemma3_text",
+        {"rope_parameters": LAYERED},
+        {"original_max_position_embeddings": 64},
+        {"original_max_position_embeddings": 32},
+    ),
+    "type": ("llama", {}, {"rope_parameters": YARN | {"type": "yarn"}}, {"rope_parameters": YARN | {"type": "linear"}}),
+    "type in rope_scaling": (
+        "llama",
+        {"rope_theta": 1e4},
+        {"rope_scaling": V4},
+        {"rope_scaling": V4 | {"rope_type": "yarn", "type": "linear"}},
+    ),
+    "type of a layer type": (
+        "gemma3_text",
+        {},
+        {"rope_parameters": LAYERED},
+        {"rope_parameters": LAYERED | {"full_attention": YARN | {"type": "default"}}},
+    ),
+}
+"""What a config.json states, an equal value under another key of that meaning, and a value that disagrees."""
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_setting_that_is_stated_twice_is_named_where_the_values_disagree(name, tmp_path):
+    family, stated, equal, other = TWICE[name]
+    size = {**SIZE, **(MIXED if family == "gemma3_text" else {}), "max_position_embeddings": 256}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size)).save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    del config["rope_parameters"]
+    for values, status in ((equal, 0), (other, 1)):
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config | stated | values))
+        assert doctor(tmp_path / "base").status == status, doctor(tmp_path / "base")
+    (check,) = [check for check in doctor(tmp_path / "base").found("differs") if check.name == "config.json"]
+    (key,) = other
+    if key in ("rope_parameters", "rope_scaling"):
+        key = "type"
+    assert check.found.count(f"{key} is ") == 2 and "transformers uses " in check.found
+    patch_folder(tmp_path / "base", "default", tmp_path / "out", target_length=512)
+    assert doctor(tmp_path / "out").ok, doctor(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("older", "newer"), [("su", "longrope"), ("mrope", "default")])
+def test_another_name_of_a_type_disagrees_with_nothing(older, newer):
+    from rope_patch.patching.older_keys import stated_twice
+
+    stated = {"rope_scaling.type": older, "rope_scaling.rope_type": newer}
+    assert not stated_twice(stated, {"rope_type": newer})
+
+
+def test_a_base_that_nothing_states_is_a_note(folder):
+    assert not [check for check in doctor(folder).checks if check.name == "base"]
+    edit_json(folder / "config.json", lambda config: config.pop("rope_parameters"))
+    found = doctor(folder)
+    (check,) = [check for check in found.checks if check.name == "base"]
+    assert found.ok and "10000 is the default of LlamaConfig" in check.found
+
+
+def test_a_familys_own_base_needs_no_statement(tmp_path):
+    AutoModelForCausalLM.from_config(tiny_config("gemma3")).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config.pop("rope_parameters"))
+    assert not [check for check in doctor(tmp_path).checks if check.name == "base"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("dual_chunk_attention_config", {"chunk_size": 32, "local_size": 8}, True),
+        ("sparse_attn_window", 16, True),
+        ("use_dual_chunk_attention", False, False),
+        ("attention_dropout", 0.1, False),  # which the class knows
+        ("intermediate_note", 16, False),
+    ],
+)
+def test_a_key_of_attention_that_engines_alone_may_read_is_named(key, value, named, tmp_path):
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config.update({key: value, "rope_theta": 1e4}))
+    found = doctor(tmp_path, for_programs=["vllm"])
+    notes = [check for check in found.checks if check.state == "note" and key in check.found]
+    assert len(notes) == named and found.status == (3 if named else 0)
+    assert doctor(tmp_path).ok
+
+
+SCALES = {
+    "model.layers.0.self_attn.k_scale": torch.tensor(0.02),
+    "model.layers.0.self_attn.v_scale": torch.tensor(0.02),
+}
+
+
+@pytest.mark.parametrize("what", ["tensors", "scheme", "nothing"])
+def test_scales_of_a_cache_are_said_to_be_left_out(what, folder):
+    if what == "tensors":
+        with_weights(folder, lambda weights: weights.update(SCALES))
+    scheme = {"num_bits": 8, "type": "float"} if what == "scheme" else None
+    quantization = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config=quantization))
+    found = doctor(folder)
+    said = [check.found for check in found.checks if check.name == "cache scales"]
+    assert found.ok and len(said) == (what != "nothing")
+    assert all(
+        "left out" in sentence and {"tensors": "k_scale", "scheme": "scheme"}[what] in sentence for sentence in said
+    )
+
+
+def test_code_that_comes_with_a_checkpoint_is_neither_run_nor_asked_about(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    adapter = adapter_of(folder)
+    for place in (folder, adapter):
+        (place / "own.py").write_text("raise SystemExit('it was run')")
+    own = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokenizer", None]}
+    edit_json(folder / "config.json", lambda config: config.update(model_type="own", auto_map=own))
+    for source in (folder, adapter):
+        with pytest.raises(ValueError, match="not run"):
+            doctor(source)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": own}))
+    with pytest.raises(ValueError, match="custom code"):
+        doctor(folder, results=tmp_path)
+
+
 def test_settings_beside_those_of_the_text_decoder_are_named(tmp_path):
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
     config = AutoConfig.for_model("qwen3_5", text_config=SIZE | linear)
