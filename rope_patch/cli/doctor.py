@@ -17,8 +17,6 @@ def doctor(words: Sequence[str]) -> int:
     """Run ``rope-patch doctor`` with the words behind it; return its exit status."""
     options = parse(DoctorOptions, words)
     if options.method is not None:
-        if options.results:
-            raise ValueError("--results goes without --method, which only prints options")
         return _print_flags(options, options.method)
     if options.output is not None:
         from rope_patch.checkpoints.folder_patch import repair_folder
@@ -29,9 +27,7 @@ def doctor(words: Sequence[str]) -> int:
         return 0
     from rope_patch.diagnosis.doctor import doctor as diagnose
 
-    diagnosis = diagnose(
-        options.model, for_programs=options.for_programs, results=options.results, config_only=options.config_only
-    )
+    diagnosis = diagnose(options.model, for_programs=options.for_programs, config_only=options.config_only)
     if options.as_json:
         print_json(diagnosis.to_dict())
     else:

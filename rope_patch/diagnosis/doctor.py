@@ -13,13 +13,12 @@ from torch import nn
 from rope_patch import checkpoints
 from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
 from rope_patch.checkpoints.model_without_weights import model_without_weights
-from rope_patch.checkpoints.source_files import config_json, read_tokenizer
+from rope_patch.checkpoints.source_files import config_json
 from rope_patch.checkpoints.tokenizer_length import stated_length
 from rope_patch.checkpoints.weight_files import check_weights
 from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check, Diagnosis
-from rope_patch.diagnosis.eval_results import check_results
 from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, unreadable
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.engines.tables_by_program import PROGRAMS
@@ -38,7 +37,6 @@ def doctor(
     tokenizer: Any = None,
     *,
     for_programs: Sequence[str] = (),
-    results: str | Path | None = None,
     config_only: bool = False,
 ) -> Diagnosis:
     """Check whether the rotary table that is used is the one that is meant, for any model.
@@ -53,8 +51,6 @@ def doctor(
             folder, a hub id, an adapter's folder, or a GGUF file.
         tokenizer: the tokenizer whose length is compared with the context; by default that of the folder.
         for_programs: other programs whose tables count for the verdict, such as ``["vllm"]``; by default none does.
-        results: a folder or file that lm-eval wrote of this model, which is checked, too: were prompts cut, and are
-            answers that score 0 really wrong? For a model in memory the tokenizer is needed.
         config_only: whether the weights files of a folder are left out, which may not be there, as in a repository.
 
     Returns:
@@ -62,8 +58,7 @@ def doctor(
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: a program is unknown or is given for a model in memory or an adapter, there is no such folder, or
-            there are no such results.
+        ValueError: a program is unknown or is given for a model in memory or an adapter, or there is no such folder.
         OSError: there is nothing that can be read.
 
     Example:
@@ -76,16 +71,6 @@ def doctor(
     for name in for_programs:
         if name not in PROGRAMS:
             raise ValueError(f"unknown program {name!r}. Known: {', '.join(PROGRAMS)}")
-    if results is not None:
-        # Read first: a wrong path is an error before anything is checked.
-        counting = tokenizer
-        if tokenizer is None:
-            if isinstance(model, nn.Module):
-                raise ValueError("results are checked with a tokenizer: give it, too")
-            counting = read_tokenizer(model, trust_remote_code=False)
-        more = list(check_results(results, counting))
-        diagnosed = doctor(model, tokenizer, for_programs=for_programs, config_only=config_only)
-        return replace(diagnosed, checks=(*diagnosed.checks, *more))
     if isinstance(model, nn.Module):
         if for_programs:
             raise ValueError("for_programs goes with a folder or file: other programs do not read models in memory")

@@ -77,8 +77,6 @@ class DoctorOptions(OptionSet, command="doctor"):
     The exit status is 0 if all checks hold, 1 if something differs, and 3 if a check could not be made. Other programs
     count only if they are named with ``--for``.
 
-    With ``--results``, what lm-eval wrote is checked, too: were prompts cut, and are answers that score 0 really wrong?
-
     With ``--method``, the options are printed by which each program runs this unchanged checkpoint under a method. The
     exit status is 3 if a program's options cannot express it.
 
@@ -96,10 +94,6 @@ class DoctorOptions(OptionSet, command="doctor"):
         metavar="PROGRAM",
         name="for",
         repeated=True,
-    )
-    results: Path | None = path(
-        "Check results of lm-eval, too: the folder of --output_path or a file in it, best with --log_samples.",
-        None,
     )
     method: str | None = word(
         "Print the options by which programs run this unchanged checkpoint under a method, such as yarn:factor=4.",
@@ -120,7 +114,7 @@ class DoctorOptions(OptionSet, command="doctor"):
         super().__post_init__()
         if self.repair != (self.output is not None):
             raise ValueError("--repair and -o FOLDER go together: a repaired copy is written into that folder")
-        if self.repair and (self.config_only or self.method or self.for_programs or self.results or self.as_json):
+        if self.repair and (self.config_only or self.method or self.for_programs or self.as_json):
             raise ValueError("--repair writes a folder and checks nothing: give MODEL and -o FOLDER alone")
         if self.method is None and self.patching != Patching():
             raise ValueError("--target-length and --layer-type go with --method: name one, or leave them out")

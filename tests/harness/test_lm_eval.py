@@ -39,8 +39,7 @@ from support.task_index import TASKS, build, our_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 import rope_patch
-from rope_patch import PatchError, doctor
-from rope_patch.diagnosis.eval_results import check_results
+from rope_patch import PatchError
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.texts.builtin_text import builtin_text
@@ -666,17 +665,6 @@ def test_every_flag_that_keeps_something(shell, capsys, tmp_path):
     assert len(list((tmp_path / "requests").iterdir())) == 2
 
 
-def test_the_doctor_finds_prompts_that_lm_eval_cut(shell, tmp_path):
-    """On a run of lm-eval's own model type, which cuts what does not fit; ours refuses such prompts."""
-    out = tmp_path / "out"
-    line = f"lm_eval --model hf --model_args pretrained={LLAMA},max_length=400 --include_path {TASKS} --device cpu"
-    line += """ --tasks rope_passkey --metadata '{"max_seq_lengths": [256, 512], "samples": 1, "depths": 0.5}'"""
-    shell(f"{line} --output_path {out} --log_samples", lm_eval.__main__.cli_evaluate)
-    _, lengths, prompts, _ = doctor(LLAMA, results=out).checks[-4:]
-    assert lengths.found == "scores at 512 tokens, and max_length was 400"
-    assert prompts.found.startswith("1 of 2 were cut: up to 11")  # 112 tokens in all, some of them of the answer
-
-
 def test_ls_and_run_know_our_tasks_and_the_users(shell, capsys, tmp_path):
     own, other = tmp_path / "own", tmp_path / "other"
     own.mkdir()
@@ -705,17 +693,6 @@ def test_errors_are_one_line(shell, capsys, monkeypatch):
     monkeypatch.setenv("ROPE_PATCH_DEBUG", "1")
     with pytest.raises(ValueError, match="unknown method"):
         shell(f"{base},method=prope")
-
-
-def test_the_doctor_knows_that_rolling_log_likelihoods_are_not_cut(tmp_path):
-    """In 0.5 they have a second argument as others have: the text, behind an empty context."""
-    stamp = "2026-11-26T06-43-14.154957"
-    sample = {"doc_id": 0, "target": "0", "arguments": {"gen_args_0": {"arg_0": "", "arg_1": DOCUMENT}}, "metrics": []}
-    (tmp_path / f"samples_ppl_{stamp}.jsonl").write_text(json.dumps(sample))
-    for kind, count in (("loglikelihood_rolling", 0), ("loglikelihood", 1)):
-        results = {"config": {"model": "hf"}, "max_length": 4, "configs": {"ppl": {"output_type": kind}}}
-        (tmp_path / f"results_{stamp}.json").write_text(json.dumps(results))
-        assert [check.name for check in check_results(tmp_path, TOKENIZER)].count("prompts of ppl") == count
 
 
 def test_without_lm_eval_one_line_says_what_to_install():
