@@ -113,7 +113,7 @@ def cache_scales(source: str | Path) -> Iterator[str]:
         source: a folder, whose weights files are looked into, a hub id or a GGUF file.
     """
     outlines = [outline for path in model_files(Path(source)) for outline in _outlines(path)]
-    names = [name for name, _ in outlines if name.endswith(("k_scale", "v_scale"))]
+    names = [name for name, _ in outlines if name.endswith((".k_scale", ".v_scale"))]
     if (config_json(source).get("quantization_config") or {}).get("kv_cache_scheme"):
         names.append("kv_cache_scheme")
     if names:

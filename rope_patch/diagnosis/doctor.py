@@ -208,7 +208,9 @@ def _of_gguf(source: str | Path) -> Diagnosis:
     opened = open_gguf(source)
     scaling = opened.value(f"{opened.value('general.architecture')}.rope.scaling.type")
     if scaling == "longrope" and not {piece.name for piece in opened.pieces}.intersection(FACTOR_TENSORS):
-        checks.append(Check("rotary factors", NOTE, "it states longrope and holds no factors: its table is plain"))
+        checks.append(
+            Check("rotary factors", NOTE, "it states longrope and holds no factors, so that longrope does nothing")
+        )
     checks += _made(programs_agree, source)
     tables = {table.layer_type: table for table in inspection.tables}
     return Diagnosis(str(source), inspection.method, tables, tuple(checks))

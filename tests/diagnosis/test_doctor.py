@@ -369,16 +369,18 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("what", ["tensors", "scheme", "nothing"])
+@pytest.mark.parametrize("what", ["tensors", "scheme", "another scale"])
 def test_scales_of_a_cache_are_said_to_be_left_out(what, folder):
     if what == "tensors":
         with_weights(folder, lambda weights: weights.update(SCALES))
+    elif what == "another scale":
+        with_weights(folder, lambda weights: weights.update({"model.layers.0.mlp.block_scale": torch.tensor(0.02)}))
     scheme = {"num_bits": 8, "type": "float"} if what == "scheme" else None
     quantization = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
     edit_json(folder / "config.json", lambda config: config.update(quantization_config=quantization))
     found = doctor(folder)
     said = [check.found for check in found.checks if check.name == "cache scales"]
-    assert found.ok and len(said) == (what != "nothing")
+    assert found.ok and len(said) == (what != "another scale")
     assert all(
         "left out" in sentence and {"tensors": "k_scale", "scheme": "scheme"}[what] in sentence for sentence in said
     )
