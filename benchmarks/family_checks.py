@@ -24,8 +24,8 @@ import rope_patch
 from family_models import CONTEXT, IDS, in_own_memory, tiny_model
 
 METHODS: dict[str, dict[str, Any]] = {
-    "yarn": {"factor": 4.0, "replace_scaling": True, "target_length": 256},
-    "abf": {"factor": 50.0, "replace_scaling": True},
+    "yarn": {"factor": 4.0, "target_length": 256},
+    "abf": {"factor": 50.0},
     "p_rope": {"p": 0.5},
     "table": {},  # the values of the model's own table, halved
 }

@@ -104,16 +104,15 @@ FORMS = """
 default  nope  nope:factor=4:temperature=0.4  nope:factor=8:temperature=0.1
 p_rope:p=0  p_rope:p=0.25  p_rope:p=0.5  p_rope:p=0.75  p_rope:p=1
 p_rope_reversed:p=0.25  p_rope_reversed:p=0.5  p_rope_reversed:p=0.75
-partial:p=0.25  partial:p=0.5  partial:p=0.75:replace_scaling=true
-abf:rope_theta=500000  abf:rope_theta=2e7  abf:factor=8  abf:factor=50:replace_scaling=true
-ntk:factor=2.5  ntk:factor=8  ntk:factor=8:replace_scaling=true
-pi:factor=2.5  pi:factor=8  pi:factor=8:replace_scaling=true
-yarn:factor=2  yarn:factor=8  yarn:factor=8:replace_scaling=true  yarn:factor=8:truncate=false
+partial:p=0.25  partial:p=0.5  partial:p=0.75
+abf:rope_theta=500000  abf:rope_theta=2e7  abf:factor=8  abf:factor=50
+ntk:factor=2.5  ntk:factor=8  pi:factor=2.5  pi:factor=8
+yarn:factor=2  yarn:factor=8  yarn:factor=8:truncate=false
 yarn:factor=8:beta_fast=16  yarn:factor=8:beta_slow=2  yarn:factor=8:attention_factor=1.5
 yarn:factor=8:original_max_position_embeddings=2048  yarn:factor=40:mscale=1:mscale_all_dim=0.7
-mrrope:factor=2  mrrope:factor=8:replace_scaling=true  mrrope:factor=27:beta_fast=300
+mrrope:factor=2  mrrope:factor=8  mrrope:factor=27:beta_fast=300
 mrrope:factor=8:beta_slow=2  mrrope:factor=8:attention_factor=1.5  mrrope:factor=8:original_max_position_embeddings=2048
-llama3:factor=2  llama3:factor=8:replace_scaling=true  llama3:factor=8:low_freq_factor=2
+llama3:factor=2  llama3:factor=8  llama3:factor=8:low_freq_factor=2
 llama3:factor=8:high_freq_factor=8  llama3:factor=4:original_max_position_embeddings=512
 truncated  truncated:context=100  truncated:context=2000
 truncated:cutoff_low=0.005:cutoff_high=0.05:floor=0.02  truncated:cutoff_low=0.01:cutoff_high=0.1

@@ -70,7 +70,6 @@ MEANINGS = {
     "mscale_all_dim": "with `mscale`: DeepSeek's ratio on cos and sin",
     "original_max_position_embeddings": "the context before any scaling; left out, the one that the checkpoint says",
     "p": "the share of the pairs that rotate, rounded down to whole pairs",
-    "replace_scaling": "deprecated: with it a factor counts from the context before any scaling",
     "rope_theta": "the new base; 500000 where `factor` is left out, too",
     "temperature": "attention logits are multiplied by `1 + temperature * ln(factor)`",
     "truncate": "whether both ends of the ramp are rounded outwards to whole pairs",

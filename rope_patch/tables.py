@@ -84,8 +84,13 @@ class RotaryTable:
 
     @property
     def is_geometric(self) -> bool:
-        """Whether this is plain RoPE: a geometric table without scaling."""
+        """Whether the numbers are those of plain RoPE: a geometric table without scaling."""
         return self.attention_scaling == 1.0 and is_geometric(self.inv_freq, self.rope_theta)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is plain RoPE by its type, too: a scaled type with a factor of 1 has settings to keep."""
+        return self.rope_type == "default" and self.is_geometric
 
     @property
     def is_dynamic(self) -> bool:
@@ -104,11 +109,8 @@ class RotaryTable:
 
     def plain(self) -> RotaryTable:
         """Return plain RoPE of the same base: the table without its scaling."""
-        plain = geometric(self.rope_theta, self.rotary_dim)
-        # A table that is plain already keeps its own encoding.
-        if torch.equal(zero_unrotated(plain), self.inv_freq) and self.attention_scaling == 1.0:
-            return self
         encoding = {"rope_type": "default", "rope_theta": self.rope_theta}
+        plain = geometric(self.rope_theta, self.rotary_dim)
         return self.becomes(plain, rope_parameters=encoding, attention_scaling=1.0)
 
     def becomes(

@@ -20,14 +20,14 @@ METHODS = (
     Mutation(
         "whole_factor_counts_from_the_stated_context",
         "rope_patch/methods/base.py",
-        "factor=self.stretch * context_reached(table) / original)",
-        "factor=self.stretch)",
+        '{"factor": self.stretch * context_reached(table) / original}',
+        '{"factor": self.stretch}',
     ),
     Mutation(
         "yarn_of_a_card_counts_from_the_stated_context",
         "rope_patch/methods/scaled.py",
-        "return max(table.max_position_embeddings, reached)",
-        "return table.max_position_embeddings",
+        "return max(stated, reached)",
+        "return stated",
     ),
     Mutation(
         "softmax_scale_stays_where_a_raised_yarn_moves_it",
@@ -38,14 +38,14 @@ METHODS = (
     Mutation(
         "attention_factor_of_a_raised_yarn_stays",
         "rope_patch/methods/base.py",
-        "if implied:",
-        "if False:",
+        "if attention is not None and math.isclose(",
+        "if False and math.isclose(",
     ),
     Mutation(
         "stopped_pairs_turn_again",
         "rope_patch/methods/base.py",
-        "return stopped_as(table, whole(plain))",
-        "return whole(plain)",
+        "return stopped_as(table, replace(self, **whole).computed(plain))",
+        "return replace(self, **whole).computed(plain)",
     ),
     Mutation(
         "giraffe_keeps_the_pair_at_the_low_cutoff",

@@ -25,7 +25,7 @@ from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_of, rounds_within, windows_read
 from rope_patch.extending.train_adapter import MODEL_COPY, Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
-from rope_patch.methods import METHODS
+from rope_patch.methods.base import owner_of
 from rope_patch.options.extend import CANDIDATES, CANDIDATES_ON_SCALED, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_yaml
 from rope_patch.patching.install import patched
@@ -163,9 +163,9 @@ class Run:
             raise ValueError(f"{error} (rope-patch compare and rope-patch apply --freeze-at; extend cannot)") from error
         by_default = tuple(methods) == CANDIDATES
         tables = locate(self.model).tables
-        scaled = {tables[kind].rope_type for kind in choose_layer_types(tables, None) if not tables[kind].is_geometric}
+        scaled = [tables[kind] for kind in choose_layer_types(tables, None) if not tables[kind].is_plain]
         if by_default and scaled:
-            own = [name for name, kind in METHODS.items() if scaled.intersection(kind.own_types)]
+            own = [owner.name for owner in map(owner_of, scaled) if owner is not None]
             methods = [*dict.fromkeys((*own, *CANDIDATES_ON_SCALED))]
         left_out = defaultdict[str, list[str]](list)
         for name in methods:

@@ -21,6 +21,7 @@ from rope_patch.methods.scaled import (
     context_before,
     context_reached,
     is_known,
+    own_factor,
     stopped_as,
 )
 from rope_patch.registry import Registry
@@ -136,13 +137,10 @@ class Method:
 
     A subclass names itself (``class PI(Method, name="pi")``), declares its parameters as dataclass fields with defaults
     (:func:`~rope_patch.methods.number` for those with bounds), and gives the frequencies in :meth:`inv_freq`. The rest
-    is optional: :meth:`scaling`, :meth:`rope_parameters`, :meth:`check_table`, and ``recomputes``. A method with a
-    field ``replace_scaling`` gets the plain table of the checkpoint's base if that is true.
+    is optional: :meth:`scaling`, :meth:`rope_parameters`, :meth:`check_table`, and ``recomputes``.
     """
 
     name: ClassVar[str] = ""
-    # Without an annotation it is no parameter of a method that does not declare it.
-    replace_scaling = False
     recomputes: ClassVar[bool] = False
     """Whether the table is computed anew from ``rope_theta``; a table that is not plain RoPE is then refused."""
     own_types: ClassVar[tuple[str, ...]] = ()
@@ -190,28 +188,31 @@ class Method:
 
     def __call__(self, table: RotaryTable) -> RotaryTable:
         """Return the new table; if nothing changes, return the same object, which keeps its encoding."""
-        if self.replace_scaling:
-            table = table.plain()
         new = None
-        if not table.is_geometric:
+        if not table.is_plain:
             new = self.on_scaled(table)
-            if new is None and self.recomputes:
+            if new is None and self.recomputes and not table.is_geometric:
                 raise ValueError(
                     f"{self.name} recomputes the table from rope_theta, but {table.path} is already scaled or not "
-                    f"geometric (rope_type {table.rope_type!r}). Pass replace_scaling=True to drop that scaling first. "
-                    "In a chain put it first"
+                    f"geometric (rope_type {table.rope_type!r}). pi, p_rope and longrope change a table as it is. To "
+                    "begin with plain RoPE, write rope_type 'default' and the context before the scaling into "
+                    f"config.json. In a chain put {self.name} first"
                 )
         if new is None:
-            self.check_table(table)
-            # A copy, since a method of the user's own may work in place.
-            inv_freq = self.inv_freq(replace(table, inv_freq=table.inv_freq.clone()))
-            if not isinstance(inv_freq, Tensor):
-                raise TypeError(f"the method {self.name!r} must return its frequencies as a tensor, got {inv_freq!r}")
-            encoding, scaling = self.rope_parameters(table), self.scaling(table)
-            new = table.becomes(inv_freq, rope_parameters=encoding, attention_scaling=scaling)
+            new = self.computed(table)
         if torch.equal(new.inv_freq, table.inv_freq) and new.attention_scaling == table.attention_scaling:
             return table
         return new
+
+    def computed(self, table: RotaryTable) -> RotaryTable:
+        """Return the table that the method's own expressions give."""
+        self.check_table(table)
+        # A copy, since a method of the user's own may work in place.
+        inv_freq = self.inv_freq(replace(table, inv_freq=table.inv_freq.clone()))
+        if not isinstance(inv_freq, Tensor):
+            raise TypeError(f"the method {self.name!r} must return its frequencies as a tensor, got {inv_freq!r}")
+        encoding = self.rope_parameters(table)
+        return table.becomes(inv_freq, rope_parameters=encoding, attention_scaling=self.scaling(table))
 
     def on_scaled(self, table: RotaryTable) -> RotaryTable | None:
         """Return the new table for one that is scaled already; None if the method treats it like any other."""
@@ -254,11 +255,8 @@ class Method:
         return methods[0]
 
     def extended_to(self, tables: Sequence[RotaryTable], target_length: int | None) -> Method:
-        """Return the result of :meth:`on_tables`, and refuse a target that the checkpoint reaches without a patch."""
-        # If the checkpoint's scaling is dropped, only the context before that scaling is reached without the method.
-        least = tables[0].context
-        if not self.replace_scaling:
-            least = max(least, tables[0].max_position_embeddings)
+        """Return the result of :meth:`on_tables`, and refuse a target below the stated context."""
+        least = tables[0].max_position_embeddings
         if target_length is not None and target_length < least:
             raise ValueError(
                 f"target_length {target_length} is shorter than the context of the checkpoint, {least} tokens"
@@ -289,15 +287,22 @@ class Scaling(Method):
 
     The factor is the new context divided by the one that the checkpoint states. On a table that is scaled already a
     method of the same type raises its factor, and a method that recomputes the table starts from the plain one, with
-    the whole factor over the context before any scaling. Records of versions up to 0.2.0 have ``replace_scaling``, with
-    which the factor counts from that context.
+    the whole factor over the context before any scaling.
     """
 
     factor: float | None = number(None, least=1)
+    ends: ClassVar[tuple[str, ...]] = ()
+    """The names of two parameters of which the first must exceed the second."""
+
+    def check(self) -> None:
+        """Raise unless the first of the two ends exceeds the second."""
+        values = [getattr(self, name) for name in self.ends]
+        if values and values[0] <= values[1]:
+            raise ValueError(f"{' must exceed '.join(self.ends)}, got {values[0]} and {values[1]}")
 
     def context_of(self, table: RotaryTable) -> int:
-        """Return the context that the factor multiplies [tokens]: the stated one, on a plain table the original one."""
-        if self.replace_scaling or table.is_geometric:
+        """Return the context that the factor multiplies [tokens]: what the table reaches, without its scaling."""
+        if table.is_plain:
             return getattr(self, ORIGINAL, None) or table.context
         return context_reached(table)
 
@@ -307,37 +312,40 @@ class Scaling(Method):
         if given_original is not None and is_known(table):
             context_before(table, given_original)  # raises where the checkpoint says another
         if table.rope_type in self.own_types:
-            changes = {}
-            for f in fields(self):
-                value = getattr(self, f.name)
-                if f.name not in ("factor", "replace_scaling") and value != f.default:
-                    changes[f.name] = value
-            own = self._raised(table, changes)
+            own = self._raised(table)
             if own is not None:
                 return own
         if not self.recomputes or not is_known(table):
             return None
         original = context_before(table, given_original)
-        whole = replace(self, factor=self.stretch * context_reached(table) / original)
+        whole: dict[str, Any] = {"factor": self.stretch * context_reached(table) / original}
         stated = table.rope_parameters or {}
         both = [stated.get(name) for name in ("mscale", "mscale_all_dim")]
         # Attention of such a family scales its logits, too, so that cos and sin keep the ratio of the two.
         if all(both) and getattr(self, "attention_factor", 0) is None and not getattr(self, "mscale", None):
-            kept: dict[str, Any] = {"attention_factor": frequencies.yarn_scaling(whole.stretch, *both)}
-            whole = replace(whole, **kept)
+            whole["attention_factor"] = frequencies.yarn_scaling(whole["factor"], *both)
         plain = replace(table.plain(), original_max_position_embeddings=original)
-        return stopped_as(table, whole(plain))
+        return stopped_as(table, replace(self, **whole).computed(plain))
 
-    def _raised(self, table: RotaryTable, changes: dict[str, Any]) -> RotaryTable | None:
+    def _raised(self, table: RotaryTable) -> RotaryTable | None:
         """Return the table of the checkpoint's own type with a larger factor, as :func:`restated` does.
 
         An ``attention_factor`` that is what the factor implies follows it; any other is a setting, and is kept.
         """
-        stated = table.rope_parameters or {}
-        factor = float(stated.get("factor") or 1.0)
+        stated = dict(table.rope_parameters or {})
+        changes = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "factor" and value != f.default:
+                changes[f.name] = value
+        if not changes.keys().isdisjoint(self.ends):
+            try:
+                as_stated(type(self), stated | changes).check()
+            except ValueError as error:
+                raise ValueError(f"{error}: config.json states the one that is not given, choose another") from None
+        factor = own_factor(table)
         attention = stated.get("attention_factor")
-        implied = attention is not None and math.isclose(attention, frequencies.yarn_scaling(factor), rel_tol=1e-6)
-        if implied:
+        if attention is not None and math.isclose(attention, frequencies.yarn_scaling(factor), rel_tol=1e-6):
             changes.setdefault("attention_factor", frequencies.yarn_scaling(factor * self.stretch))
         return restated(table, factor=factor * self.stretch, **changes)
 
@@ -392,13 +400,15 @@ def restated(table: RotaryTable, **changes: Any) -> RotaryTable | None:
         The table, with every other key as the checkpoint states it; None if no method has the type, or if the model's
         class computes its table in a way of its own.
     """
-    owner = next((method for method in METHODS.data.values() if table.rope_type in method.own_types), None)
+    owner = owner_of(table)
     if owner is None:
         return None
     stated = dict(table.rope_parameters or {})
-    # A stated context that grows must not become the context before the scaling.
+    # A stated context that grows must change neither the context before the scaling nor the factor.
     if hasattr(owner, ORIGINAL):
         stated.setdefault(ORIGINAL, table.context)
+    if "factor" in stated:
+        stated["factor"] = own_factor(table)
     found = _of_type(owner, table, stated)
     if not torch.allclose(found.inv_freq, table.inv_freq, rtol=1e-6, atol=0.0):
         return None
@@ -407,16 +417,58 @@ def restated(table: RotaryTable, **changes: Any) -> RotaryTable | None:
 
 def _of_type(owner: type[Method], table: RotaryTable, parameters: dict[str, Any]) -> RotaryTable:
     """Return the table that transformers computes from parameters of the type of a table, which a method raises."""
-    given = {f.name: parameters[f.name] for f in fields(owner) if parameters.get(f.name) is not None}
     theta = float(parameters["rope_theta"])
     plain = frequencies.geometric(theta, table.rotary_dim)
     if table.rope_type == "proportional":
         rotated = int((~frequencies.unrotated(table.inv_freq)).sum())
         plain = torch.zeros_like(plain)
         plain[:rotated] = frequencies.geometric(theta, table.rotary_dim, rotated)
-    base = replace(table, inv_freq=plain, attention_scaling=1.0, rope_theta=theta)
-    method = owner(**{"factor": 1.0, **given})
+    base = replace(table, inv_freq=plain, attention_scaling=1.0, rope_theta=theta, rope_type="default")
+    method = as_stated(owner, {"factor": 1.0} | parameters)
     return table.becomes(method.inv_freq(base), rope_parameters=parameters, attention_scaling=method.scaling(base))
+
+
+def owner_of(table: RotaryTable) -> type[Method] | None:
+    """Return the method of the type that a table has already; None if there is none."""
+    return next((method for method in METHODS.data.values() if table.rope_type in method.own_types), None)
+
+
+def as_stated(owner: type[Method], parameters: Mapping[str, Any]) -> Method:
+    """Return a method with the parameters that a checkpoint states, which transformers computes whatever they are."""
+    # Bounds are for arguments, so nothing is checked here.
+    method = object.__new__(owner)
+    for f in fields(owner):
+        value = parameters.get(f.name, f.default)
+        # A number of 0 counts as the default there, and null switches `truncate` off.
+        if isinstance(f.default, bool):
+            value = bool(value)
+        elif not value:
+            value = f.default
+        object.__setattr__(method, f.name, value)
+    return method
+
+
+@dataclass(frozen=True)
+class _FromPlain(Method):
+    """A method that starts from plain RoPE: ``replace_scaling`` in records of versions up to 0.3.0."""
+
+    method: Method
+
+    def __post_init__(self) -> None:
+        # The method was read already.
+        pass
+
+    def __call__(self, table: RotaryTable) -> RotaryTable:
+        """Return the table that the method makes of the plain one."""
+        return self.method(table.plain())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the method as the record has it."""
+        return {**self.method.to_dict(), "replace_scaling": True}
+
+    def __str__(self) -> str:
+        """Return the method string as those versions wrote it."""
+        return f"{self.method}:replace_scaling=true"
 
 
 @dataclass(frozen=True)
@@ -542,9 +594,11 @@ def from_dict(data: Mapping[str, Any]) -> Method:
     """Return the method that ``to_dict`` described; an unknown key raises ValueError.
 
     >>> from_dict({"method": "pi", "factor": 8})
-    PI(factor=8.0, replace_scaling=False)
+    PI(factor=8.0)
     """
     params = dict(data)
+    if params.pop("replace_scaling", False):
+        return _FromPlain(from_dict(params))
     name = params.pop("method", None)
     if not isinstance(name, str):
         raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")

@@ -40,7 +40,6 @@ class ABF(_OtherBase, name="abf"):
 
     rope_theta: float | None = number(None, above=0)
     factor: float | None = number(None, above=0)
-    replace_scaling: bool = False
     extends: ClassVar[bool] = True
 
     def check(self) -> None:
@@ -68,8 +67,6 @@ class NTK(Scaling, _OtherBase, name="ntk"):
     *Source*: "NTK-aware scaled RoPE" (bloc97, 2023), described in YaRN, arXiv:2309.00071, sec. 3.1.
     """
 
-    replace_scaling: bool = False
-
     def base(self, table: RotaryTable) -> float:
         """Return the new base."""
         return frequencies.ntk_theta(table.rope_theta, self.stretch, table.rotary_dim)
@@ -83,12 +80,7 @@ class PI(Scaling, name="pi"):
     in arXiv:2309.16039.
     """
 
-    replace_scaling: bool = False
     own_types: ClassVar[tuple[str, ...]] = ("linear", "proportional")
-
-    def context_of(self, table: RotaryTable) -> int:
-        """Return the context of the table that is divided: the stated one, or that before a scaling that is dropped."""
-        return table.context if self.replace_scaling else table.max_position_embeddings
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies of the checkpoint divided by the factor."""
@@ -109,13 +101,8 @@ class _ByTurns(Scaling):
     beta_slow: float = number(1.0, above=0)
     attention_factor: float | None = number(None, above=0)
     original_max_position_embeddings: int | None = number(None, above=0)
-    replace_scaling: bool = False
     recomputes: ClassVar[bool] = True
-
-    def check(self) -> None:
-        """Raise unless ``beta_fast`` is above ``beta_slow``."""
-        if self.beta_fast <= self.beta_slow:
-            raise ValueError(f"beta_fast must exceed beta_slow, got {self.beta_fast} and {self.beta_slow}")
+    ends: ClassVar[tuple[str, ...]] = ("beta_fast", "beta_slow")
 
     def check_table(self, table: RotaryTable) -> None:
         """Refuse a base with which the number of turns does not fall from pair to pair."""
@@ -198,16 +185,9 @@ class Llama3(Scaling, name="llama3"):
     low_freq_factor: float = number(1.0, above=0)
     high_freq_factor: float = number(4.0, above=0)
     original_max_position_embeddings: int | None = number(None, above=0)
-    replace_scaling: bool = False
     recomputes: ClassVar[bool] = True
     own_types: ClassVar[tuple[str, ...]] = ("llama3",)
-
-    def check(self) -> None:
-        """Raise unless ``high_freq_factor`` is above ``low_freq_factor``."""
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor must exceed low_freq_factor, got {self.high_freq_factor} and {self.low_freq_factor}"
-            )
+    ends: ClassVar[tuple[str, ...]] = ("high_freq_factor", "low_freq_factor")
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the plain table of the checkpoint's base with Llama 3.1's smoothing."""

@@ -122,7 +122,6 @@ class Partial(Method, name="partial"):
     """
 
     p: float = number(0.75, least=0, most=1)
-    replace_scaling: bool = False
     recomputes: ClassVar[bool] = True
 
     def inv_freq(self, table: RotaryTable) -> Tensor:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from rope_patch import frequencies
@@ -13,16 +10,27 @@ from rope_patch.tables import RotaryTable
 ORIGINAL = "original_max_position_embeddings"
 
 
-def context_reached(table: RotaryTable) -> int:
-    """Return the context that a checkpoint reaches with its table [tokens]: the stated one.
+def own_factor(table: RotaryTable) -> float:
+    """Return the factor of a table as transformers reads it: where none is stated, the ratio of the two contexts."""
+    return float((table.rope_parameters or {}).get("factor") or table.max_position_embeddings / table.context)
 
-    The cards of Qwen add YaRN to a config and leave its context as it was: its factor then says how far it reaches.
+
+def context_reached(table: RotaryTable) -> int:
+    """Return the context that a checkpoint reaches with its table [tokens].
+
+    It is the stated one, or the factor times the original one if that is more: the cards of Qwen add YaRN to a config
+    and leave its context as it was, and a context is lowered to save memory.
     """
-    stated: Mapping[str, Any] = table.rope_parameters or {}
-    if table.rope_type != "yarn" or not stated.get("factor"):
-        return table.max_position_embeddings
-    reached = round(float(stated["factor"]) * float(stated.get(ORIGINAL, table.context)))
-    return max(table.max_position_embeddings, reached)
+    stated = table.max_position_embeddings
+    original = (table.rope_parameters or {}).get(ORIGINAL)
+    # Transformers reads the original context of neither type.
+    if not original or table.rope_type in ("default", "dynamic"):
+        return stated
+    reached = round(own_factor(table) * float(original))
+    # Meta trained Llama 3.2 at half of what its factor reaches, and the config says so.
+    if table.rope_type == "llama3" and original < stated and reached <= 2 * stated:
+        return stated
+    return max(stated, reached)
 
 
 def context_before(table: RotaryTable, given: int | None) -> int:
@@ -35,9 +43,9 @@ def context_before(table: RotaryTable, given: int | None) -> int:
     Raises:
         ValueError: the checkpoint does not say it, or says another than the user.
     """
-    stated: Mapping[str, Any] = table.rope_parameters or {}
+    stated = table.rope_parameters or {}
     original = table.original_max_position_embeddings or stated.get(ORIGINAL)
-    if given is not None and (given > table.max_position_embeddings or original not in (None, given)):
+    if given not in (None, original) and (original or given > table.max_position_embeddings):
         known = f"states a context of {table.max_position_embeddings}"
         if original:
             known = f"states {original}: leave it out"
@@ -46,7 +54,7 @@ def context_before(table: RotaryTable, given: int | None) -> int:
         return given
     if original is not None:
         return int(original)
-    factor = float(stated.get("factor") or 1.0)
+    factor = own_factor(table)
     context = table.max_position_embeddings
     if table.rope_type in ("linear", "yarn", "proportional") and factor != 1.0:
         raise ValueError(
@@ -61,8 +69,9 @@ def is_known(table: RotaryTable) -> bool:
     """Tell whether it is known what the table was before its scaling, or which pairs of a plain table do not rotate."""
     if table.rope_type in ("linear", "llama3", "yarn", "proportional"):
         return True
-    if table.rope_type == "longrope":  # written for any table, too, with equal contexts
-        return (table.original_max_position_embeddings or 0) < table.max_position_embeddings
+    # The type longrope is written for any table, too, with equal contexts.
+    if table.rope_type == "longrope" and table.context < context_reached(table):
+        return True
     plain = frequencies.zero_unrotated(frequencies.geometric(table.rope_theta, table.rotary_dim))
     turning = ~frequencies.unrotated(table.inv_freq)
     return table.attention_scaling == 1.0 and torch.allclose(table.inv_freq[turning], plain[turning], rtol=1e-6, atol=0)

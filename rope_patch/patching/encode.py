@@ -97,7 +97,7 @@ class TableChange:
     def _counts_from(self, kind: str | None) -> list[str]:
         """Return what the factor of the method counts from, where the checkpoint is scaled already."""
         before, after = self.before[kind], self.after[kind]
-        if not isinstance(self.method, Scaling) or before.is_geometric or self.method.replace_scaling:
+        if not isinstance(self.method, Scaling) or before.is_plain:
             return []
         reached = context_reached(before)
         what = "the stated" if reached == before.max_position_embeddings else "its own factor's"

@@ -13,7 +13,6 @@ from torch import nn
 from transformers.utils import logging as hf_logging
 
 from rope_patch.methods import Default, Method, MethodLike, as_method
-from rope_patch.methods.scaled import is_known
 from rope_patch.patching.encode import (
     PatchPlan,
     PatchRequest,
@@ -140,13 +139,6 @@ def plan_patch(
         )
     elif location.patched is not None:
         raise PatchError(f"{location.name} is patched, but its config has lost the record: load the model again")
-    dropping = any(step.replace_scaling for step in getattr(method, "steps", (method,)))
-    # Of a table that is not known (frozen, or of numbers alone) nothing else drops the scaling.
-    if dropping and all(is_known(table) for table in location.tables.values()):
-        warnings.append(
-            "replace_scaling is deprecated: with it a factor counts from the context before the checkpoint's scaling; "
-            "left out, a factor is the new context over the stated one, on every checkpoint"
-        )
     if not isinstance(method, Default):
         location.check_contexts()
     plan = encode(location, method, options)

@@ -114,7 +114,7 @@ def inspect_model(model: nn.Module) -> Inspection:
 def trained_length(model: nn.Module) -> int:
     """Return the context that a model was trained at, as its config states it, or stated it before the patch.
 
-    A YaRN that reaches further than the stated context, as a card adds it, counts.
+    A factor that reaches further than the stated context, as that of a card's YaRN, counts.
 
     If the checkpoint itself scales its table (Llama 3.1), its context is the scaled one, with which it was trained.
 

@@ -32,7 +32,7 @@ def test_methods():
     assert all(name in printed for name in METHODS)
     listed = json.loads(run("methods", "--json"))
     assert [entry["method"] for entry in listed] == list(METHODS)
-    assert {"method": "pi", "factor": None, "replace_scaling": False} in [entry["defaults"] for entry in listed]
+    assert {"method": "pi", "factor": None} in [entry["defaults"] for entry in listed]
 
 
 def test_doctor_says_what_holds(checkpoint, tmp_path):

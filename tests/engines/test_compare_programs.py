@@ -390,8 +390,7 @@ def test_a_family_that_was_not_compared_is_unverified(tmp_path):
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_what_is_exported_agrees_where_it_is_claimed(family, tmp_path):
-    replaces = ":replace_scaling=true" if family == "gemma4" else ""
-    base = patched(tmp_path / "yarn", f"yarn:factor=4:attention_factor=1.5{replaces}", family, target_length=256)
+    base = patched(tmp_path / "yarn", "yarn:factor=4:attention_factor=1.5", family, target_length=256)
     export(base, tmp_path / "out", to="vllm")
     assert {row.verdict for row in rows(tmp_path / "out", "vllm").values()} == {"agrees"}
 

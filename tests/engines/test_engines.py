@@ -233,7 +233,7 @@ def test_graphs_without_factors(tmp_path, family, method):
     far(engine(base, ids), want)
 
 
-@pytest.mark.parametrize("method", ["pi:factor=4", "abf:factor=50:replace_scaling=true", "truncated", "irregular"])
+@pytest.mark.parametrize("method", ["pi:factor=4", "abf:factor=50", "truncated", "irregular"])
 def test_gemma4(tmp_path, method):
     """The table of its full layers, and no change to the sliding ones."""
     model = tiny_model("gemma4", vocab_size=1024, vocab_size_per_layer_input=1024, final_logit_softcapping=30.0)

@@ -171,15 +171,14 @@ def multimodal(folder, family="gemma3"):
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_options_of_vllm_reach_the_text_config_of_a_multimodal_checkpoint(family, method, tmp_path):
     """vLLM 0.33.0 merges what stands there into the dictionaries of the config (``ModelConfig._update_nested``)."""
-    replaced = f"{method}:replace_scaling=true" if (family, method[:4]) == ("gemma4", "yarn") else method
-    written = flags(multimodal(tmp_path, family), replaced, "vllm", target_length=256)
+    written = flags(multimodal(tmp_path, family), method, "vllm", target_length=256)
     assert written.shown_by.startswith("vLLM 0.32.0, which was run")
     stated = json.loads(option(written.lines, "--hf-overrides"))
     assert list(stated) == ["text_config"]
     config = AutoConfig.from_pretrained(tmp_path).text_config
     for key, value in stated["text_config"].items():
         setattr(config, key, merged(getattr(config, key), value) if isinstance(value, dict) else value)
-    assert_same(read_by_transformers(config), expected(replaced, family))
+    assert_same(read_by_transformers(config), expected(method, family))
 
 
 def merged(old, new):

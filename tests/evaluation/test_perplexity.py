@@ -34,7 +34,7 @@ VOCABULARY = 96
 def test_perplexity_equals_the_naive_computation(family, spec):
     model, rows = bold_model(family), ids(60, batch=3)
     stock = naive(model, rows)
-    method = method_for(family, "yarn") if spec == "yarn" else rope_patch.parse(spec)
+    method = method_for("yarn") if spec == "yarn" else rope_patch.parse(spec)
     with rope_patch.patched(model, method):
         expected = naive(model, rows)
         result = perplexity(model, rows, buckets=range(1, 61))
@@ -99,7 +99,7 @@ def test_logits_are_scaled_as_the_model_scales_them():
 def test_chunked_prefill_equals_one_pass(family, spec):
     """Windows of 60 tokens: longer than the sliding window of every family that has one (32 or 16)."""
     model, rows = bold_model(family), ids(60, batch=2)
-    with rope_patch.patched(model, method_for(family, spec)):
+    with rope_patch.patched(model, method_for(spec)):
         whole = perplexity(model, rows, buckets=range(1, 61))
         for chunk in (1, 7, 16, 33, 59):
             with spy_ids(model) as seen:

@@ -41,6 +41,7 @@ from rope_patch.methods import (
     from_dict,
     parse,
 )
+from rope_patch.methods.scaled import context_reached
 from rope_patch.tables import RotaryTable
 
 ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -331,7 +332,6 @@ def test_a_second_pi_raises_the_factor_of_the_first():
     for after in (PI(factor=4)(linear_slot()), parse("pi:factor=2+pi:factor=4")(plain)):
         assert torch.equal(after.inv_freq, plain.inv_freq / 8)
         assert (after.rope_type, after.rope_parameters["factor"]) == ("linear", 8)
-    assert torch.equal(PI(factor=4, replace_scaling=True)(linear_slot()).inv_freq, plain.inv_freq / 4)
 
 
 def test_pairs_slower_than_1e20th_become_unrotated():
@@ -445,13 +445,13 @@ def test_table_by_hand():
 
 # --- scaled checkpoints ----------------------------------------------------------------------------------------------
 
-REPLACING = ["partial", "abf", "ntk", "yarn", "mrrope", "llama3"]
-
 
 @SCALED
 def test_a_pattern_of_pairs_is_not_recomputed_unasked(make_slot):
-    with pytest.raises(ValueError, match="replace_scaling"):
+    """The error names what serves: a method that changes the table as it is, or a config without the scaling."""
+    with pytest.raises(ValueError, match=r"p_rope .* config\.json"):
         create("partial")(make_slot())
+    create("partial")(make_slot().plain())
 
 
 @pytest.mark.parametrize("make_slot", [llama3_slot, yarn_slot])
@@ -466,7 +466,6 @@ def test_a_factor_counts_from_the_stated_context(name, make_slot):
         assert after.rope_parameters == {**scaled.rope_parameters, "factor": 2 * scaled.rope_parameters["factor"]}
     whole = create(name, factor=8192 / scaled.context)(slot(head_dim=32, context=scaled.context))
     assert same(after, whole)
-    assert same(after, create(name, factor=8192 / scaled.context, replace_scaling=True)(scaled)), "in old records"
 
 
 def test_yarn_that_reaches_further_than_the_config_states_counts_from_what_it_reaches():
@@ -509,6 +508,91 @@ def test_settings_of_the_checkpoint_are_kept_and_an_implied_attention_factor_fol
     assert parse("yarn:factor=2:beta_slow=3")(scaled).rope_parameters["beta_slow"] == 3
 
 
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+SMOOTHED = {"factor": 4.0, "original_max_position_embeddings": 512}
+STATED = [
+    *(("yarn", YARN | {"beta_fast": fast, "beta_slow": slow}) for fast, slow in ((1, 1), (1, 32), (0, 1), (32, 0))),
+    ("yarn", YARN | {"beta_fast": None, "beta_slow": 2.0}),
+    ("yarn", YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}),
+    ("yarn", YARN | {"beta_slow": 2.0, "truncate": None}),
+    ("yarn", YARN | {"mscale": 0, "mscale_all_dim": 1.0}),
+    *(("llama3", SMOOTHED | {"low_freq_factor": low, "high_freq_factor": high}) for low, high in ((1, 1), (4, 1))),
+]
+
+
+@pytest.mark.parametrize(("rope_type", "stated"), STATED)
+@pytest.mark.parametrize("factor", [4.0, 1.0])
+def test_what_a_checkpoint_states_has_no_bounds(rope_type, stated, factor):
+    """Kimi K2 has equal betas, Llama 4 Scout equal factors of frequency; transformers takes 0 for the default."""
+    stated = stated | {"factor": factor}
+    scaled = slot(rope_type, head_dim=32, **stated)
+    raised = parse(f"{rope_type}:factor=2")(scaled)
+    assert same(raised, slot(rope_type, head_dim=32, **stated | {"factor": 2 * factor}))
+    assert raised.rope_parameters == {**scaled.rope_parameters, "factor": 2 * factor}
+    assert same(parse("abf:factor=4")(scaled), slot(rope_type, head_dim=32, rope_theta=4e4, **stated))
+
+
+def test_a_yarn_whose_factor_is_null_has_the_ratio_of_its_contexts():
+    stated = YARN | {"beta_fast": 64.0, "factor": None}
+    assert same(
+        parse("yarn:factor=2")(slot("yarn", head_dim=32, **stated)),
+        slot("yarn", head_dim=32, **stated | {"factor": 8.0}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "rope_type", "stated"),
+    [
+        ("yarn:factor=2:beta_fast=1.5", "yarn", YARN | {"beta_fast": 64, "beta_slow": 2}),
+        ("llama3:factor=2:high_freq_factor=3", "llama3", SMOOTHED | {"low_freq_factor": 4, "high_freq_factor": 8}),
+    ],
+)
+def test_an_argument_that_contradicts_what_the_checkpoint_states_beside_it_is_refused(text, rope_type, stated):
+    with pytest.raises(ValueError, match=r"exceed .*config\.json"):
+        parse(text)(slot(rope_type, head_dim=32, **stated))
+    parse(f"{rope_type}:factor=2")(slot(rope_type, head_dim=32, **stated))
+
+
+def test_an_argument_is_taken_beside_equal_ends_that_the_checkpoint_states():
+    kimi = slot("yarn", head_dim=32, **YARN, beta_fast=1.0, beta_slow=1.0)
+    assert parse("yarn:factor=2:attention_factor=1")(kimi).attention_scaling == 1
+    assert parse("yarn:factor=2:beta_fast=8")(kimi).rope_parameters["beta_fast"] == 8
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "stated", "context", "reached"),
+    [
+        ("default", {}, 1024, 1024),
+        ("yarn", YARN, 1024, 4096),
+        ("yarn", YARN, 1500, 4096),
+        ("yarn", YARN, 512, 4096),
+        ("yarn", YARN, 8192, 8192),
+        ("linear", {"factor": 4.0}, 1024, 1024),
+        ("linear", YARN, 1024, 4096),
+        ("proportional", YARN, 1024, 4096),
+        ("llama3", SMOOTHED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, 512, 2048),
+        ("llama3", SMOOTHED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, 640, 2048),
+        ("llama3", SMOOTHED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1024, 1024),  # half, as Llama 3.2
+        ("llama3", SMOOTHED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, 4096, 4096),  # twice, as Llama 3.1
+    ],
+)
+def test_what_a_table_reaches_is_what_its_type_means(rope_type, stated, context, reached):
+    """A factor of 2 stretches that to twice as much under every method that has one, on a plain table, too."""
+    scaled = slot(rope_type, head_dim=32, context=context, **stated)
+    assert context_reached(scaled) == reached
+    for name in SCALING:
+        assert parse(name).for_target(scaled, 2 * reached).factor == 2
+        assert parse(f"{name}:factor=2").reach(scaled) == 2 * reached
+
+
+def test_a_longrope_whose_context_was_left_counts_from_its_factor():
+    """One list for all lengths, factor 4 over 1024: twice its reach is 8 times 1024."""
+    divisors = [1 + i / 4 for i in range(16)]
+    scaled = slot("longrope", head_dim=32, context=1024, **YARN, short_factor=divisors, long_factor=divisors)
+    assert parse("pi").for_target(scaled, 8192).factor == 2
+    assert same(parse("yarn:factor=2")(scaled), parse("yarn:factor=8")(slot(head_dim=32, context=1024)))
+
+
 @pytest.mark.parametrize("text", ["yarn:factor=4", "mrrope:factor=4", "ntk:factor=4", "llama3:factor=4"])
 def test_pairs_that_do_not_rotate_stay_unrotated(text):
     stopped = PRope(p=0.5)(slot(head_dim=32))
@@ -518,12 +602,25 @@ def test_pairs_that_do_not_rotate_stay_unrotated(text):
 
 
 @SCALED
-@pytest.mark.parametrize("name", REPLACING)
-def test_replace_scaling_starts_from_the_plain_table(name, make_slot):
+@pytest.mark.parametrize("name", ["partial", "abf", "ntk", "yarn", "mrrope", "llama3", "pi"])
+def test_a_record_of_version_0_2_with_replace_scaling_starts_from_the_plain_table(name, make_slot):
+    """Its factor counts from the context before the checkpoint's scaling."""
     scaled = make_slot()
     factor = {"factor": 4} if name in SCALING else {}
-    after = create(name, replace_scaling=True, **factor)(scaled)
-    assert same(after, create(name, **factor)(slot(head_dim=32, context=scaled.context)))
+    recorded = {"method": name, **factor, "replace_scaling": True}
+    old = from_dict(recorded)
+    assert same(old(scaled), create(name, **factor)(slot(head_dim=32, context=scaled.context)))
+    assert old.to_dict() == {**create(name, **factor).to_dict(), "replace_scaling": True}
+    chained = from_dict(
+        {"method": "chain", "steps": [{"method": "p_rope", "p": 0.5, "replace_scaling": False}, recorded]}
+    )
+    assert same(chained(scaled), old(scaled))
+
+
+@pytest.mark.parametrize("name", ["partial", "abf", "ntk", "pi", "yarn", "mrrope", "llama3"])
+def test_replace_scaling_is_no_parameter_any_more(name):
+    with pytest.raises(ValueError, match="replace_scaling"):
+        create(name, replace_scaling=True)
 
 
 @pytest.mark.parametrize("text", ["table:attention_scaling=1.25+abf", "table:values=1/0.5/0.25/0+abf"])
@@ -573,7 +670,7 @@ def test_every_form_passes_through_lm_eval():
 def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default():
     assert str(PI()) == "pi"
     assert str(PI(factor=4)) == "pi:factor=4"
-    assert str(PI(factor=1e20, replace_scaling=True)) == "pi:factor=1e20:replace_scaling=true"
+    assert str(Yarn(factor=1e20, truncate=False)) == "yarn:factor=1e20:truncate=false"
     assert str(ABF(factor=0.1)) == "abf:factor=0.1"
     assert str(Truncated(context=4096)) == "truncated:context=4096"
     assert str(Table(values=[1, 1e-12, 0])) == "table:values=1/1e-12/0"
@@ -585,7 +682,7 @@ def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default():
     [
         (" pi : factor=8 + nope ", Chain((PI(factor=8), NoPE()))),
         ("pi:factor=8.0", PI(factor=8)),
-        ("pi:factor=8:replace_scaling=True", PI(factor=8, replace_scaling=True)),
+        ("yarn:factor=8:truncate=False", Yarn(factor=8, truncate=False)),
         ("truncated:context=4096.0", Truncated(context=4096)),
         ("abf:rope_theta=none:factor=8", ABF(factor=8)),
         ("abf:rope_theta=5e5", ABF(rope_theta=500000)),
@@ -604,8 +701,9 @@ def test_values_become_the_declared_types():
 
 
 def test_field_help_shows_the_default_as_the_grammar_writes_it():
-    assert [field_help(f) for f in dataclasses.fields(PI)] == ["factor=…", "replace_scaling=false"]
-    assert [field_help(f) for f in dataclasses.fields(ABF)] == ["rope_theta=…", "factor=…", "replace_scaling=false"]
+    assert [field_help(f) for f in dataclasses.fields(ABF)] == ["rope_theta=…", "factor=…"]
+    assert [field_help(f) for f in dataclasses.fields(NoPE)] == ["factor=…", "temperature=0"]
+    assert field_help(dataclasses.fields(Yarn)[-3]) == "truncate=true"
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -677,7 +775,7 @@ ERRORS = [
     (lambda: Table(values=3.0), "numbers"),
     (lambda: Table(values=()), "values"),
     (lambda: LongRope(factors=()), "factors"),
-    (lambda: as_method("pi:factor=8", replace_scaling=True), "not both"),
+    (lambda: as_method("yarn:factor=8", truncate=False), "not both"),
     (lambda: as_method("pi+nope", factor=8), "not both"),
     (lambda: from_dict({"p": 0.5}), "'method'"),
     (lambda: from_dict({"method": 3}), "'method'"),
@@ -798,7 +896,7 @@ def test_nested_chains_are_flat():
         ("yarn:original_max_position_embeddings=2048", 16384, "yarn:factor=8:original_max_position_embeddings=2048"),
         ("yarn:factor=8", 16384, "yarn:factor=8"),  # further than asked is fine
         ("p_rope:p=0.25+pi", 32768, "p_rope:p=0.25+pi:factor=8"),
-        ("pi:factor=2+yarn:replace_scaling=true", 32768, "pi:factor=2+yarn:factor=4:replace_scaling=true"),
+        ("pi:factor=2+yarn:truncate=false", 32768, "pi:factor=2+yarn:factor=4:truncate=false"),
         ("abf+pi:factor=2", 32768, "abf:rope_theta=500000+pi:factor=2"),  # how far a base reaches, nobody says
         ("table:values=1/0.5/0.25/0", 32768, "table:values=1/0.5/0.25/0"),
         ("pi:factor=3", None, "pi:factor=3"),
@@ -831,18 +929,6 @@ def test_the_advised_factor_is_taken():
     advised = re.search(r"give (factor=[\d.]+),", str(caught.value))
     assert advised is not None
     parse(f"yarn:{advised[1]}").for_target(slot(context=6144), 131071)
-
-
-def test_with_replace_scaling_a_factor_counts_from_the_first_context():
-    # Llama 3.1 states 131072 tokens over 8192: to 262144 it is stretched by 2, in records of old versions by 32.
-    base_slot = dataclasses.replace(
-        llama3_slot(), max_position_embeddings=131072, original_max_position_embeddings=8192
-    )
-    assert parse("pi:replace_scaling=true").for_target(base_slot, 262144) == PI(factor=32, replace_scaling=True)
-    for name in ("pi", "yarn", "ntk", "llama3"):
-        assert parse(name).for_target(base_slot, 262144).factor == 2
-        resolved = parse(f"{name}:replace_scaling=true").for_target(base_slot, 262144)
-        assert str(resolved) == f"{name}:factor=32:replace_scaling=true"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.patches import cos_sin, method_for, module_of, patched_model
+from support.patches import FITTING, cos_sin, method_for, module_of, patched_model
 from support.round_trip import assert_cached_equals_full
 from support.tiny import (
     ARCHITECTURES,
@@ -34,7 +34,7 @@ from rope_patch.patching.locate import locate
 
 CONTEXT, HIGH = {"original_max_position_embeddings": 64}, {"high_freq_factor": 4.0}
 IDENTITIES = ("default", "longrope", "table")
-every_case = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
+every_case = pytest.mark.parametrize(("family", "name"), FITTING)
 # One of each kind of encoding: transformers' own with a scaling and without, and the longrope form.
 every_family = pytest.mark.parametrize(
     ("family", "name"), [(f, n) for f in ARCHITECTURES for n in ("yarn", "p_rope", "truncated")]
@@ -49,7 +49,7 @@ def last_layer_type(family):
 def test_effect_shape_and_undo(family, name):
     model = tiny_model(family)
     stock, before, config = module_of(model), logits(model), model.config.to_json_string()
-    with rope_patch.patched(model, method_for(family, name)) as patch:
+    with rope_patch.patched(model, method_for(name)) as patch:
         after = logits(model)
         kind = last_layer_type(family)
         cos, sin = cos_sin(model, torch.arange(5)[None], kind)
@@ -67,7 +67,7 @@ def test_effect_shape_and_undo(family, name):
 @pytest.mark.parametrize("name", METHODS)
 def test_only_relative_positions_count(name):
     model = tiny_model("llama")
-    with rope_patch.patched(model, method_for("llama", name)):
+    with rope_patch.patched(model, method_for(name)):
         cos, sin = cos_sin(model, torch.arange(40)[None])
     q, k = torch.randn(2, 1, 1, 1, cos.shape[-1], generator=torch.Generator().manual_seed(0))
 
@@ -83,7 +83,7 @@ def test_only_relative_positions_count(name):
 @every_family
 def test_cached_generation_equals_full_forward(family, name):
     model = tiny_model(family)
-    with rope_patch.patched(model, method_for(family, name)):
+    with rope_patch.patched(model, method_for(name)):
         assert_cached_equals_full(model)
 
 
@@ -92,7 +92,7 @@ def test_cached_generation_equals_full_forward(family, name):
 def test_other_layer_types_are_left_alone(family, name):
     model, positions = tiny_model(family), torch.arange(50)[None]
     before = cos_sin(model, positions, "sliding_attention")
-    with rope_patch.patched(model, method_for(family, name)) as patch:
+    with rope_patch.patched(model, method_for(name)) as patch:
         assert patch.after["sliding_attention"] is patch.before["sliding_attention"]
         after = cos_sin(model, positions, "sliding_attention")
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -421,19 +421,15 @@ def test_a_classifier_is_not_loaded_as_a_language_model_in_silence(tmp_path):
 def test_a_frozen_dynamic_table_counts_as_scaled(method):
     """Taken for a plain one of the base it grew to, a second scaling would stand on the first."""
     options = {"target_length": 256, "freeze_at": 256}
-    model, plain = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), tiny_model()
-    refused(model, "replace_scaling", method, **options)
-    rope_patch.apply(model, method, replace_scaling=True, **options)
-    rope_patch.apply(plain, method, target_length=256)
-    assert torch.equal(logits(model), logits(plain))
+    model = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    refused(model, "config.json", method, **options)
+    rope_patch.apply(model, "pi", **options)
 
 
 def test_a_target_below_what_a_scaled_checkpoint_reaches_is_refused():
     model = tiny_model(rope_parameters=LLAMA3, max_position_embeddings=512)
     for method in ("pi", "p_rope:p=0.5"):
         refused(model, "512", method, target_length=256)
-    rope_patch.apply(model, "yarn", target_length=256, replace_scaling=True)  # which starts again from 64
-    assert model.config.rope_parameters["factor"] == 4.0
 
 
 # --- edits after a patch ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
+from rope_patch.patching.install import for_target
 
 C = 16  # the context before any scaling
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -26,6 +27,7 @@ def yarn(factor, theta=1e6, **more):
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": C}
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 16.0}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 LATENT |= {"qk_nope_head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 LATENT |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -194,6 +196,46 @@ def test_yarn_that_a_card_adds_counts_from_what_it_reaches(stated):
     assert (model.config.rope_parameters["factor"], model.config.max_position_embeddings) == (4.0, 128)
 
 
+@pytest.mark.parametrize("stated", [16, 12, 64])
+@pytest.mark.parametrize(
+    "settings",
+    [yarn(16.0), LLAMA3 | {"factor": 16.0}, {**LINEAR, "original_max_position_embeddings": C}],
+    ids=["yarn", "llama3", "linear"],
+)
+@pytest.mark.parametrize("method", ["own", "pi", "yarn", "mrrope", "ntk", "llama3", "p_rope:p=1+pi", "pi+p_rope:p=1"])
+def test_a_target_that_the_table_reaches_slows_nothing(method, settings, stated):
+    """The factor reaches 256 tokens, whatever context is stated: left at that before the scaling, or lowered."""
+    model = tiny_model(max_position_embeddings=stated, rope_parameters=dict(settings))
+    method = OWN[settings["rope_type"]] if method == "own" else method
+    before, *_ = rope_patch.inspect(model).tables
+    after = rope_patch.apply(model, method, target_length=128).after[None]
+    assert model.config.max_position_embeddings == 128
+    assert float(after.inv_freq[-1] / before.inv_freq[-1]) == pytest.approx(1, rel=1e-5)
+    if "pi" in method or method == OWN[settings["rope_type"]]:
+        assert torch.equal(after.inv_freq, before.inv_freq) and after.attention_scaling == before.attention_scaling
+
+
+def test_llama_3_2_counts_from_the_context_that_it_states():
+    """Factor 32 over 8192 reaches 262144, and the release states 131072, at which it was trained."""
+    model = tiny_model(max_position_embeddings=256, rope_parameters=LLAMA3 | {"factor": 32.0})
+    assert rope_patch.apply(model, "llama3", target_length=512).method.factor == 2
+    assert model.config.rope_parameters["factor"] == 64
+
+
+@pytest.mark.parametrize("method", ["pi", "yarn", "ntk", "llama3", "mrrope", "pi+p_rope:p=0.75", "p_rope:p=0.75+pi"])
+@pytest.mark.parametrize("stated", [128, 40, 32])
+def test_every_method_counts_from_what_a_yarn_of_a_card_reaches(stated, method):
+    """Factor 4 over 32: twice the reach is 256, in compare, kv-check and fine-tuning too, which ask `for_target`."""
+    own = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = tiny_model("qwen3", max_position_embeddings=stated, rope_parameters=own)
+    resolved = for_target(model, method, 256)
+    patch = rope_patch.apply(model, method, target_length=256)
+    assert patch.method == resolved and "factor=2" in str(resolved)
+    turning = patch.after[None].inv_freq > 0
+    slowed = patch.before[None].inv_freq[turning][-1] / patch.after[None].inv_freq[turning][-1]
+    assert float(slowed) == pytest.approx(2, rel=1e-5)
+
+
 @pytest.mark.parametrize(("name", "scaling"), [("DeepSeek V3", 1.0), ("Ministral 3", 1.0), ("Qwen3 with YaRN", None)])
 def test_another_method_keeps_the_ratio_of_the_two_mscales(name, scaling):
     """Attention of DeepSeek scales its logits already: 0.1 ln(80) + 1 on cos and sin would come on top."""
@@ -235,19 +277,19 @@ def test_what_a_factor_counts_from_is_printed_whatever_the_encoding(method, more
     assert line == "  factor 2 over the stated 128 tokens" + ", 16 over the 16 before any scaling" * more
 
 
-def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path, caplog):
-    """In versions up to 0.2.0 its factor counts from the context before the checkpoint's scaling."""
+def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path):
+    """In versions up to 0.2.0 its factor counts from the context before the checkpoint's scaling: 16 times 16."""
     model = model_of("Llama 3.1")
-    rope_patch.apply(model, "yarn", factor=16, replace_scaling=True, target_length=256)
-    assert "deprecated" in caplog.text
-    table = rope_patch.inspect(model).tables[0]
+    table = rope_patch.apply(model, "yarn", target_length=256).after[None]
     rope_patch.save(model, tmp_path)
-    edit_json(tmp_path / "config.json", lambda config: config["rope_patch"].update(package_version="0.2.0"))
-    assert torch.equal(rope_patch.inspect(rope_patch.load(tmp_path)).tables[0].inv_freq, table.inv_freq)
-    assert rope_patch.verify(tmp_path).method == "yarn:factor=16:replace_scaling=true"
-    again = model_of("Llama 3.1")
-    rope_patch.apply(again, "yarn", target_length=256)
+    before = {"package_version": "0.2.0", "method": {"method": "yarn", "factor": 16.0, "replace_scaling": True}}
+    edit_json(tmp_path / "config.json", lambda config: config["rope_patch"].update(before))
+    again = rope_patch.load(tmp_path)
     assert torch.equal(rope_patch.inspect(again).tables[0].inv_freq, table.inv_freq)
+    assert again.config.rope_parameters == model.config.rope_parameters
+    assert again.config.rope_patch["method"]["replace_scaling"] is True
+    assert rope_patch.verify(tmp_path).method == "yarn:factor=16:replace_scaling=true"
+    assert rope_patch.doctor(tmp_path).ok
 
 
 def test_a_linear_factor_over_a_shorter_stated_context_is_refused_until_the_config_says_one(tmp_path):

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import prepare_model_for_kbit_training
-from support.patches import cos_sin, lora, method_for, module_of, patched_model
+from support.patches import FITTING, cos_sin, lora, method_for, module_of, patched_model
 from support.subsets import full
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import rope_patch
-from rope_patch import METHODS
 
 SOME = pytest.mark.parametrize(
     ("family", "name"), [("llama", "yarn"), ("llama", "p_rope"), ("gemma3", "yarn"), ("gemma3", "truncated")]
@@ -40,7 +39,7 @@ def assert_table(model, patch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_casts(family, name, dtype):
     model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
+    patch = rope_patch.apply(model, method_for(name))
     assert_table(model.to(dtype), patch)
     assert_table(model.half().float(), patch)
 
@@ -48,11 +47,11 @@ def test_casts(family, name, dtype):
 @SOME
 def test_meta_to_empty_and_load(family, name):
     model = tiny_model(family)
-    weights, patch = model.state_dict(), rope_patch.apply(model, method_for(family, name))
+    weights, patch = model.state_dict(), rope_patch.apply(model, method_for(name))
     expected = logits(model)
     with torch.device("meta"):
         model = tiny_model(family)
-    assert rope_patch.apply(model, method_for(family, name)).record == patch.record
+    assert rope_patch.apply(model, method_for(name)).record == patch.record
     model.to_empty(device="cpu")
     model.load_state_dict(weights)
     model.tie_weights()
@@ -67,7 +66,7 @@ def test_meta_to_empty_and_load(family, name):
 def test_copies_and_pickles(family, name):
     model = tiny_model(family)
     keys = list(model.state_dict())
-    patch = rope_patch.apply(model, method_for(family, name))
+    patch = rope_patch.apply(model, method_for(name))
     assert list(model.state_dict()) == keys  # a patch adds no key
     twin, whole = copy.deepcopy(model), io.BytesIO()
     torch.save(model, whole)
@@ -90,7 +89,7 @@ def test_a_table_that_a_tracer_saw_first():
 @SOME
 def test_reinitialised_weights(family, name):
     model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
+    patch = rope_patch.apply(model, method_for(name))
     for module in model.modules():
         module._is_hf_initialized = False
     model.init_weights()
@@ -111,7 +110,7 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
+    patch = rope_patch.apply(model, method_for(name))
     expected = logits(model)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
@@ -120,7 +119,7 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
     assert torch.allclose(logits(model), expected, atol=1e-6)
     assert_table(model, patch)
     other = tiny_model(family)
-    patch = rope_patch.apply(other, method_for(family, name))
+    patch = rope_patch.apply(other, method_for(name))
     fully_shard(other, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     other(ids(), use_cache=False).logits.sum().backward()
     assert_table(other, patch)
@@ -134,11 +133,11 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
 def test_under_peft(family, first):
     model = tiny_model(family)
     if first == "patch":
-        patch = rope_patch.apply(model, method_for(family, "yarn"))
+        patch = rope_patch.apply(model, method_for("yarn"))
         tuned = lora(model)
     else:
         tuned = lora(model)
-        patch = rope_patch.apply(tuned, method_for(family, "yarn"))
+        patch = rope_patch.apply(tuned, method_for("yarn"))
     assert_table(tuned, patch)
     changed = logits(tuned)
     with tuned.disable_adapter():
@@ -160,13 +159,13 @@ def test_quantized(tmp_path, family, config):
     tiny_model(family).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
     before = logits(model)
-    with rope_patch.patched(model, method_for(family, "yarn")) as patch:
+    with rope_patch.patched(model, method_for("yarn")) as patch:
         assert_table(model, patch)
         assert not torch.equal(logits(model), before)
     assert torch.equal(logits(model), before)
     # bitsandbytes repacks 4-bit weights for inference at the first forward in eval mode: train a fresh model
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
-    patch = rope_patch.apply(fresh, method_for(family, "yarn"))
+    patch = rope_patch.apply(fresh, method_for("yarn"))
     ready = lora(prepare_model_for_kbit_training(fresh, use_gradient_checkpointing=False))
     assert_table(ready, patch)
     ready.train()(ids(), labels=ids(), use_cache=False).loss.backward()
@@ -195,7 +194,7 @@ def test_dispatched_over_devices(tmp_path, family):
 def test_gradients_with_and_without_checkpointing(family):
     def gradients(checkpointing):
         model = tiny_model(family).train()
-        rope_patch.apply(model, method_for(family, "yarn"))
+        rope_patch.apply(model, method_for("yarn"))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model(ids(), labels=ids(), use_cache=False).loss.backward()
@@ -209,17 +208,13 @@ def test_gradients_with_and_without_checkpointing(family):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        (f, n) if (f, n) in (("llama", "yarn"), ("gemma3", "p_rope")) else full(f, n)
-        for f in ARCHITECTURES
-        for n in METHODS
-    ],
+    [case if case in (("llama", "yarn"), ("gemma3", "p_rope")) else full(*case) for case in FITTING],
 )
 def test_compiled(family, name):
     """One graph, no break, no recompilation with the length or from step to step."""
     from torch._dynamo.testing import CompileCounter
 
-    model = patched_model(method_for(family, name), family)
+    model = patched_model(method_for(name), family)
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)  # raises where the graph breaks

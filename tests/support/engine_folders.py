@@ -103,7 +103,7 @@ def checkpoint(family: str, folder: Path, **changes: Any) -> Path:
     for _ in range(12):
         with torch.no_grad():
             before = model(ids).logits.log_softmax(-1)
-            with rope_patch.patched(model, _replacing("abf:rope_theta=30000", family)):
+            with rope_patch.patched(model, "abf:rope_theta=30000"):
                 moved = (model(ids).logits.log_softmax(-1) - before).abs()
         if float(moved.max()) > 0.1:
             break
@@ -115,23 +115,14 @@ def checkpoint(family: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def _replacing(name: str, family: str) -> str:
-    """Return a method string that replaces the scaling of Gemma 4's own table, which is p-RoPE."""
-    return f"{name}:replace_scaling=true" if family == "gemma4_text" else name
-
-
 def method_of(name: str, base: Path) -> MethodLike:
     """Return a method; "learned" is a table that no formula gives, with an attention factor of its own."""
-    model = AutoConfig.from_pretrained(base).model_type
     if name == "learned":
         with torch.device("meta"):
             table = inspect_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))).tables[0]
         rough = [f * (1 + 0.2 * math.sin(3 * i)) for i, f in enumerate(table.inv_freq.tolist())]
         return Table(values=tuple(rough), attention_scaling=1.07)
-    head, plus, tail = name.partition("+")
-    if head.startswith(("abf", "ntk", "yarn", "mrrope", "llama3", "partial")):
-        head = _replacing(head, model)
-    return as_method(f"{head}{plus}{tail}")
+    return as_method(name)
 
 
 def under_methods(name: str, base: Path, methods: tuple[str, ...] = METHODS[:4]) -> Iterator[Path]:

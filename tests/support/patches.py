@@ -14,18 +14,15 @@ import rope_patch
 from rope_patch import METHODS
 from rope_patch.methods import Scaling, create
 from rope_patch.patching.locate import locate
-from support.tiny import tiny_model
+from support.tiny import ARCHITECTURES, tiny_model
+
+FITTING = [(f, n) for f in ARCHITECTURES for n in METHODS if (f, n) != ("gemma4", "partial")]
+"""Families and the names of the methods that take them: the table of Gemma 4 is p-RoPE, which partial refuses."""
 
 
-def method_for(family: str, name: str):
-    """A method with its defaults and a factor of 4, if it has one.
-
-    The original table of Gemma 4 is p-RoPE already, so a method that recomputes the table is told to replace that.
-    """
-    params = {"factor": 4} if issubclass(METHODS[name], Scaling) else {}
-    if family == "gemma4" and METHODS[name].recomputes:
-        params["replace_scaling"] = True
-    return create(name, **params)
+def method_for(name: str):
+    """A method with its defaults and a factor of 4, if it has one."""
+    return create(name, **({"factor": 4} if issubclass(METHODS[name], Scaling) else {}))
 
 
 def module_of(model):

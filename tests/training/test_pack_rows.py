@@ -227,7 +227,7 @@ def trained(model, folder):
 
 def asked_for(*words):
     """YaRN on every family: Gemma 4's full layers are scaled already."""
-    method = "yarn:factor=4:replace_scaling=true"
+    method = "yarn:factor=4"
     plain = ["model.name=x", "model.dtype=float32", "data.length=64", "output=out", f"patch.method={method}"]
     return recipe(*plain, *words)
 
@@ -292,7 +292,7 @@ def test_without_a_method_a_model_keeps_its_own_table_and_says_so():
     with pytest.raises(PatchError):
         prepare(again, asked_for("lora.rank=2"))
     replaced = prepare(again, asked_for("lora.rank=2", "patch.replace=true"))
-    assert str(locate(replaced).record.to_method()) == "yarn:factor=4:replace_scaling=true"
+    assert str(locate(replaced).record.to_method()) == "yarn:factor=4"
 
 
 def test_data_that_ends_is_read_again(tmp_path):
