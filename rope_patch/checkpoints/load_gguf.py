@@ -17,8 +17,9 @@ from rope_patch.errors import as_value_error
 from rope_patch.gguf.file import open_gguf
 from rope_patch.gguf.header_cache import cached_headers
 from rope_patch.gguf.table import ROUNDED_TWICE, read_gguf
-from rope_patch.methods import Table
-from rope_patch.patching.install import apply, reapply, rebase
+from rope_patch.methods import Method, Table
+from rope_patch.methods.base import as_stated, owner_of
+from rope_patch.patching.install import patched, reapply, rebase
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.record import TableRecord, settings_of
 from rope_patch.patching.verify import Inspection, inspect_model
@@ -87,11 +88,13 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
             reapply(model, record)
     elif not _has_same_table(model, in_file):
         kind = _table_like(model, in_file).layer_type
+        method: Method = Table(tuple(in_file.inv_freq.tolist()), in_file.attention_scaling)
+        owner = owner_of(in_file)
+        if owner is not None:
+            method = as_stated(owner, in_file.rope_parameters or {})
         # A patch is made only to find settings that encode the table. They then become the model's own, unpatched.
-        table = Table(tuple(in_file.inv_freq.tolist()), in_file.attention_scaling)
-        patch = apply(model, table, layer_types=None if kind is None else [kind])
-        settings = settings_of(locate(model).config)
-        patch.restore()
+        with patched(model, method, layer_types=None if kind is None else [kind]):
+            settings = settings_of(locate(model).config)
         rebase(model, settings)
     for stated in inspection.tables:
         if not _has_same_table(model, stated):

@@ -181,9 +181,9 @@ def _base(table: RotaryTable) -> RotaryTable:
     A method then gives the same table for the file as for the checkpoint that the file was made from.
     """
     if table.is_geometric:
-        encoding: dict[str, Any] = {"rope_type": "default", "rope_theta": table.rope_theta}
-        plain = table.becomes(frequencies.geometric(table.rope_theta, table.rotary_dim), rope_parameters=encoding)
-        return replace(plain, original_max_position_embeddings=None)
+        return replace(table.plain(), original_max_position_embeddings=None)
+    if table.rope_type in ("linear", "yarn"):
+        return table
     factors = frequencies.longrope_factors(table.inv_freq, table.rope_theta)
     form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
     if table.original_max_position_embeddings is not None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from rope_patch import frequencies
 from rope_patch.gguf.file import GGUFFile, Key, Piece, open_gguf
 from rope_patch.gguf.header_cache import gguf
+from rope_patch.methods.scaled import ORIGINAL
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection
@@ -246,6 +247,7 @@ def read_gguf(path: str | Path) -> Inspection:
     return table_in(open_gguf(path), path)
 
 
+# One function, since the keys of a file decide together and in the order in which llama.cpp's loader reads them.
 def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     """Return the inspection of an open file, as :func:`read_gguf` does.
 
@@ -284,21 +286,27 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
         )
     # As llama.cpp's loader does: scale_linear is the older name of the key, and a factor of 0 means none.
     stretch = float(number("rope.scaling.factor", number("rope.scale_linear", 0.0))) or 1.0
+    if kind == "none":
+        stretch = 1.0
+    stated: dict[str, Any] = {}
     if kind == "yarn" and stretch != 1.0:
         own = architecture in _READS_YARN_KEYS and any(".rope.scaling.yarn_" in name for name in opened.keys)
         if factors is not None or own:
             raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
         if not (original or context):
             raise ValueError(f"{path} leaves YaRN to the engine and states no context: its table cannot be read")
-        inv_freq, own_factor = _scaled(kind, stretch, theta, 2 * pairs, original or context)
+        original = original or context
+        inv_freq, own_factor = _scaled(kind, stretch, theta, 2 * pairs, original)
         scaling *= own_factor
-    elif factors is None and (kind == "none" or stretch == 1.0):
-        inv_freq = frequencies.geometric(theta, 2 * pairs)  # the very bits that transformers computes
+        stated = {"rope_type": "yarn", ORIGINAL: original}
+        if attn_factor != 1.0:
+            stated["attention_factor"] = scaling
+    elif factors is None:
+        inv_freq = frequencies.geometric(theta, 2 * pairs) / stretch  # the very bits that transformers computes
+        if attn_factor == 1.0:
+            stated = {"rope_type": "linear"}
     else:
-        inv_freq = _plain(theta, pairs)
-        if factors is not None:
-            inv_freq = inv_freq / factors.double()
-        inv_freq = (inv_freq / (1.0 if kind == "none" else stretch)).float()
+        inv_freq = (_plain(theta, pairs) / factors.double() / stretch).float()
     table = RotaryTable(
         inv_freq=frequencies.zero_unrotated(inv_freq),
         attention_scaling=scaling,
@@ -308,6 +316,10 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
         original_max_position_embeddings=original,
         path="GGUF",
     )
+    # Keys alone state a table of a type of transformers, so that a method treats it as that of a folder.
+    if stated and stretch > 1:
+        stated |= {"rope_theta": theta, "factor": stretch}
+        table = replace(table, rope_type=stated["rope_type"], rope_parameters=stated)
     name, others = f"{architecture} in {Path(path).name}, {opened.weights} weights", []
     if architecture in LAYERED and (window := int(number("attention.sliding_window", 0))):
         name += f", sliding window {window}"

@@ -153,6 +153,53 @@ def test_a_file_patched_by_its_keys_is_loaded_as_the_patched_model(tmp_path, fam
     assert rope_patch.doctor(tmp_path / "out.gguf").ok
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+
+def scaled_by_keys(model, path):
+    """A file of a model whose YaRN or linear scaling is left to llama.cpp."""
+    scaling = model.config.rope_parameters
+    keys = {"rope__scaling__type": scaling["rope_type"], "rope__scaling__factor": scaling["factor"]}
+    if scaling["rope_type"] == "yarn":
+        keys["rope__scaling__original_context_length"] = scaling["original_max_position_embeddings"]
+    return write_toy(model, path, **keys)
+
+
+@pytest.mark.parametrize(
+    ("family", "scaling", "context", "method"),
+    [
+        ("llama", YARN, 64, "yarn"),
+        ("llama", YARN, 256, "yarn"),
+        ("llama", YARN, 64, "ntk"),
+        ("llama", YARN, 64, "abf:factor=4"),
+        ("llama", LINEAR, 256, "abf:factor=4"),
+        ("qwen2", YARN, 64, "yarn"),
+        ("qwen2", LINEAR, 256, "pi"),
+    ],
+)
+def test_scaling_in_the_keys_of_a_file_is_raised_as_that_of_a_folder(tmp_path, family, scaling, context, method):
+    """Also where a card's YaRN left the stated context at 64: it reaches 256."""
+    model = tiny_model(family, vocab_size=1024, max_position_embeddings=context, rope_parameters=dict(scaling))
+    file = scaled_by_keys(model, tmp_path / "m.gguf")
+    change = patch_gguf(file, method, tmp_path / "out.gguf", target_length=512)
+    patch = rope_patch.apply(model, method, target_length=512)
+    assert change.method == patch.method
+    assert torch.equal(change.after[None].inv_freq, patch.after[None].inv_freq)
+    assert rope_patch.verify(tmp_path / "out.gguf").record.tables == patch.record.tables
+    for loaded in (rope_patch.load(tmp_path / "out.gguf"), rope_patch.load(file, method, target_length=512)):
+        assert loaded.config.rope_parameters.items() >= model.config.rope_parameters.items()
+        assert torch.equal(rope_patch.inspect(loaded).tables[0].inv_freq, patch.after[None].inv_freq)
+
+
+def test_an_attention_factor_of_a_files_yarn_is_kept_when_it_is_raised(tmp_path):
+    """llama.cpp multiplies 0.1 ln(4) + 1 = 1.138629 by attn_factor, and that is a setting."""
+    keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.5}
+    change = patch_gguf(stated(tmp_path / "m.gguf", "qwen2", **keys), "yarn", tmp_path / "out.gguf", target_length=512)
+    assert change.after[None].attention_scaling == pytest.approx(1.5 * 1.138629)
+    assert rope_patch.inspect(tmp_path / "out.gguf").tables[0].attention_scaling == pytest.approx(1.5 * 1.138629)
+
+
 def test_a_patched_file_is_not_patched_again(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "yarn.gguf")
     with pytest.raises(PatchError, match="yarn:factor=4"):
