@@ -86,7 +86,7 @@ def apply(
     The module that holds them is swapped for a :class:`PatchedRotary`, which no cast or re-initialisation can change,
     and ``config.rope_parameters`` is rewritten so that ``save_pretrained`` gives a folder that plain transformers loads
     with equal logits. On any error the model is as it was. A KV cache that was filled before the patch cannot be used
-    after it: its keys were rotated by the other table.
+    after it: its keys were rotated by the other table. A model belongs to one thread: nothing here takes a lock.
 
     Args:
         model: a causal language model of transformers, bare or under PEFT, quantization or ``torch.compile``.
