@@ -146,8 +146,8 @@ CHECKPOINTS = (
     Mutation(
         "adapters_beyond_the_first_get_no_record",
         "rope_patch/checkpoints/adapters.py",
-        'for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):',
-        "for path in (folder,):",
+        'for name in ("", *getattr(saved_module(model), "peft_config", ())):',
+        'for name in ("",):',
     ),
     Mutation(
         "report_of_an_export_is_copied",

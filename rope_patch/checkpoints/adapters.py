@@ -43,15 +43,22 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
     write_atomically(folder / RECORD_FILE, json.dumps(data, indent=1) + "\n")
 
 
-def write_patch_files(record: PatchRecord, folder: Path) -> None:
+def write_patch_files(record: PatchRecord, model: nn.Module, folder: Path) -> None:
     """Write a record beside a checkpoint and every adapter in it, and bring the checkpoint's other files into line.
 
     The config gets the keys that transformers 4 reads, and the tokenizer the context that the patch states.
+
+    Args:
+        record: the patch record of the model.
+        model: the model that was saved, whose adapters are in the folder. Others in it may have other records.
+        folder: the folder of the checkpoint.
     """
     # PEFT writes every adapter but the one named "default" into a subfolder.
-    for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):
-        write_record(record, path)
-        _note_in_card(record, path)
+    for name in ("", *getattr(saved_module(model), "peft_config", ())):
+        path = folder / name
+        if path.is_dir():
+            write_record(record, path)
+            _note_in_card(record, path)
     if (folder / CONFIG_FILE).is_file():
         add_older_keys(folder)
     raise_length(folder, record)
@@ -79,7 +86,7 @@ def _note_in_card(record: PatchRecord, folder: Path) -> None:
 
 def _adapter_weights(source: str | Path, **hub: Any) -> Path | None:
     paths = (find_file(source, name, **hub) for name in ADAPTER_WEIGHTS)
-    return next((path for path in paths if path is not None), None)
+    return next(filter(None, paths), None)
 
 
 def file_hash(path: Path) -> str:
@@ -222,10 +229,14 @@ TABLES_ATTRIBUTE = "_rope_patch_record"
 
 def peft_model(model: Any) -> Any:
     """Return the PeftModel in a model, inside ``torch.compile`` and DDP; None if there is none."""
-    while model is not None and not hasattr(model, "peft_config"):
-        inner = getattr(model, "_orig_mod", None)
-        model = getattr(model, "module", None) if inner is None else inner
-    return model if hasattr(model, "get_base_model") else None
+    holder = saved_module(model)
+    return holder if hasattr(holder, "get_base_model") else None
+
+
+def saved_module(model: nn.Module) -> Any:
+    """Return the PeftModel or model of transformers whose ``save_pretrained`` saves a model, inside all wrappers."""
+    # Of the class, since FSDP passes look-ups of an object on to the module inside.
+    return next((module for module in model.modules() if hasattr(type(module), "save_pretrained")), None)
 
 
 def refuse_bare_adapter_layers(model: nn.Module) -> None:
@@ -265,10 +276,7 @@ def check_adapters_in_model(
         PatchError: an adapter was trained under other tables, or nothing shows its tables.
         ValueError: ``trusted`` names an adapter that the model does not hold.
     """
-    holder = peft_model(model)
-    known: dict[str, Any] = getattr(model if holder is None else holder, "peft_config", {})
-    if not isinstance(known, dict):
-        return
+    known: dict[str, Any] = getattr(saved_module(model), "peft_config", {})
     for name in trusted:
         if name not in known:
             raise ValueError(f"trust_adapters: no adapter {name!r}. Known: {', '.join(known)}")

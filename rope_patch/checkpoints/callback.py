@@ -6,6 +6,8 @@ That takes seconds, for which no other command should wait.
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from rope_patch.checkpoints.adapters import RECORD_FILE, check_adapters_in_model, write_patch_files
+from rope_patch.checkpoints.adapters import RECORD_FILE, check_adapters_in_model, saved_module, write_patch_files
+from rope_patch.checkpoints.tokenizer_length import FOUND_KEY, LENGTH_KEY
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, same_tables
 from rope_patch.patching.verify import verify_model
@@ -30,11 +33,27 @@ def saved_folder(args: Any, state: Any) -> Path | None:
     return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
 
 
-class RopePatchCallback(TrainerCallback, ExportableState):
-    """Write ``rope_patch.json`` into every checkpoint a Trainer saves, after checking that the patch is still there.
+def _save_with_record(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
+    """Call ``save_pretrained`` of a model, and write its record beside, in the process that writes the weights."""
+    writes = options.get("is_main_process", True)
+    if writes:
+        record, folder = verify_model(model), Path(save_directory)
+        check_adapters_in_model(model, record)
+        if not (folder / RECORD_FILE).exists():  # so that a kill leaves no adapter without a record
+            folder.mkdir(parents=True, exist_ok=True)
+            write_patch_files(record, model, folder)
+    type(model).save_pretrained(model, save_directory, *args, **options)
+    if writes:
+        write_patch_files(record, model, folder)
 
-    The record also goes into the Trainer's own state, so that a run is resumed only under the patch that it was begun
-    with. ``trainer.save_model()`` calls no callback: save the final adapter with :func:`rope_patch.save`.
+
+class RopePatchCallback(TrainerCallback, ExportableState):
+    """Write ``rope_patch.json`` beside everything a Trainer saves, after checking that the patch is still there.
+
+    From the start of the training on ``save_pretrained`` of the model itself writes it, so that checkpoints have it and
+    what ``trainer.save_model()`` writes, which calls no callback; and the tokenizer cuts texts at the context that the
+    patch states. The record also goes into the Trainer's own state, so that a run is resumed only under the patch that
+    it was begun with.
 
     Attributes:
         record: the record of the patch that the run was begun under, as a dict; None before training begins.
@@ -47,7 +66,9 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         """Return the state that the Trainer stores of this callback in its checkpoints."""
         return {"args": {}, "attributes": {"record": self.record}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, processing_class: Any = None, **kwargs: Any
+    ) -> None:
         """Refuse to train a model whose patch is missing or altered, or not the one that the run was begun under.
 
         Raises:
@@ -71,18 +92,11 @@ class RopePatchCallback(TrainerCallback, ExportableState):
                         f"{record.to_method()}: patch it as before, or start a run of its own in another output_dir"
                     )
         self.record = record.to_dict()
-
-    def on_save(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
-        """Write the record beside the weights of the checkpoint that was just saved."""
-        if not state.is_world_process_zero:
-            return
-        if (folder := saved_folder(args, state)) is None:
-            warnings.warn(f"found no checkpoint under {args.output_dir} to write {RECORD_FILE} into", stacklevel=2)
-            return
-        self.put_beside(model, folder)
-
-    def put_beside(self, model: Any, folder: Path) -> None:
-        """Write the record of a model into a checkpoint's folder, after checking the model and its adapters."""
-        record = verify_model(model)
-        check_adapters_in_model(model, record)
-        write_patch_files(record, folder)
+        inner = saved_module(model)
+        inner.save_pretrained = functools.partial(_save_with_record, inner)  # which a copy or pickle of the model keeps
+        # It is saved after the model, so that nothing could raise its length then. A processor holds one.
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        own = getattr(tokenizer, LENGTH_KEY, math.inf)
+        if own < (record.target_length or 0):
+            tokenizer.init_kwargs.setdefault(FOUND_KEY, {LENGTH_KEY: own})
+            tokenizer.model_max_length = record.target_length

@@ -28,6 +28,7 @@ from rope_patch.checkpoints.adapters import (
     peft_model,
     read_record,
     refuse_bare_adapter_layers,
+    saved_module,
     write_patch_files,
 )
 from rope_patch.checkpoints.load_gguf import forget_quantization, load_gguf
@@ -46,6 +47,7 @@ from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf
 from rope_patch.runtime.parallel import processes
 
 
+# Half of it is the docstring; the steps stand together, since each relies on the order of those before it.
 def save(
     model: nn.Module,
     out: str | Path,
@@ -94,31 +96,33 @@ def save(
             raise ValueError(f"save takes no {name}: {instead}")
     if tokenizer not in (None, False) and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer of transformers, False, or left out, got {tokenizer!r}")
-    inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
     record = verify_model(model)
     refuse_bare_adapter_layers(model)
     if isinstance(trust_adapters, str):
         trust_adapters = [trust_adapters]
     check_adapters_in_model(model, record, trust_adapters, save_options.get("selected_adapters"))
-    if peft_model(model) is None:  # of a PeftModel only the adapter is written
+    whole = peft_model(model) is None  # of a PeftModel only the adapter is written
+    if whole:
         refuse_repacked_weights(model)
     forget_quantization(locate(model).model)
+    inner = saved_module(model)
+    write = type(inner).save_pretrained  # not the model's own under RopePatchCallback, which trusts no adapters
     if processes()[0] > 0 or not save_options.get("is_main_process", True):
         # Sharded weights are gathered by all processes together: without this call the first one would wait forever.
         with tempfile.TemporaryDirectory() as nowhere:
-            inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
+            write(inner, nowhere, **(save_options | {"is_main_process": False}))
         return Path(out)
     with folder_in_one_move(out) as folder:
-        if (card := Path(out) / CARD_FILE).is_file() and peft_model(model) is not None:
-            shutil.copyfile(card, folder / CARD_FILE)  # PEFT adds to a card that is there, or else writes its template
-        inner.save_pretrained(folder, **save_options)
+        if (card := Path(out) / CARD_FILE).is_file() and not whole:
+            shutil.copyfile(card, folder / CARD_FILE)  # PEFT adds to a card that is there, or writes its template
+        write(inner, folder, **save_options)
         # The tokenizer comes before the record, whose context raises the length in the tokenizer's settings.
         if tokenizer is None:
             copy_tokenizer(locate(model).model, folder, beside=Path(out))
         elif tokenizer is not False:
             tokenizer.save_pretrained(folder)
         bring_settings(Path(out), folder)
-        write_patch_files(record, folder)
+        write_patch_files(record, model, folder)
         if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, locate(model).model)):
             raise ValueError(
                 f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "

@@ -18,9 +18,8 @@ from rope_patch.patching.record import records_of, same_tables
 class RopeDoctorCallback(TrainerCallback):
     """Run :func:`rope_patch.doctor` on the model of a Trainer at the start, at each save and at the end of training.
 
-    At each save the main process also checks the saved folder, whose table must be that of the model. Put this callback
-    after :class:`rope_patch.RopePatchCallback`, which completes that folder. If something cannot be checked, it gives a
-    warning.
+    At each save the main process also checks the saved folder, whose table must be that of the model. If something
+    cannot be checked, it gives a warning.
 
     Args:
         action: what happens if a check differs: ``"raise"`` stops the training, ``"warn"`` lets it go on.
@@ -56,7 +55,7 @@ class RopeDoctorCallback(TrainerCallback):
                 f"the checkpoint {folder}",
                 folder,
                 own,
-                "what loads it uses another table than the one trained under: add RopePatchCallback() before this one",
+                "what loads it uses another table than the one trained under: add RopePatchCallback()",
             )
 
     on_train_end = on_train_begin

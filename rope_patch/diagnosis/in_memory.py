@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters_in_model, peft_model
+from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters_in_model, saved_module
 from rope_patch.diagnosis.causes import RELOAD, cause, plain
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.patching.encode import plan_from_record
@@ -395,10 +395,8 @@ def adapters_fit(subject: Subject) -> Iterator[Check]:
             meaning="the names in an adapter's file match nothing there",
             fix="wrap the base model once",
         )
-    holder = peft_model(model)
-    if holder is None and getattr(subject.location.model, "_hf_peft_config_loaded", False):
-        holder = subject.location.model  # transformers put an adapter on it, without PEFT's model around
-    if holder is None:
+    holder = saved_module(model)  # transformers puts adapters on a model without PEFT's model around
+    if not hasattr(holder, "peft_config"):
         return
     adapters = ", ".join(holder.peft_config)
     trained = [name for name, config in holder.peft_config.items() if hasattr(config, TABLES_ATTRIBUTE)]

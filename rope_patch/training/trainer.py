@@ -57,19 +57,15 @@ class LongTrainer(Trainer):
         # A resumed run skips as many rows as it has read, so their order must be that of the file.
         args.train_sampling_strategy = "sequential"
         args.label_names = ["labels"]
-        self.guard = None
-        callbacks: list[Any] = []
-        if locate(model).record is not None:
-            self.guard = RopePatchCallback()
-            callbacks.append(self.guard)
         self.evaluator = evaluator
         super().__init__(
             fuse(model),
             args,
             train_dataset=rows,
             eval_dataset=rows if evaluator else None,  # transformers requires one; the evaluator has its own texts
-            callbacks=callbacks,
         )
+        if locate(model).record is not None:
+            self.add_callback(RopePatchCallback())
         if self.get_cp_size() > 1:
             check_shareable(model.config, rows[0])
 
@@ -86,14 +82,6 @@ class LongTrainer(Trainer):
                 "more warm-up steps; earlier checkpoints are kept"
             )
         return loss
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the patch's record and then the model, so that a kill leaves no adapter without its record."""
-        if self.guard is not None and self.args.should_save:
-            folder = Path(output_dir or str(self.args.output_dir))
-            folder.mkdir(parents=True, exist_ok=True)
-            self.guard.put_beside(self.model, folder)
-        super().save_model(output_dir, _internal_call)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from peft import PeftModel
-from support.patches import edit_json, lora, patched_model
+from support.patches import edit_json, lora, patched_model, training_begun
 from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -117,6 +117,15 @@ def test_a_mixture_of_adapters_of_one_table_is_saved_when_it_is_trusted(two_adap
     assert torch.equal(logits(rope_patch.load(tmp_path / "out" / "mixed").eval()), logits(model))
     with pytest.raises(ValueError, match="third"):
         rope_patch.save(model, tmp_path / "out", trust_adapters=["third"])
+
+
+def test_an_adapter_is_trusted_after_a_training_with_the_callback_too(two_adapters, tmp_path):
+    root, _ = two_adapters
+    model = rope_patch.load(root / "one")
+    training_begun(model)
+    model.load_adapter(root / "two", adapter_name="b")
+    rope_patch.save(model, tmp_path / "both", trust_adapters=["b"])
+    assert checkpoints.read_record(tmp_path / "both" / "b").to_method() == rope_patch.parse("yarn:factor=4")
 
 
 def test_an_adapter_is_not_saved_under_a_patch_put_in_later(two_adapters, tmp_path):
@@ -267,9 +276,9 @@ def test_the_model_card_says_once_how_the_adapter_is_loaded(tmp_path):
     assert "yarn:factor=4" in note
     header, body = plain.rsplit("---\n", 1)
     assert text == f"{header}---\n\n{note}\n\n{body.strip()}\n"  # the rest is as PEFT writes it
-    callback = rope_patch.RopePatchCallback()
+    training_begun(tuned)
     for _ in range(2):
-        callback.put_beside(tuned, tmp_path / "saved")
+        tuned.save_pretrained(tmp_path / "saved")
         assert (tmp_path / "saved" / "README.md").read_text(encoding="utf-8") == text
 
 

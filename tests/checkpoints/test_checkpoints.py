@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +16,16 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from support.fresh import stock_logits
 from support.hub import cached_repository, reachable
-from support.patches import FITTING, edit_json, lora, method_for, module_of, patched_model, saved_with
+from support.patches import (
+    FITTING,
+    edit_json,
+    lora,
+    method_for,
+    module_of,
+    patched_model,
+    saved_with,
+    training_begun,
+)
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -234,14 +245,21 @@ def test_every_adapter_of_a_model_carries_the_record(tmp_path, base_folder):
             rope_patch.load_adapter(plain, folder)
 
 
-def train(model, folder, steps, resume=False):
-    """Train with the callback, a checkpoint every two steps; return the losses."""
+def trained(model, folder, steps, resume=False, **more):
+    """Train with the callback, a checkpoint every two steps; return the Trainer."""
     rows = Dataset.from_dict({"input_ids": ids(16, 8).tolist(), "labels": ids(16, 8).tolist()})
     options = {"save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "seed": 1}
-    asked = TrainingArguments(folder, max_steps=steps, report_to=[], lr_scheduler_type="constant", **options)
-    trainer = Trainer(model.train(), asked, train_dataset=rows, callbacks=[rope_patch.RopePatchCallback()])
+    asked = TrainingArguments(folder, max_steps=steps, report_to=[], lr_scheduler_type="constant", **options, **more)
+    callbacks = [rope_patch.RopePatchCallback()]
+    trainer = Trainer(model.train(), asked, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer
+
+
+def train(model, folder, steps, resume=False):
+    """Train with the callback; return the losses."""
+    history = trained(model, folder, steps, resume).state.log_history
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def test_trainer_callback_writes_the_record(tmp_path, base_folder):
@@ -272,6 +290,120 @@ def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folde
     edit_json(state, lambda data: data["stateful_callbacks"].pop("RopePatchCallback"))  # begun without it
     with pytest.warns(UserWarning, match="nothing"):
         assert run("yarn:factor=4", resume=True) == resumed
+
+
+def loads_as(folder, model):
+    """Whether a folder loads with its patch and the logits of a model."""
+    loaded = rope_patch.load(folder).eval()
+    return rope_patch.verify(loaded) and torch.allclose(logits(loaded), logits(model.eval()), atol=1e-6)
+
+
+def test_what_a_trainer_saves_after_its_training_has_the_record(tmp_path, base_folder):
+    """``save_model`` calls no callback."""
+    trainer = trained(lora(rope_patch.load(base_folder, "yarn:factor=4")), tmp_path / "run", 2)
+    trainer.save_model()
+    trainer.save_model(tmp_path / "elsewhere")
+    for folder in (tmp_path / "run", tmp_path / "elsewhere"):
+        assert checkpoints.read_record(folder).to_method() == rope_patch.parse("yarn:factor=4")
+        assert loads_as(folder, trainer.model)
+
+
+def test_the_best_model_is_saved_with_its_record(tmp_path, base_folder):
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.5}
+    options |= {"metric_for_best_model": "loss", "greater_is_better": True}  # so that the best model is not the last
+    trainer = trained(lora(rope_patch.load(base_folder, "yarn:factor=4")), tmp_path / "run", 4, **options)
+    assert trainer.state.best_global_step == 2
+    trainer.save_model()
+    assert loads_as(tmp_path / "run", trainer.model) and loads_as(tmp_path / "run" / "checkpoint-2", trainer.model)
+
+
+def test_a_second_training_of_a_model_writes_the_record_of_its_own_patch(tmp_path, base_folder):
+    model = rope_patch.load(base_folder, "yarn:factor=4")
+    first = trained(lora(model), tmp_path / "run", 2).model
+    rope_patch.apply(first, "pi:factor=4", replace=True)
+    trainer = trained(first, tmp_path / "run", 4)
+    trainer.save_model()
+    records = [checkpoints.read_record(tmp_path / "run" / name) for name in ("", "checkpoint-4", "checkpoint-2")]
+    assert [record.to_method().name for record in records] == ["pi", "pi", "pi"]
+    assert trainer.model.save_pretrained.func.__name__ == "_save_with_record"
+    assert trainer.model.save_pretrained.args == (trainer.model,)  # and no other wrapper inside
+
+
+def test_the_records_of_other_adapters_in_the_folder_stay(tmp_path, base_folder):
+    rope_patch.save(lora(rope_patch.load(base_folder, "pi:factor=4")), tmp_path / "run" / "other")
+    model = lora(rope_patch.load(base_folder, "yarn:factor=4"))
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    trained(model, tmp_path / "run", 2).save_model()
+    folders = (tmp_path / "run" / name for name in ("other", "", "second"))
+    assert [checkpoints.read_record(folder).to_method().name for folder in folders] == ["pi", "yarn", "yarn"]
+
+
+def test_a_patch_that_is_lost_in_training_is_not_saved(tmp_path, base_folder):
+    trainer = trained(lora(rope_patch.load(base_folder, "yarn:factor=4")), tmp_path / "run", 2)
+    rope_patch.restore(trainer.model)
+    with pytest.raises(PatchError, match="carries"):
+        trainer.save_model(tmp_path / "out")
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_a_save_that_is_cut_off_after_the_weights_leaves_an_adapter_that_is_refused(tmp_path, base_folder, monkeypatch):
+    model, stock = lora(rope_patch.load(base_folder, "yarn:factor=4")), PeftModel.save_pretrained
+    training_begun(model)
+
+    def cut_off(self, folder, **options):
+        stock(self, folder, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        model.save_pretrained(tmp_path / "out")
+    with pytest.raises(PatchError, match="beside"):
+        rope_patch.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_in_training_saves_itself_with_the_record(tmp_path, base_folder, again):
+    model = lora(rope_patch.load(base_folder, "yarn:factor=4"))
+    training_begun(model)
+    other = again(model)
+    for name, weights in other.named_parameters():
+        if "lora" in name:
+            weights.data += 0.1
+    other.save_pretrained(tmp_path / "out")
+    assert loads_as(tmp_path / "out", other)
+
+
+class Sharded(torch.nn.Module):
+    """Passes look-ups on to the module inside, as FSDP does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+@pytest.mark.parametrize("wrap", [Sharded, lambda model: torch.compile(model, backend="eager")])
+def test_the_model_inside_a_wrapper_writes_the_record(tmp_path, base_folder, wrap):
+    """Trainer takes the wrapper off before it saves."""
+    model = lora(rope_patch.load(base_folder, "yarn:factor=4"))
+    training_begun(wrap(model))
+    model.save_pretrained(tmp_path / "out")
+    assert checkpoints.read_record(tmp_path / "out") == rope_patch.verify(model).record
+
+
+def test_only_the_process_that_writes_the_weights_writes_the_record(tmp_path, base_folder):
+    model = lora(rope_patch.load(base_folder, "yarn:factor=4"))
+    training_begun(model)
+    model.save_pretrained(tmp_path / "out", is_main_process=False)
+    assert not [*tmp_path.rglob("rope_patch.json")]
+    model.save_pretrained(tmp_path / "out", False)  # no safetensors
+    assert (tmp_path / "out" / "adapter_model.bin").exists()
+    assert checkpoints.read_record(tmp_path / "out") == rope_patch.verify(model).record
 
 
 # --- failures while writing and reading ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.patches import edit_json, lora, patched_model
+from support.patches import edit_json, lora, patched_model, training_begun
 from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -71,11 +71,12 @@ def test_the_callback_edits_the_config_of_a_whole_model(tmp_path):
     model = patched_model("yarn:factor=4")
     model.save_pretrained(tmp_path / "checkpoint-1")
     assert "rope_scaling" not in config_of(tmp_path / "checkpoint-1")  # what transformers itself leaves out
-    rope_patch.RopePatchCallback().put_beside(model, tmp_path / "checkpoint-1")
+    training_begun(model)
+    model.save_pretrained(tmp_path / "checkpoint-1")
     assert config_of(tmp_path / "checkpoint-1")["rope_scaling"]["rope_type"] == "yarn"
     tuned = lora(model)
+    training_begun(tuned)
     tuned.save_pretrained(tmp_path / "checkpoint-2")
-    rope_patch.RopePatchCallback().put_beside(tuned, tmp_path / "checkpoint-2")
     assert not (tmp_path / "checkpoint-2" / "config.json").exists()
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.patches import edit_json
+from support.patches import edit_json, training_begun
 from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch import PatchError
-from rope_patch.checkpoints.callback import RopePatchCallback
 from rope_patch.checkpoints.folder_patch import patch_folder, restore_folder
 
 TEXT = "one " * 400
@@ -98,7 +97,10 @@ def test_nothing_but_the_length_is_restored_in_a_tokenizer(plain, tmp_path, befo
 
 def test_the_checkpoints_of_a_trainer_are_raised_too(plain, tokenizer, tmp_path):
     model = rope_patch.load(plain, "yarn", target_length=256)
+    training_begun(model, processing_class=tokenizer)
     model.save_pretrained(tmp_path / "checkpoint-1")
-    tokenizer.save_pretrained(tmp_path / "checkpoint-1")
-    RopePatchCallback().put_beside(model, tmp_path / "checkpoint-1")
+    tokenizer.save_pretrained(tmp_path / "checkpoint-1")  # as Trainer does, after the model
     assert length_of(tmp_path / "checkpoint-1") == 256
+    rope_patch.verify(tmp_path / "checkpoint-1")
+    restore_folder(tmp_path / "checkpoint-1", tmp_path / "restored")
+    assert length_of(tmp_path / "restored") == 64

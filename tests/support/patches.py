@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ def patched_model(method, family="llama", **options):
     model = tiny_model(family)
     rope_patch.apply(model, method, **options)
     return model
+
+
+def training_begun(model, **trainer):
+    """Let RopePatchCallback see the beginning of a training; ``trainer`` holds what a Trainer gives besides."""
+    rope_patch.RopePatchCallback().on_train_begin(None, SimpleNamespace(global_step=0), None, model=model, **trainer)
 
 
 def lora(model, seed=1):

@@ -40,6 +40,7 @@ def test_the_page_trains_at_skipped_positions(tmp_path, monkeypatch):
     assert len(reached) == 2 and all(127 < position < 1024 for position in reached)
     for folder in ("out/checkpoint-2", "llama-adapter"):
         assert rope_patch.verify(rope_patch.load(folder)).method == "yarn:factor=4"
+        assert rope_patch.verify(folder).method == "yarn:factor=4"  # the tokenizer beside it, too
     assert rope_patch.verify(rope_patch.load("llama-patched")).method == "yarn:factor=4"
 
 
