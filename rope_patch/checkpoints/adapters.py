@@ -6,17 +6,21 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from rope_patch.checkpoints.tokenizer_length import raise_length
+from rope_patch.checkpoints.weight_files import in_words, outlines
 from rope_patch.errors import as_value_error, read_json
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import add_older_keys
+from rope_patch.patching.probe import copy_without_weights
 from rope_patch.patching.record import PatchRecord, hashes, same_tables
 from rope_patch.patching.verify import shortened
 from rope_patch.runtime.folders import check_source, is_gguf, write_atomically
@@ -186,6 +190,58 @@ def check_adapter_tables(adapter: str | Path, record: PatchRecord | None, own: P
         )
 
 
+def check_adapter_tensors(adapter: str | Path, model: nn.Module, **hub: Any) -> None:
+    """Raise ValueError unless an adapter holds exactly the tensors that PEFT makes on a model for its config.
+
+    PEFT loads an adapter that fits nothing without an error, and the model then answers as its base. PEFT itself
+    compares here, as in a real load, so that tensors that it renames or joins count; but without numbers.
+
+    Args:
+        adapter: folder or hub id of the adapter.
+        model: the base model, with or without weights and adapters; it is not changed.
+        **hub: options of a hub repository, as for :func:`read_record`.
+
+    Raises:
+        ValueError: tensors are missing, unknown to the model or of another shape, or PEFT cannot use the config.
+        OSError: there are no weights, or the file is damaged.
+    """
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    weights = _adapter_weights(adapter, **hub)
+    if weights is None:
+        raise OSError(f"{adapter} holds no weights ({' or '.join(ADAPTER_WEIGHTS)}): save or download it again")
+    base = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    name, loaded = type(base).__name__, None
+    with warnings.catch_warnings(), as_value_error(f"{adapter}: PEFT cannot put this adapter onto {name}"):
+        warnings.simplefilter("ignore")  # PEFT gives them again when it loads the adapter
+        if weights.suffix == ".bin":
+            stored = load_peft_weights(str(weights.parent), device="meta")
+        else:
+            stored = dict(outlines(weights))
+        bare: Any = copy_without_weights(base, (), {})
+        # PEFT computes a few kinds from the weights of the base, and a few classes take more than a config.
+        with contextlib.suppress(NotImplementedError):
+            if bare is None:
+                raise NotImplementedError
+            holder = PeftModel(bare, adapter_config(adapter, **hub), low_cpu_mem_usage=True)
+            # PEFT also reports tensors of the base, and shared ones: those that it reports of what it saves itself.
+            own = get_peft_model_state_dict(holder, save_embedding_layers=False)
+            usual = set_peft_model_state_dict(holder, own, low_cpu_mem_usage=True)
+            loaded = set_peft_model_state_dict(holder, stored, low_cpu_mem_usage=True)
+    if loaded is None:
+        warnings.warn(f"the tensors of {adapter} were not compared with those of {name}", stacklevel=3)
+        return
+    names = {
+        "missing": {*loaded.missing_keys} - {*usual.missing_keys},
+        "unknown to the model": {*loaded.unexpected_keys} - {*usual.unexpected_keys},
+    }
+    wrong = in_words(names).replace(".default", "")  # the name of the adapter, which PEFT adds to those in the file
+    if wrong:
+        raise ValueError(
+            f"{adapter} does not fit {name}: {wrong}. Give the base that it was trained on, or save it again"
+        )
+
+
 def is_adapter(source: str | Path, **hub: Any) -> bool:
     """Tell whether a folder or hub id holds an adapter; ``hub`` holds options as for :func:`read_record`."""
     return find_file(source, ADAPTER_FILE, **hub) is not None
@@ -205,6 +261,16 @@ def adapter_base(source: str | Path, **hub: Any) -> str:
     if not base or not isinstance(base, str):
         raise PatchError(f"{source}: its {ADAPTER_FILE} names no base model; load that and use load_adapter")
     return str(base)
+
+
+@contextlib.contextmanager
+def naming_base(adapter: str | Path) -> Iterator[None]:
+    """Say in errors of a ``with`` block, which loads the base of an adapter, that the adapter names this base."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        error.args = (f"the base that {adapter} names: {error}",)
+        raise
 
 
 def adapter_config(source: str | Path, **hub: Any) -> Any:

@@ -11,9 +11,9 @@ from typing import Any
 import huggingface_hub
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, adapter_base, read_record
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, check_adapter_tensors, read_record
 from rope_patch.checkpoints.load_gguf import unpack
-from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.checkpoints.model_without_weights import base_without_weights, model_without_weights
 from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length, stated_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
 from rope_patch.errors import in_one_line
@@ -161,6 +161,7 @@ def verify_folder(source: str | Path) -> PatchRecord:
 
     Raises:
         PatchError: there is no record, the tables differ from it, or the tokenizer cuts texts below the stated context.
+        ValueError: the tensors of an adapter do not fit its base.
         OSError: the weights are damaged, tensors are not the model's, or nothing can be loaded.
     """
     folder = Path(source)
@@ -168,9 +169,9 @@ def verify_folder(source: str | Path) -> PatchRecord:
         record = read_record(source)
         if record is None:
             raise PatchError(f"the adapter {source} carries no {RECORD_FILE}: it was saved without its patch")
-        model = model_without_weights(adapter_base(source), beside_adapter=True)
+        model = base_without_weights(source)
         reapply(model, record)
-        check_weights(folder)
+        check_adapter_tensors(source, model)
     else:
         model = model_without_weights(source)
         record = verify_model(model)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import nn
 
-from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
+from rope_patch.checkpoints.adapters import RECORD_FILE, is_adapter, read_record
 from rope_patch.checkpoints.folder_patch import verify_folder
-from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.checkpoints.model_without_weights import base_without_weights, model_without_weights
 from rope_patch.gguf.patch import verify_gguf
 from rope_patch.gguf.table import read_gguf
 from rope_patch.patching.install import reapply
@@ -68,7 +68,7 @@ def inspect(source: nn.Module | str | Path) -> Inspection:
         return read_gguf(source)
     if not is_adapter(source):
         return inspect_model(model_without_weights(source))
-    model, record = model_without_weights(adapter_base(source), beside_adapter=True), read_record(source)
+    model, record = base_without_weights(source), read_record(source)
     if record is not None:
         reapply(model, record)
         return inspect_model(model)

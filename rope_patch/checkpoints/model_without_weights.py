@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import ADAPTER_FILE
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, adapter_base, naming_base
 from rope_patch.checkpoints.load_gguf import put_table
 from rope_patch.checkpoints.source_files import (
     auto_class,
@@ -62,3 +62,9 @@ def model_without_weights(
         model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
         put_table(model, read_gguf(source), Path(source))
     return model
+
+
+def base_without_weights(adapter: str | Path, **options: Any) -> PreTrainedModel:
+    """Return the base model of an adapter without weights, as :func:`model_without_weights` does."""
+    with naming_base(adapter):
+        return model_without_weights(adapter_base(adapter), beside_adapter=True, **options)

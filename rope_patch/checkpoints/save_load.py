@@ -23,8 +23,10 @@ from rope_patch.checkpoints.adapters import (
     adapter_base,
     adapter_config,
     check_adapter_tables,
+    check_adapter_tensors,
     check_adapters_in_model,
     is_adapter,
+    naming_base,
     peft_model,
     read_record,
     refuse_bare_adapter_layers,
@@ -36,7 +38,6 @@ from rope_patch.checkpoints.source_files import auto_class, check_older_keys, co
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import refuse_repacked_weights, wrong_tensors, wrong_tensors_in_load
-from rope_patch.errors import as_value_error
 from rope_patch.methods import MethodLike, as_method
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import PatchError, locate
@@ -262,12 +263,13 @@ def _load_under_adapter(
     for_peft = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}
     if patch is not None and record is not None:
         raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
-    if is_gguf(base):
-        model = load_gguf(base, **from_pretrained)
-    else:
-        with _without_adapter(base) as bare:
-            model, loaded = _from_pretrained(bare, from_pretrained)
-        _check_loaded(base, model, loaded)
+    with naming_base(source):
+        if is_gguf(base):
+            model = load_gguf(base, **from_pretrained)
+        else:
+            with _without_adapter(base) as bare:
+                model, loaded = _from_pretrained(bare, from_pretrained)
+            _check_loaded(base, model, loaded)
     # Not the temporary folder: the name tells later where the tokenizer is.
     model.name_or_path = model.config.name_or_path = base
     # The adapter's record comes first: its patch may have replaced that of the base.
@@ -324,7 +326,8 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     Raises:
         PatchError: the model has another patch than the adapter's record says, or none; or it is patched and the
             adapter was trained without a patch.
-        ValueError: the model holds an adapter of this name, or there is no such folder or no adapter in it.
+        ValueError: the model holds an adapter of this name, the adapter's tensors are not those of its config on this
+            model, or there is no such folder or no adapter in it.
     """
     from peft import PeftModel
 
@@ -346,14 +349,12 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     check_adapter_tables(adapter, record, own)
     if record is not None:
         verify_model(model)
-    loaded: Any = model
-    adapter_config(adapter, **hub)  # its errors name the file
-    with as_value_error(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}"):
-        if holder is None:
-            loaded = holder = PeftModel.from_pretrained(loaded, str(adapter), adapter_name=name, **peft_options)
-        else:
-            holder.load_adapter(str(adapter), name, **peft_options)
+    check_adapter_tensors(adapter, model, **hub)
+    if holder is None:
+        model = holder = PeftModel.from_pretrained(model, str(adapter), adapter_name=name, **peft_options)
+    else:
+        holder.load_adapter(str(adapter), name, **peft_options)
     # `save` checks by it that the adapter still belongs to the tables.
     if record is not None:
         setattr(holder.peft_config[name], TABLES_ATTRIBUTE, record)
-    return loaded
+    return model

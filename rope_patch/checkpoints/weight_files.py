@@ -80,7 +80,7 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
         A line on tensors that are missing, have another shape, or are unknown to the model; "" if all are there.
     """
     config = copy.deepcopy(model.config)
-    stored = {name: tensor for path in model_files(folder) for name, tensor in _outlines(path)}
+    stored = {name: tensor for path in model_files(folder) for name, tensor in outlines(path)}
     model_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
     quantized = getattr(config, "quantization_config", None) is not None
     if not stored or model_class is None or quantized or is_deepspeed_zero3_enabled():
@@ -101,8 +101,8 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
         return ""
     wrong = wrong_tensors_in_load(loaded)
     if not wrong and (unknown := loaded["unexpected_keys"]):
-        name = model_class.__name__
-        warnings.warn(f"transformers will leave out tensors that {name} does not have: {_first(unknown)}", stacklevel=3)
+        left_out = f"transformers will leave out tensors that {model_class.__name__} does not have"
+        warnings.warn(in_words({left_out: unknown}), stacklevel=3)
     return wrong
 
 
@@ -131,16 +131,20 @@ def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:
     if not any(wrong.values()):
         return ""
     # These are often the missing tensors under other names.
-    wrong["unknown to the model"] = loaded["unexpected_keys"]
-    return "; ".join(f"{what}: {_first(names)}" for what, names in wrong.items() if names)
+    return in_words(wrong | {"unknown to the model": loaded["unexpected_keys"]})
 
 
-def _first(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    first = ", ".join(listed[:3])
-    if len(listed) > 3:
-        return f"{first} and {len(listed) - 3} more"
-    return first
+def in_words(wrong: Mapping[str, Iterable[str]]) -> str:
+    """Return a line with the first names of tensors of each kind, such as ``"missing"``; "" if there are none."""
+    parts = []
+    for what, names in wrong.items():
+        listed = sorted(names)
+        part = f"{what}: {', '.join(listed[:3])}"
+        if len(listed) > 3:
+            part += f" and {len(listed) - 3} more"
+        if listed:
+            parts.append(part)
+    return "; ".join(parts)
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -154,7 +158,7 @@ def model_files(folder: Path) -> list[Path]:
     return [whole] if whole.is_file() else sorted(folder.glob("model.*.safetensors"))
 
 
-def _outlines(path: Path) -> Iterator[tuple[str, Tensor]]:
+def outlines(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each tensor in a file, and a tensor of its shape on the meta device."""
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118

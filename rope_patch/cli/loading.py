@@ -91,13 +91,15 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         ValueError: there is no such folder, no checkpoint in it, or no tokenizer that can be loaded.
     """
-    from rope_patch.checkpoints.adapters import adapter_base, is_adapter
+    from rope_patch.checkpoints.adapters import adapter_base, is_adapter, naming_base
     from rope_patch.checkpoints.source_files import read_tokenizer
     from rope_patch.runtime.folders import check_source
 
     check_source(source)
-    bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
-    return read_tokenizer(adapter_base(source) if bare else source)
+    if not is_adapter(source) or (Path(source) / "tokenizer_config.json").exists():
+        return read_tokenizer(source)
+    with naming_base(source):
+        return read_tokenizer(adapter_base(source))
 
 
 def load_model(source: str, machine: Machine = Machine(), method: str | None = None, **apply_options: Any) -> Any:

@@ -11,11 +11,10 @@ from typing import Any
 from torch import nn
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.adapters import adapter_base, is_adapter, read_record
-from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.checkpoints.adapters import adapter_base, check_adapter_tensors, is_adapter, read_record
+from rope_patch.checkpoints.model_without_weights import base_without_weights, model_without_weights
 from rope_patch.checkpoints.source_files import config_json
 from rope_patch.checkpoints.tokenizer_length import stated_length
-from rope_patch.checkpoints.weight_files import check_weights
 from rope_patch.diagnosis import in_memory as in_memory_checks
 from rope_patch.diagnosis import on_disk
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check, Diagnosis
@@ -162,13 +161,12 @@ def _on_disk(folder: Path, model: nn.Module, config_only: bool = False) -> list[
 def _of_adapter(source: str) -> Diagnosis:
     """Check an adapter's folder, and whether its record fits the base model that it names."""
     base = adapter_base(source)
+    model = base_without_weights(source, trust_remote_code=False)
     try:
-        if base != source:  # else the weights are checked with those of the model beside the adapter
-            check_weights(Path(source))
+        check_adapter_tensors(source, model)
         record = read_record(source)
-    except (PatchError, OSError) as error:
+    except (ValueError, OSError) as error:
         return _unread(source, Check("adapter", DIFFERS, str(error)))
-    model = model_without_weights(base, beside_adapter=True, trust_remote_code=False)
     beside = _on_disk(Path(source), model) if base == source else []
     try:
         if record is not None:

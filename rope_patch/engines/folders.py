@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
-from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, check_adapter_tensors
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import raise_length
@@ -86,6 +86,7 @@ def export_folder(
     config, notes = exported_config(model, tables, to)
     if adapter is not None:
         _check_adapter(Path(adapter), ENGINES[to].name)
+        check_adapter_tensors(adapter, model)
         notes.append(f"serve with the adapter in {Path(out).name}/adapter; it fits no other tables")
         if to != "vllm":
             notes.append(f"adapters beside a base are {UNVERIFIED} on {ENGINES[to].name}")

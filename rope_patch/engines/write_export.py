@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
+from rope_patch.checkpoints.adapters import naming_base
 from rope_patch.checkpoints.folder_patch import check_new_folder
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines.export_gguf import NEEDS_CONVERTER, export_gguf
@@ -222,7 +223,8 @@ def _model_and_weights(
         return
     base, record = checkpoints.adapter_base(source), checkpoints.read_record(source)
     if request.lora:
-        model = model_without_weights(base)
+        with naming_base(source):
+            model = model_without_weights(base)
         if record is not None:
             reapply(model, record)
         yield model, base

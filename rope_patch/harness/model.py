@@ -15,7 +15,14 @@ from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForImageTextToText
 
-from rope_patch.checkpoints.adapters import adapter_base, adapter_config, check_adapter_tables, is_adapter, read_record
+from rope_patch.checkpoints.adapters import (
+    adapter_base,
+    adapter_config,
+    check_adapter_tables,
+    check_adapter_tensors,
+    is_adapter,
+    read_record,
+)
 from rope_patch.checkpoints.source_files import auto_class
 from rope_patch.evaluation.finished_work import finished_work
 from rope_patch.harness.answering_model import AnsweringLM
@@ -127,8 +134,10 @@ class RopePatchLM(AnsweringLM):
             reapply(self.model, own)
         elif record is not None:  # the patch of an adapter may have replaced that of its base
             reapply(self.model, record)
-        if self.peft and (requested or record or own):
-            check_adapter_tables(self.peft, record, locate(self.model).record)
+        if self.peft:
+            check_adapter_tensors(self.peft, self.model)
+            if requested or record or own:
+                check_adapter_tables(self.peft, record, locate(self.model).record)
         # Else the tokenizer warns of texts beyond the length before the patch; prompts that do not fit are refused.
         self.tokenizer.model_max_length = max(self.tokenizer.model_max_length, self.max_length)
         self.reader = Reader(self.model)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
+import peft
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 from support.patches import edit_json, lora, patched_model, training_begun
 from support.tiny import logits, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import rope_patch
 from rope_patch import PatchError, checkpoints
+from rope_patch.checkpoints.adapters import check_adapter_tensors
 from rope_patch.checkpoints.folder_patch import patch_folder, verify_folder
 from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.cli.loading import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +149,179 @@ def test_a_training_with_a_strange_adapter_is_refused_at_its_start(two_adapters)
     model.load_adapter(root / "abf", adapter_name="b")
     with pytest.raises(PatchError, match="nothing"):
         rope_patch.RopePatchCallback().on_train_begin(None, None, None, model=model)
+
+
+# --- adapters whose tensors do not fit --------------------------------------------------------------------------------
+
+WEIGHTS = "adapter_model.safetensors"
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def tensors_of(change):
+    """Return a function that changes the tensors of an adapter's folder."""
+
+    def edit(folder):
+        save_file({name: t.contiguous() for name, t in change(load_file(folder / WEIGHTS)).items()}, folder / WEIGHTS)
+
+    return edit
+
+
+def config_of(**keys):
+    """Return a function that changes keys of an adapter's config."""
+    return lambda folder: edit_json(folder / "adapter_config.json", lambda config: config.update(keys))
+
+
+MISFITS = {
+    "names of another class": (
+        tensors_of(lambda t: {name.replace("model.layers", "model.language_model.layers"): t[name] for name in t}),
+        f"{Q}.lora_A.weight",
+    ),
+    "other target_modules": (config_of(target_modules=["k_proj"]), f"{Q}.lora_A.weight"),
+    "target_modules of no model": (config_of(target_modules=["attention"]), "attention"),
+    "another rank": (config_of(r=8), "q_proj.lora_A"),
+    "a rank below 1": (config_of(r=-1), "positive"),
+    "a missing tensor": (tensors_of(lambda t: {name: t[name] for name in [*t][1:]}), "missing"),
+    "one tensor more": (tensors_of(lambda t: t | {f"{Q}.lora_C.weight": torch.zeros(2)}), f"{Q}.lora_C.weight"),
+    "another shape": (tensors_of(lambda t: {name: t[name][:, 1:] for name in t}), "q_proj.lora_A"),
+}
+
+
+@pytest.fixture(scope="module")
+def small_adapter(two_adapters):
+    """An adapter on the queries and values alone, without values of its own that would be lost unseen."""
+    root, _ = two_adapters
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    rope_patch.save(peft.get_peft_model(rope_patch.load(root / "base", "yarn:factor=4"), config), root / "small")
+    return root / "small"
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_an_adapter_that_does_not_fit_is_refused_by_name_and_changes_nothing(small_adapter, tmp_path, kind):
+    change, named = MISFITS[kind]
+    folder = shutil.copytree(small_adapter, tmp_path / "adapter")
+    change(folder)
+    model = rope_patch.load(small_adapter.parent / "base", "yarn:factor=4")
+    checkpoints.write_record(rope_patch.verify(model).record, folder)  # the changed weights are those of the record
+    modules, before = [*model.modules()], logits(model)
+    for refuse in (
+        rope_patch.load,
+        rope_patch.verify,
+        lambda source: rope_patch.load_adapter(model, source),
+        lambda source: rope_patch.load_adapter(rope_patch.load(small_adapter), source, adapter_name="second"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(named)):
+            refuse(folder)
+    assert all(ours is theirs for ours, theirs in zip(modules, model.modules(), strict=True))
+    assert torch.equal(logits(model), before)
+    diagnosis = rope_patch.doctor(folder)
+    assert diagnosis.status == 1 and named in diagnosis.checks[0].found
+
+
+def test_pickled_weights_are_compared_too(small_adapter, tmp_path):
+    rope_patch.save(rope_patch.load(small_adapter), tmp_path, safe_serialization=False)
+    rope_patch.load(tmp_path)
+    config_of(target_modules=["k_proj"])(tmp_path)
+    with pytest.raises(ValueError, match="missing"):
+        rope_patch.load(tmp_path)
+
+
+QV = ["q_proj", "v_proj"]
+KINDS = {
+    "modules_to_save": LoraConfig(target_modules=QV, modules_to_save=["lm_head", "norm"], init_lora_weights=False),
+    "tied embeddings": LoraConfig(target_modules=QV, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "an embedding as target": LoraConfig(target_modules=[*QV, "embed_tokens"], init_lora_weights=False),
+    "DoRA": LoraConfig(target_modules=QV, use_dora=True, init_lora_weights=False),
+    "rank_pattern": LoraConfig(target_modules=QV, rank_pattern={"q_proj": 2}, init_lora_weights=False),
+    "trainable_token_indices": LoraConfig(target_modules=QV, trainable_token_indices=[1, 2]),
+    "replicated layers": LoraConfig(target_modules=QV, layer_replication=[[0, 1], [0, 2]]),
+    "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "BOFT": peft.BOFTConfig(target_modules=QV, boft_block_size=4),
+    "VB-LoRA": peft.VBLoRAConfig(target_modules=QV, num_vectors=16, vector_length=8, save_only_topk_weights=True),
+    "a learned prompt": peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+@pytest.mark.parametrize("kind", KINDS)
+def test_healthy_adapters_of_every_kind_fit_and_lack_no_tensor(two_adapters, tmp_path, kind):
+    base = two_adapters[0] / "base"
+    tuned = peft.get_peft_model(rope_patch.load(base, "yarn:factor=4"), KINDS[kind]).eval()
+    rope_patch.save(tuned, tmp_path)
+    assert torch.allclose(logits(rope_patch.load(tmp_path).eval()), logits(tuned), atol=1e-5)
+    assert rope_patch.doctor(tmp_path).ok
+    whole = load_file(tmp_path / WEIGHTS)
+    # One of each of the adapter's own; the weights of a base_layer are the base's, which PEFT saves besides.
+    for name in {tuple(name.split(".")[-2:]): name for name in whole if "base_layer" not in name}.values():
+        save_file({other: whole[other] for other in whole if other != name}, tmp_path / WEIGHTS)
+        with pytest.raises(ValueError, match=r"missing|KeyError"):
+            check_adapter_tensors(tmp_path, tuned.get_base_model())
+
+
+def test_an_adapter_of_a_larger_vocabulary_fits_a_base_of_that_size(tmp_path):
+    def base():
+        model = rope_patch.load(tmp_path / "base", "yarn:factor=4")
+        model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
+        return model
+
+    tiny_model().save_pretrained(tmp_path / "base")
+    tuned = lora(base())
+    with pytest.warns(UserWarning, match="save_embedding_layers"):
+        rope_patch.save(tuned, tmp_path / "adapter")
+    assert torch.equal(logits(rope_patch.load_adapter(base(), tmp_path / "adapter").eval()), logits(tuned))
+    with pytest.raises(ValueError, match="embed_tokens"):
+        rope_patch.load(tmp_path / "adapter")
+
+
+def test_tensors_that_peft_joins_are_compared_as_it_joins_them(tmp_path):
+    """The experts of Mixtral have one matrix together in transformers 5, and had one each before."""
+    size = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = MixtralForCausalLM(MixtralConfig(**size, num_hidden_layers=1, num_local_experts=2, vocab_size=8))
+    LoraConfig(r=2, target_modules=["w1", "w2", "w3"], task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    stored = {}
+    for name, (wide, high) in {"w1": (8, 12), "w3": (8, 12), "w2": (12, 8)}.items():
+        for expert in range(2):
+            path = f"base_model.model.model.layers.0.block_sparse_moe.experts.{expert}.{name}"
+            stored |= {f"{path}.lora_A.weight": torch.ones(2, wide), f"{path}.lora_B.weight": torch.ones(high, 2)}
+    save_file(stored, tmp_path / WEIGHTS)
+    check_adapter_tensors(tmp_path, model)
+    tensors_of(lambda t: {name.replace("model.layers", "layers"): t[name] for name in t})(tmp_path)
+    with pytest.raises(ValueError, match="missing"):
+        check_adapter_tensors(tmp_path, model)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+def test_an_adapter_that_needs_the_weights_of_its_base_is_loaded_with_a_warning(two_adapters, tmp_path):
+    base = rope_patch.load(two_adapters[0] / "base", "yarn:factor=4")
+    tuned = peft.get_peft_model(base, peft.AdamssConfig(target_modules=QV)).eval()
+    rope_patch.save(tuned, tmp_path)
+    with pytest.warns(UserWarning, match="not compared"):
+        assert torch.allclose(logits(rope_patch.load(tmp_path).eval()), logits(tuned), atol=1e-5)
+
+
+class MoreThanAConfig(LlamaForCausalLM):
+    """A class of the user's own, of which no copy is built from the config alone."""
+
+    def __init__(self, config, *, own):
+        super().__init__(config)
+
+
+def test_an_adapter_on_a_class_of_ones_own_is_loaded_with_a_warning(two_adapters):
+    root, expected = two_adapters
+    model = MoreThanAConfig(tiny_model().config, own=True)
+    model.load_state_dict(AutoModelForCausalLM.from_pretrained(root / "base").state_dict())
+    rope_patch.apply(model, "yarn:factor=4")
+    with pytest.warns(UserWarning, match="not compared"):
+        assert torch.equal(logits(rope_patch.load_adapter(model, root / "one").eval()), expected["one"])
+
+
+@pytest.mark.parametrize("base", ["{tmp_path}/gone", "out/model"])
+def test_a_missing_base_is_named_as_the_one_that_the_adapter_names(small_adapter, tmp_path, monkeypatch, base):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = shutil.copytree(small_adapter, tmp_path / "adapter")
+    config_of(base_model_name_or_path=base.format(tmp_path=tmp_path))(folder)
+    for call in (rope_patch.load, rope_patch.doctor, rope_patch.verify, rope_patch.inspect, load_tokenizer):
+        with pytest.raises((ValueError, OSError), match=f"the base that {folder} names: .*(gone|out/model)"):
+            call(str(folder))
 
 
 # --- records on the disk ----------------------------------------------------------------------------------------------

@@ -102,6 +102,22 @@ def test_a_config_that_describes_no_model(checkpoints, tmp_path, damage, command
     assert re.search(message, refused(tmp_path, *words))
 
 
+MEASURING = {
+    "compare": COMMANDS["compare"],
+    "analyze": COMMANDS["analyze"],
+    "kv-check": ("kv-check", "DIR", "--formats", "kivi-4", "--lengths", "64", "-o", "out"),
+    "extend": ("extend", "DIR", "--length", "512", "-o", "out"),
+}
+
+
+@pytest.mark.parametrize("command", MEASURING)
+def test_an_adapter_that_does_not_fit_is_not_measured_as_its_base(tmp_path, command):
+    folder = rope_patch.save(lora(rope_patch.load(BUNDLED, "yarn:factor=4", target_length=1024)), tmp_path / "adapter")
+    edit(folder / "adapter_config.json", target_modules=["k_proj"])
+    words = [word.replace("DIR", "adapter") for word in MEASURING[command]]
+    assert "unknown to the model: base_model.model" in refused(tmp_path, *words)
+
+
 BROKEN = ["", "null", "3", "[]", '"yarn"', "{", "\udcff"]
 FILES = ["config.json", "adapter_config.json", "rope_patch.json"]
 

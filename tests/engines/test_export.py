@@ -181,6 +181,14 @@ def test_adapters_that_engines_do_not_take(adapter, tmp_path, change):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("options", [{"to": "hf"}, {"to": "vllm", "lora": True}])
+def test_an_adapter_that_does_not_fit_its_base_is_not_exported(adapter, tmp_path, options):
+    edit_json(adapter[0] / "adapter_config.json", lambda config: config.update(target_modules=["k_proj"]))
+    with pytest.raises(ValueError, match="unknown to the model"):
+        export(adapter[0], tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
 @byte_level_llama
 @pytest.mark.parametrize(("words", "dtype"), [((), torch.bfloat16), (("--dtype", "float32"), torch.float32)])
 def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, words, dtype):
