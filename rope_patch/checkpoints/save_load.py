@@ -44,7 +44,7 @@ from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.older_keys import text_part
 from rope_patch.patching.record import PatchRecord
 from rope_patch.patching.verify import verify_model
-from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf, link_or_copy
+from rope_patch.runtime.folders import HIDDEN_MARK, check_source, folder_in_one_move, is_gguf, link_or_copy
 from rope_patch.runtime.parallel import processes
 
 
@@ -61,6 +61,9 @@ def save(
 
     A model's folder loads in plain transformers with equal logits. An adapter's folder says nothing about rotary
     embeddings by itself; ``rope_patch.json`` beside it does, and :func:`load` and :func:`load_adapter` read it.
+
+    A model that is saved whole gets the folder as its ``name_or_path``: PEFT names that as the base of an adapter that
+    is trained afterwards, and TRL loads a reference model from there. ``Patch.restore`` puts the old name back.
 
     Several processes may call it, as they call ``save_pretrained``: the first one writes, and the others take part in
     gathering the weights. They do not wait until it has written (``accelerator.wait_for_everyone()`` does).
@@ -112,23 +115,26 @@ def save(
         # Sharded weights are gathered by all processes together: without this call the first one would wait forever.
         with tempfile.TemporaryDirectory() as nowhere:
             write(inner, nowhere, **(save_options | {"is_main_process": False}))
-        return Path(out)
-    with folder_in_one_move(out) as folder:
-        if (card := Path(out) / CARD_FILE).is_file() and not whole:
-            shutil.copyfile(card, folder / CARD_FILE)  # PEFT adds to a card that is there, or writes its template
-        write(inner, folder, **save_options)
-        # The tokenizer comes before the record, whose context raises the length in the tokenizer's settings.
-        if tokenizer is None:
-            copy_tokenizer(locate(model).model, folder, beside=Path(out))
-        elif tokenizer is not False:
-            tokenizer.save_pretrained(folder)
-        bring_settings(Path(out), folder)
-        write_patch_files(record, model, folder)
-        if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, locate(model).model)):
-            raise ValueError(
-                f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
-                "adapters merged or unloaded, no part of a state_dict, layers as transformers builds them"
-            )
+    else:
+        with folder_in_one_move(out) as folder:
+            if (card := Path(out) / CARD_FILE).is_file() and not whole:
+                shutil.copyfile(card, folder / CARD_FILE)  # PEFT adds to a card that is there, or writes its template
+            write(inner, folder, **save_options)
+            # The tokenizer comes before the record, whose context raises the length in the tokenizer's settings.
+            if tokenizer is None:
+                copy_tokenizer(locate(model).model, folder, beside=Path(out))
+            elif tokenizer is not False:
+                tokenizer.save_pretrained(folder)
+            bring_settings(Path(out), folder)
+            write_patch_files(record, model, folder)
+            if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, locate(model).model)):
+                raise ValueError(
+                    f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
+                    "adapters merged or unloaded, no part of a state_dict, layers as transformers builds them"
+                )
+    # An adapter that PEFT saves later then names a base with this table. Folders of ours are soon renamed or deleted.
+    if whole and HIDDEN_MARK not in str(out):
+        inner.name_or_path = inner.config.name_or_path = str(out)
     return Path(out)
 
 

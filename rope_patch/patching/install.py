@@ -45,6 +45,7 @@ class Patch(TableChange):
     _location: Location
     _configs: Sequence[tuple[Mapping[str, Any], Any]]  # the settings and the record of each config before the patch
     _attributes: Sequence[tuple[nn.Module, str, Any, Any]]  # of modules that follow the settings: before and after
+    _name: str | None  # of the model before the patch; `save` gives it that of a folder with the patched table
 
     def restore(self) -> None:
         """Undo the patch, so that the model is as it was before ``apply``.
@@ -60,6 +61,7 @@ class Patch(TableChange):
             raise PatchError(f"the config no longer says {self.method}: is it shared with another model?")
         follow_device(location.module, location.model)
         self.reinstate()
+        location.model.name_or_path = location.model.config.name_or_path = self._name
 
     def reinstate(self) -> None:
         """Put back the module and settings from before the patch, whatever is in place now."""
@@ -173,7 +175,8 @@ def install(location: Location, plan: PatchPlan) -> Patch:
         add_hook_to_module(module, hook)
     configs = [(settings_of(each), copy.deepcopy(getattr(each, "rope_patch", None))) for each in location.configs]
     following = attributes_that_follow(location, plan.settings)
-    patch = Patch(plan.method, plan.before, plan.after, plan.record, module, location, configs, following)
+    old = location.model.name_or_path
+    patch = Patch(plan.method, plan.before, plan.after, plan.record, module, location, configs, following, old)
     record = plan.record.to_dict()
     try:
         location.model.set_submodule(location.path, module)

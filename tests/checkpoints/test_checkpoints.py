@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from support.fresh import stock_logits
 from support.hub import cached_repository, reachable
 from support.patches import (
@@ -404,6 +404,34 @@ def test_only_the_process_that_writes_the_weights_writes_the_record(tmp_path, ba
     model.save_pretrained(tmp_path / "out", False)  # no safetensors
     assert (tmp_path / "out" / "adapter_model.bin").exists()
     assert checkpoints.read_record(tmp_path / "out") == rope_patch.verify(model).record
+
+
+# --- the name of a model that was saved ------------------------------------------------------------------------------
+
+
+def test_an_adapter_that_plain_peft_saves_and_loads_has_the_patched_base(tmp_path, base_folder):
+    model = rope_patch.load(base_folder, "yarn:factor=4")
+    rope_patch.save(model, tmp_path / "patched")
+    tuned = lora(model)
+    tuned.save_pretrained(tmp_path / "adapter")
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), logits(tuned))
+
+
+def test_a_model_has_the_name_of_a_folder_as_long_as_its_table(tmp_path, base_folder):
+    model = rope_patch.load(base_folder)
+    with rope_patch.patched(model, "yarn:factor=4"):
+        rope_patch.save(model, tmp_path / "patched")
+        assert model.name_or_path == model.config.name_or_path == str(tmp_path / "patched")
+        rope_patch.save(lora(model), tmp_path / "adapter")  # whose folder holds no model
+        assert model.name_or_path == model.config.name_or_path == str(tmp_path / "patched")
+    assert model.name_or_path == model.config.name_or_path == str(base_folder)
+
+
+def test_a_folder_of_ours_that_is_deleted_gives_no_name(tmp_path, base_folder):
+    model = rope_patch.load(base_folder, "yarn:factor=4")
+    rope_patch.export(model, tmp_path / "out", to="hf")
+    assert model.name_or_path == model.config.name_or_path == str(base_folder)
 
 
 # --- failures while writing and reading ------------------------------------------------------------------------------

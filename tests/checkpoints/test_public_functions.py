@@ -22,8 +22,9 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     tiny_model().save_pretrained(root / "base")
     model = rope_patch.load(root / "base", "yarn:factor=4", target_length=256)
+    adapted = lora(rope_patch.load(root / "base", "yarn:factor=4", target_length=256))
     rope_patch.save(model, root / "patched")
-    rope_patch.save(lora(model), root / "adapter")
+    rope_patch.save(adapted, root / "adapter")
     return root
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from peft import AutoPeftModelForCausalLM
 from support.recipe_runs import LLAMA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,6 +42,7 @@ def test_the_page_trains_at_skipped_positions(tmp_path, monkeypatch):
     for folder in ("out/checkpoint-2", "llama-adapter"):
         assert rope_patch.verify(rope_patch.load(folder)).method == "yarn:factor=4"
         assert rope_patch.verify(folder).method == "yarn:factor=4"  # the tokenizer beside it, too
+        assert rope_patch.verify(AutoPeftModelForCausalLM.from_pretrained(folder)).method == "yarn:factor=4"
     assert rope_patch.verify(rope_patch.load("llama-patched")).method == "yarn:factor=4"
 
 
@@ -67,7 +69,7 @@ def test_the_reference_that_dpo_loads_by_name_is_compared_with_the_model(tmp_pat
 
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
     rope_patch.apply(model, "yarn:factor=4", target_length=1024)
-    rope_patch.save(model, tmp_path / "patched", tokenizer=tokenizer)
     with pytest.raises(PatchError, match="reference model"):
         trainer(model).train()
-    trainer(rope_patch.load(tmp_path / "patched")).train()
+    rope_patch.save(model, tmp_path / "patched", tokenizer=tokenizer)
+    trainer(model).train()
