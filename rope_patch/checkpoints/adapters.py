@@ -218,7 +218,7 @@ def check_adapter_tensors(adapter: str | Path, model: nn.Module, **hub: Any) -> 
             stored = load_peft_weights(str(weights.parent), device="meta")
         else:
             stored = dict(outlines(weights))
-        bare: Any = copy_without_weights(base, (), {})
+        bare: Any = copy_without_weights(base, (), {}, [])
         # PEFT computes a few kinds from the weights of the base, and a few classes take more than a config.
         with contextlib.suppress(NotImplementedError):
             if bare is None:

@@ -112,12 +112,12 @@ def cache_scales(source: str | Path) -> Iterator[str]:
     Args:
         source: a folder, whose weights files are looked into, a hub id or a GGUF file.
     """
-    outlines = [outline for path in model_files(Path(source)) for outline in _outlines(path)]
-    names = [name for name, _ in outlines if name.endswith((".k_scale", ".v_scale"))]
+    tensors = [name for path in model_files(Path(source)) for name, _ in outlines(path)]
+    names = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
     if (config_json(source).get("quantization_config") or {}).get("kv_cache_scheme"):
         names.append("kv_cache_scheme")
     if names:
-        yield f"its scales of a quantized cache are left out, and formats round at scale 1: {_first(names)}"
+        yield in_words({"its scales of a quantized cache are left out, and formats round at scale 1": names})
 
 
 def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:
