@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
+from rope_patch.checkpoints.weight_files import in_words, model_files, outlines
 from rope_patch.errors import as_value_error, in_one_line, read_json
 from rope_patch.gguf.file import open_gguf
 from rope_patch.gguf.header_cache import cached_headers
@@ -56,6 +57,20 @@ def on_device(device: Any) -> dict[str, Any]:
     if str(device).startswith("cpu"):
         return {}
     return {"device_map": device}
+
+
+def cache_scales(source: str | Path) -> Iterator[str]:
+    """Yield a sentence if a checkpoint has scales for a quantized cache, which neither transformers nor we read.
+
+    Args:
+        source: a folder, whose weights files are looked into, a hub id or a GGUF file.
+    """
+    tensors = [name for path in model_files(Path(source)) for name, _ in outlines(path)]
+    names = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
+    if (config_json(source).get("quantization_config") or {}).get("kv_cache_scheme"):
+        names.append("kv_cache_scheme")
+    if names:
+        yield in_words({"its scales of a quantized cache are left out, and formats round at scale 1": names})
 
 
 def check_older_keys(config: dict[str, Any], source: str | Path) -> None:

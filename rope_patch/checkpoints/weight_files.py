@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
-from rope_patch.checkpoints.source_files import config_json
 from rope_patch.errors import read_json
 from rope_patch.patching.record import silent_transformers
 
@@ -104,20 +103,6 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
         left_out = f"transformers will leave out tensors that {model_class.__name__} does not have"
         warnings.warn(in_words({left_out: unknown}), stacklevel=3)
     return wrong
-
-
-def cache_scales(source: str | Path) -> Iterator[str]:
-    """Yield a sentence if a checkpoint has scales for a quantized cache, which neither transformers nor we read.
-
-    Args:
-        source: a folder, whose weights files are looked into, a hub id or a GGUF file.
-    """
-    tensors = [name for path in model_files(Path(source)) for name, _ in outlines(path)]
-    names = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
-    if (config_json(source).get("quantization_config") or {}).get("kv_cache_scheme"):
-        names.append("kv_cache_scheme")
-    if names:
-        yield in_words({"its scales of a quantized cache are left out, and formats round at scale 1": names})
 
 
 def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ def kv_check(words: Sequence[str]) -> None:
     options, given = parse_given(KvCheckOptions, words)
     from dataclasses import replace
 
-    from rope_patch.checkpoints.weight_files import cache_scales
+    from rope_patch.checkpoints.source_files import cache_scales
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.evaluation.time_budget import suite_for
     from rope_patch.kv_evaluation import kv_check as engine

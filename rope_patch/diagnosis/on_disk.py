@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import flatten_dict
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
-from rope_patch.checkpoints.source_files import config_json
-from rope_patch.checkpoints.weight_files import INDEX_FILE, cache_scales, check_weights, names_in_index, wrong_tensors
+from rope_patch.checkpoints.source_files import cache_scales, config_json
+from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, names_in_index, wrong_tensors
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.diagnosis.in_memory import REPAIR
 from rope_patch.patching.older_keys import older_differences, stated_twice, text_part
