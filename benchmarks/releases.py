@@ -25,6 +25,7 @@ from family_models import tiny_config
 from rope_patch.cli.app import dispatch
 from rope_patch.engines.compare_programs import AGREES, UNVERIFIED, ProgramComparison, compare_programs
 from rope_patch.engines.tables_by_program import PROGRAMS
+from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 
 PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
@@ -256,7 +257,7 @@ def row(release: Release, work: Path) -> str:
     written = ", ".join(f"`{name}` {shown(changed[name])}" for name in order)
     if release.scaled["rope_type"] == "proportional":
         written += ": all pairs that rotate make many turns within 256k, so that no table limits it"
-    if any("no layer sees a distance beyond the window" in note for note in comparison.notes):
+    if locate(model).windowed:
         return f"| {release.name} | {table_of(release)} | nothing does: all layers slide, and none sees further | | |"
     command = f"`rope-patch {' '.join(shown_words)}`"
     return f"| {release.name} | {table_of(release)} | {command} | {written} | {readers(comparison)} |"

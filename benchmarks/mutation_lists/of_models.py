@@ -101,7 +101,7 @@ PATCHING = (
     Mutation(
         "experts_that_fail_without_numbers_end_the_probe",
         "rope_patch/patching/probe.py",
-        "            return next((part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)), None)\n",
+        "            return next(iter(tensors), None)\n",
         "            raise\n",
     ),
     Mutation(

@@ -207,7 +207,8 @@ def _check(location: Location, plan: PatchPlan, warnings: Sequence[str], warn: C
             or the model calls its rotary embedding with arguments that a patched one cannot take.
     """
     name = location.name
-    warnings = [*location.warnings, *warnings]
+    # The sentence on windows recommends what an unchanged table does.
+    warnings = [w for w in location.warnings if plan.record.changed or w != location.windowed] + [*warnings]
     unread = location.unread_settings({"rope_parameters": location.base_config.rope_parameters})
     if unread:
         warnings.append(f"nothing in {name} reads what its config states in {', '.join(unread)}: the patch ignores it")
