@@ -326,7 +326,7 @@ def test_planted_violation_is_seen(module: str, source: str, message: str) -> No
         ("harness.model", "from lm_eval.api.model import LM"),
         ("reports.plots.kv", "import matplotlib\nfrom .base import svg"),
         ("cli.app", "from rope_patch.reports import comparison as page\nfrom rope_patch import checkpoints"),
-        ("benchmarks.golden", "import lm_eval\nimport measuring\nfrom rope_patch.cli import app"),
+        ("benchmarks.gpu", "import lm_eval\nimport measuring\nfrom rope_patch.cli import app"),
     ],
 )
 def test_what_is_allowed(module: str, source: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 
+import golden
 import pytest
-
-golden = pytest.importorskip("golden", reason="not in the source distribution")
 
 
 @pytest.fixture
@@ -36,3 +35,15 @@ def test_a_changed_number_is_found(record):
 
 def test_what_is_absent_on_one_side_is_not_compared():
     assert golden.differences({"a": {"b": 1.0}}, {"a": golden.ABSENT}) == ([], 0.0)
+
+
+@pytest.mark.parametrize("folder", ["tests/tools", "benchmarks"])
+def test_a_commit_is_measured_by_its_own_script(tmp_path, folder):
+    own = tmp_path / folder / "golden.py"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert golden.script_of(tmp_path) == own
+
+
+def test_a_commit_without_a_script_is_measured_by_this_one(tmp_path):
+    assert golden.script_of(tmp_path).samefile(golden.__file__)

@@ -1,9 +1,9 @@
 """The golden record: the numbers that rebuilding this package must not change.
 
-    python benchmarks/golden.py                       # measure this tree and compare it with the committed record
-    python benchmarks/golden.py --against COMMIT      # measure this tree and a commit side by side, and compare them
-    python benchmarks/golden.py --only tables,gguf    # some of the probes
-    python benchmarks/golden.py --write               # measure, and write the record anew
+    python tests/tools/golden.py                       # measure this tree and compare it with the committed record
+    python tests/tools/golden.py --against COMMIT      # measure this tree and a commit side by side, and compare them
+    python tests/tools/golden.py --only tables,gguf    # some of the probes
+    python tests/tools/golden.py --write               # measure, and write the record anew
 
 The exit status is 0 where all numbers are equal and 1 where they are not. Hashes and whole numbers are compared
 exactly. Other numbers are compared exactly too where both sides were measured in this call; against the committed
@@ -11,7 +11,7 @@ record, which another processor may have measured, they may differ by ``--tolera
 
 A probe is a function that returns numbers by name. Probes use the public names and the commands, and pick what matters
 out of what those return, so that a key of a JSON file that gets another name is one line here. A commit that has a
-``benchmarks/golden.py`` is measured by its own, any other commit by this one.
+file of this name is measured by its own, any other commit by this one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "benchmarks" / "results" / "golden.json"
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = Path(__file__).with_suffix(".json")
 ABSENT = "absent"  # stands for the numbers of a checkpoint that is not on this machine
 Numbers = dict[str, Any]
 
@@ -597,13 +597,21 @@ def _measure(names: list[str], output: Path) -> None:
     output.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
+def script_of(tree: Path) -> Path:
+    """Return the script that measures a tree: its own, or else this one."""
+    # Until November 2026 the script was in the folder benchmarks.
+    for folder in ("tests/tools", "benchmarks"):
+        own = tree / folder / "golden.py"
+        if own.exists():
+            return own
+    return Path(__file__).resolve()
+
+
 def _start(tree: Path, label: str, names: list[str], checkpoints: Path, output: Path) -> subprocess.Popen[bytes]:
     """Start a process that measures a tree; it and all processes that it starts import from that tree."""
-    own = tree / "benchmarks" / "golden.py"
-    script = own if own.exists() else Path(__file__).resolve()
     variables = {"PYTHONPATH": str(tree), "GOLDEN_TREE": label, "GOLDEN_CHECKPOINTS": str(checkpoints)}
     variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    words = [sys.executable, str(script), "--measure", str(tree), "--only", ",".join(names), "-o", str(output)]
+    words = [sys.executable, str(script_of(tree)), "--measure", str(tree), "--only", ",".join(names), "-o", str(output)]
     return subprocess.Popen(words, env={**os.environ, **variables})
 
 

@@ -1,8 +1,8 @@
 """Check that the tests catch defects: plant one at a time in a copy of the project, and run the tests of its folder.
 
-    python benchmarks/mutations.py --list
-    python benchmarks/mutations.py --folder methods -o build/mutations.json
-    python benchmarks/mutations.py -o benchmarks/results/mutations.json             # all: one to two hours of one core
+    python tests/tools/mutations.py --list
+    python tests/tools/mutations.py --folder methods -o build/mutations.json
+    python tests/tools/mutations.py -o build/mutations.json        # all: one to two hours of one core
 
 A defect is one change of the text of a file, which must occur there exactly once; `mutation_lists` holds them. In
 the copy the tests of the folder run until one fails (`pytest -x`), with the selection of `make test`: the defect is
@@ -32,13 +32,13 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tqdm import tqdm
-
-from measuring import command, environment, write
 from mutation_lists import MUTATIONS
 from mutation_lists.mutation import Mutation
+from tqdm import tqdm
 
-ROOT = Path(__file__).parents[1]
+from rope_patch.runtime.folders import write_atomically
+
+ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".git", ".venv", "venv", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 
 
@@ -171,7 +171,7 @@ def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args:
                 if result["outcome"] == "survived" and mutation.why:
                     result["outcome"] = "equivalent"
                 report["mutations"][mutation.name] = {**mutation._asdict(), **result, "commit": commit}
-                write(report, args.output)
+                write_report(report, args.output)
             bar.update()
         _check_unchanged(report, copy, args)
 
@@ -188,10 +188,17 @@ def _check_unchanged(report: dict[str, Any], root: Path, args: argparse.Namespac
             report["mutations"] = {
                 name: row for name, row in report["mutations"].items() if Path(row["file"]).parts[1] != folder
             }
-            write(report, args.output)
+            write_report(report, args.output)
             raise SystemExit(f"error: {result['by']} fails without any defect: nothing is known of {folder}")
         report["passed_unchanged"][folder] = result["seconds"]
-        write(report, args.output)
+        write_report(report, args.output)
+
+
+def write_report(report: dict[str, Any], output: Path | None) -> None:
+    """Write a report as JSON; without a file nothing is written."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, json.dumps(report, indent=1) + "\n")
 
 
 def table(report: dict[str, Any]) -> str:
@@ -227,7 +234,6 @@ def main(mutations: Sequence[Mutation] = MUTATIONS, root: Path = ROOT) -> None:
     report: dict[str, Any] = {"passed_unchanged": {}, "mutations": {}}
     if args.output is not None and args.output.exists():
         report = json.loads(args.output.read_text(encoding="utf-8"))
-    report = {**report, "command": command(), "environment": environment("pytest")}
     run(chosen, root, report, args)
     print(table(report))
 
