@@ -6,7 +6,6 @@ The scripts are run as files, so Python looks for modules in this folder first: 
 from __future__ import annotations
 
 import ctypes
-import fnmatch
 import gc
 import json
 import multiprocessing
@@ -16,7 +15,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -89,21 +88,6 @@ def _serve(work: Callable[[Job], Job], job: Job, answer: Connection) -> None:
         answer.send(work(job))
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")
-
-
-def measure_cells(measure: Callable[..., Any], cells: Sequence[tuple[Any, ...]], jobs: int) -> None:
-    """Measure cells at the same time, in processes of their own, behind a progress bar.
-
-    Args:
-        measure: a function that is called with the arguments of a cell and writes the result.
-        cells: the arguments of each cell.
-        jobs: the number of processes.
-    """
-    processes = multiprocessing.get_context("spawn").Pool(max(1, min(jobs, len(cells))))
-    with processes as pool, tqdm(total=len(cells), unit="cell") as bar:
-        for task in [pool.apply_async(measure, cell) for cell in cells]:
-            task.get()
-            bar.update()
 
 
 # --- memory
@@ -246,19 +230,6 @@ def environment(*packages: str, device: str = "cpu", threads: int = 1) -> dict[s
         **{name: metadata.version(name) for name in packages},
         "rope_patch": rope_patch.__version__,
     }
-
-
-def finished_cells(kind: type[Any], report: Path) -> dict[Any, dict[str, Any]]:
-    """Return the results of the cells that a report holds, each a named tuple of this kind."""
-    if not report.exists():
-        return {}
-    cells = json.loads(report.read_text())["cells"]
-    return {kind(*(result[field] for field in kind._fields)): result for result in cells}
-
-
-def chosen_cells(cells: Iterable[Any], patterns: Sequence[str]) -> list[Any]:
-    """Return the cells whose names match a pattern, in which * stands for any text."""
-    return [cell for cell in cells if any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in patterns)]
 
 
 def write(report: Mapping[str, Any], output: Path | None) -> None:
