@@ -1,6 +1,6 @@
 """Draw the figures of the README, of docs/evidence.md and of docs/kv-caches.md from benchmarks/results.
 
-python benchmarks/page_figures.py        # writes a PNG into docs for each function that main() names
+python docs/figures.py        # writes a PNG into docs for each function that main() names
 """
 
 from __future__ import annotations
