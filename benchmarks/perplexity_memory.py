@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import logging
 import os
 import statistics
 import sys
@@ -26,12 +25,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import torch
-from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from gpu_stages.reading import scorer
 from measuring import (
     command,
     environment,
@@ -45,7 +41,6 @@ from measuring import (
     time_in_turn,
     write,
 )
-from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.modeling.scoring import LOGITS_AT_ONCE
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
@@ -59,36 +54,11 @@ def cache_bytes(shape: dict[str, int], tokens: int) -> int:
     return 2 * shape["layers"] * shape["kv_heads"] * (shape["hidden"] // shape["heads"]) * tokens * 4
 
 
-def harness(model: LlamaForCausalLM, tokens: int) -> Any:
-    """Return lm-eval's own HFLM around a model, with a tokenizer of as many words as the model knows."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2", pad_token="w2")
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=tokens)
-
-
-def work(side: str, job: dict[str, Any], model: LlamaForCausalLM, lm: Any) -> Callable[[torch.Tensor], float]:
-    """Return the function of one side: from token ids to the mean loss of all but the first [nats/token]."""
-    if side == "lm_eval":
-
-        def run(ids: torch.Tensor) -> float:
-            row = ids.tolist()
-            # The call that loglikelihood_rolling makes for a text of one window, without the tokenizer.
-            ((total, _),) = lm._loglikelihood_tokens([(("", ""), row[:1], row[1:])], disable_tqdm=True)
-            return -total / (len(row) - 1)
-
-        return run
-    chunk = job["chunk"] if side == "chunked" else None
-    return lambda ids: perplexity(model, ids, chunk=min(chunk, len(ids)) if chunk else None).nll
-
-
 def prepare(job: dict[str, Any], sides: tuple[str, ...]) -> dict[str, Callable[[], float]]:
     """Return the work of each side, after it has read a few tokens, so that nothing is loaded while it is measured."""
     model = random_llama(job["shape"], job["tokens"]).eval()
-    lm = harness(model, job["tokens"]) if "lm_eval" in sides else None
     ids = random_ids(job["shape"], job["tokens"])
-    works = {side: work(side, job, model, lm) for side in sides}
+    works = {side: scorer(side, model, job["tokens"], job["chunk"]) for side in sides}
     for run in works.values():
         run(ids[:64])
     return {side: functools.partial(run, ids) for side, run in works.items()}

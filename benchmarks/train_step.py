@@ -24,7 +24,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM
 
 import rope_patch
+from gpu_stages.training import Clock, trainer_of
 from measuring import (
     command,
     environment,
@@ -50,7 +50,6 @@ from measuring import (
     random_ids,
     random_llama,
     spread,
-    synchronize,
     time_in_turn,
     turns,
     write,
@@ -58,7 +57,6 @@ from measuring import (
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.training_loss import token_loss
-from rope_patch.training.trainer import LongTrainer
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2}
 QUICK_MODEL = {"vocab": 2000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1}
@@ -151,28 +149,13 @@ def loss_time(job: dict[str, Any]) -> dict[str, Any]:
 # --- the whole step
 
 
-class Watch(TrainerCallback):
+class Watch(Clock):
     """Stores the time of every step, and the gradients of the last one."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.wall, self.cpu = device, [], []
-        self.gradients: dict[str, Tensor] = {}
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clocks."""
-        synchronize(self.device)
-        self.began = time.perf_counter(), time.process_time()
 
     def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
         """Copy the gradients before the optimizer changes the weights."""
         named = model.named_parameters()
         self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stop the clocks."""
-        synchronize(self.device)
-        self.wall.append(time.perf_counter() - self.began[0])
-        self.cpu.append(time.process_time() - self.began[1])
 
 
 class Step:
@@ -183,33 +166,21 @@ class Step:
         rope_patch.apply(model, METHOD)
         # Both matrices are random: with B at zero, as usual, A would have no gradient to compare.
         model = get_peft_model(model, LoraConfig(**LORA, init_lora_weights=False))
+        ids = random_ids(job["shape"], job["tokens"])
         self.folder = tempfile.TemporaryDirectory()
-        args = TrainingArguments(
+        self.watch = Watch(job["device"])
+        self.trainer = trainer_of(
+            model,
+            [{"input_ids": ids, "labels": ids}],
             self.folder.name,
-            per_device_train_batch_size=1,
-            max_steps=1,
-            learning_rate=1e-4,
+            self.watch,
+            ours=side == "ours",
             max_grad_norm=0.0,  # clipping would rescale the gradients that are compared
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
             logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
             remove_unused_columns=False,
             train_sampling_strategy="sequential",
             label_names=["labels"],
-            dataloader_pin_memory=False,
-            use_cpu=job["device"] == "cpu",
         )
-        ids = random_ids(job["shape"], job["tokens"])
-        rows, self.watch = [{"input_ids": ids, "labels": ids}], Watch(job["device"])
-        if side == "ours":
-            self.trainer = LongTrainer(model, args, rows)
-            self.trainer.add_callback(self.watch)
-        else:
-            self.trainer = Trainer(model, args, train_dataset=rows, callbacks=[self.watch])
-        self.trainer.remove_callback(PrinterCallback)
 
     def __call__(self) -> float:
         """Take one step with a new optimizer; return the loss before it."""

@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, twin
-from patch_overhead import Decoding, paired, prefill
+from measuring import ratio, time_in_turn
+from rope_patch.patching.cache_argument import cache_argument
 
 MODELS = {"Llama-3.2-1B": 1.0, "Llama-3.1-8B": 3.0}
 """Shapes, and the time that each takes relative to the first."""
 METHODS = ("yarn:factor=4", "p_rope:p=0.75")
 PHASES = ("prefill", "decode")
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: Tensor) -> None:
+    """Read a prompt."""
+    model.model(ids, use_cache=False)
+
+
+class Decoding:
+    """A prompt of 16 tokens that is continued by one token per call; it starts again after ``steps`` tokens."""
+
+    def __init__(self, model: Any, ids: Tensor, steps: int) -> None:
+        self.model, self.ids, self.steps, self.done = model, ids, steps, steps
+
+    def prepare(self) -> None:
+        """Start again after ``steps`` tokens; this is not timed."""
+        if self.done == self.steps:
+            self.cache, self.done = DynamicCache(config=self.model.config), 0
+            self._read(self.ids[:, :16])
+
+    def __call__(self) -> None:
+        """Decode one token."""
+        self._read(self.ids[:, :1])
+        self.done += 1
+
+    @torch.no_grad()
+    def _read(self, ids: Tensor) -> None:
+        self.model.model(ids, **{cache_argument(self.model.model): self.cache}, use_cache=True)
+
+
+def paired(stock: Callable[[], None], ours: Callable[[], None], repeats: int, device: str) -> dict[str, float]:
+    """Time both alternately; return the median ratio, its quartiles and both medians [s]."""
+    wall = time_in_turn({"stock": stock, "patched": ours}, repeats, warm_up=2, device=device)["wall"]
+    wall_ratio = ratio(wall, "patched", "stock")
+    return {
+        "ratio": wall_ratio["median"],
+        "ratio_q1": wall_ratio["q1"],
+        "ratio_q3": wall_ratio["q3"],
+        "pairs": repeats,
+        "stock_s": round(statistics.median(wall["stock"]), 7),
+        "patched_s": round(statistics.median(wall["patched"]), 7),
+    }
 
 
 def overhead(setting: Setting, name: str, method: str, phase: str, _: Results) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, gib
@@ -23,6 +27,44 @@ CHUNK = 4096
 TASK = "passkey"
 
 
+def harness(model: Any, tokens: int) -> Any:
+    """Return lm-eval's own HFLM around a model, with a tokenizer of as many words as the model knows."""
+    from lm_eval.models.huggingface import HFLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2", pad_token="w2")
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=tokens)
+
+
+def scorer(side: str, model: Any, tokens: int, chunk: int) -> Callable[[torch.Tensor], float]:
+    """Return the function of one side: from token ids to the mean loss of all but the first [nats/token].
+
+    Args:
+        side: one of ``SIDES``.
+        model: the model that reads.
+        tokens: the number of tokens of the longest text.
+        chunk: the number of tokens of a pass of the side ``chunked``.
+    """
+    match side:
+        case "one_pass":
+            return lambda ids: perplexity(model, ids).nll
+        case "chunked":
+            return lambda ids: perplexity(model, ids, chunk=min(chunk, len(ids))).nll
+        case "whole_logits":  # as a plain loop over a text calls the model
+            return lambda ids: float(model(input_ids=ids[None], labels=ids[None], use_cache=False).loss)
+    lm = harness(model, tokens)
+
+    def by_harness(ids: torch.Tensor) -> float:
+        row = ids.tolist()
+        # The call that loglikelihood_rolling makes for a text of one window, without the tokenizer.
+        ((total, _),) = lm._loglikelihood_tokens([(("", ""), row[:1], row[1:])], disable_tqdm=True)
+        return -total / (len(row) - 1)
+
+    return by_harness
+
+
 def model_of(setting: Setting) -> Any:
     """Return the patched model, which is held for the next cells."""
 
@@ -38,25 +80,8 @@ def model_of(setting: Setting) -> Any:
 def loss(setting: Setting, side: str, length: int, _: Results) -> dict[str, Any]:
     """Measure time and memory of one way to score a text, after a short text that loads kernels and libraries."""
     model, tokens = model_of(setting), setting.size(length, length // 128)
-    chunk = setting.size(CHUNK, 64)
     ids = setting.text_ids(tokens)
-
-    def run(ids: torch.Tensor) -> float:
-        match side:
-            case "one_pass":
-                return perplexity(model, ids).nll
-            case "chunked":
-                return perplexity(model, ids, chunk=min(chunk, len(ids))).nll
-            case "whole_logits":  # as a plain loop over a text calls the model
-                return float(model(input_ids=ids[None], labels=ids[None], use_cache=False).loss)
-        row = ids.tolist()
-        ((total, _),) = harness._loglikelihood_tokens([(("", ""), row[:1], row[1:])], disable_tqdm=True)
-        return -total / (len(row) - 1)
-
-    if side == "lm_eval":
-        from perplexity_memory import harness as harness_of
-
-        harness = harness_of(model, tokens)
+    run = scorer(side, model, tokens, setting.size(CHUNK, 64))
     run(ids[:64])
     nll, usage = peak_of(lambda: run(ids), setting.device)
     return {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, gib, peak_tflops
@@ -38,22 +38,69 @@ FORMULA = (
 
 
 class Clock(TrainerCallback):
-    """Stores the time of every step [s]. The first step loads kernels, so its peak of memory is forgotten."""
+    """Stores the time of every step by the clock and by the CPU [s]."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.seconds = device, []
+        self.device = device
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock."""
+        """Start the clocks."""
         synchronize(self.device)
-        self.began = time.perf_counter()
+        self.began = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stop the clock."""
+        """Stop the clocks."""
         synchronize(self.device)
-        self.seconds.append(time.perf_counter() - self.began)
-        if len(self.seconds) == 1:
+        self.wall.append(time.perf_counter() - self.began[0])
+        self.cpu.append(time.process_time() - self.began[1])
+
+
+class ClockAfterFirst(Clock):
+    """The first step loads kernels, so its peak of memory is forgotten."""
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop the clocks."""
+        super().on_step_end()
+        if len(self.wall) == 1:
             forget_peak(self.device)
+
+
+def trainer_of(
+    model: Any, rows: list[dict[str, Any]], folder: str, clock: Clock, *, ours: bool = True, **options: Any
+) -> Trainer:
+    """Return a trainer that takes one step for each row, with gradient checkpointing.
+
+    Args:
+        model: the model with adapters.
+        rows: the rows, each with ``input_ids`` and ``labels``.
+        folder: the folder that the trainer may write to.
+        clock: the callback that times the steps, on the device where they run.
+        ours: whether the trainer is this package's; otherwise it is that of transformers.
+        options: further arguments of ``TrainingArguments``.
+    """
+    args = TrainingArguments(
+        folder,
+        per_device_train_batch_size=1,
+        max_steps=len(rows),
+        learning_rate=1e-4,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=clock.device == "cpu",
+        **options,
+    )
+    if ours:
+        trainer: Trainer = LongTrainer(model, args, rows)
+    else:
+        trainer = Trainer(model, args, train_dataset=rows)
+    trainer.add_callback(clock)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def quantize(model: Any) -> Any:
@@ -88,32 +135,6 @@ def planned_step(setting: Setting, length: int, quantization: str) -> Plan:
     return plan(model, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa")
 
 
-def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str, liger: bool, clock: Clock) -> Any:
-    """Return a trainer that takes one step for each row, with the arguments of the recipe."""
-    args = TrainingArguments(
-        folder,
-        per_device_train_batch_size=1,
-        max_steps=len(rows),
-        learning_rate=1e-4,
-        optim="adamw_torch",
-        bf16=True,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        use_liger_kernel=liger,
-        liger_kernel_config={"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False},
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        use_cpu=device == "cpu",
-    )
-    trainer = LongTrainer(model, args, rows)
-    trainer.add_callback(clock)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
 def step(setting: Setting, length: int, quantization: str, liger: bool, _: Results) -> dict[str, Any]:
     """Time LoRA steps of one row each, and compare the peak memory with the plan."""
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
@@ -127,12 +148,24 @@ def step(setting: Setting, length: int, quantization: str, liger: bool, _: Resul
     model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
     vocab = model.config.vocab_size
     rows = [{"input_ids": row, "labels": row} for row in (setting.ids(tokens, vocab, seed=i) for i in range(steps))]
-    clock, short = Clock(setting.device), {name: row[:64] for name, row in rows[0].items()}
+    short = {name: row[:64] for name, row in rows[0].items()}
+    clock = ClockAfterFirst(setting.device)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(model, [short, *rows], folder, setting.device, liger, clock)
+        # The options are those of the recipe.
+        trainer = trainer_of(
+            model,
+            [short, *rows],
+            folder,
+            clock,
+            optim="adamw_torch",
+            bf16=True,
+            use_liger_kernel=liger,
+            liger_kernel_config={"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False},
+            logging_strategy="no",
+        )
         _, usage = peak_of(trainer.train, setting.device)
         reserved = torch.cuda.max_memory_reserved() if setting.device == "cuda" else None
-    seconds = clock.seconds[1:]
+    seconds = clock.wall[1:]
     return {
         "tokens": tokens,
         "steps": steps,
