@@ -39,6 +39,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 import rope_patch
+from gpu_stages.correctness import difference
 from gpu_stages.training import Clock, trainer_of
 from measuring import (
     command,
@@ -217,12 +218,6 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     # The oldest release of transformers that this package supports does not know the new name of this argument.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
     return works[job["what"]](job)
-
-
-def difference(actual: Tensor, expected: Tensor) -> dict[str, float]:
-    """Return the largest difference of two tensors, and its ratio to the largest expected value."""
-    largest = float((actual.double() - expected.double()).abs().max())
-    return {"largest": largest, "relative": largest / float(expected.abs().max())}
 
 
 # --- the report

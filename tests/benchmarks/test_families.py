@@ -65,10 +65,7 @@ def test_a_type_works_only_if_no_check_fails(report: dict[str, Any]) -> None:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # they are no part of the result
-def test_three_types_do_what_the_page_says(
-    report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_three_types_do_what_the_page_says(report: dict[str, Any], tmp_path: Path) -> None:
     families, checks = importlib.import_module("families"), importlib.import_module("family_checks")
     reports = {}
     for model_type in LIVE:
