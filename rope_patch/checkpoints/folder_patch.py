@@ -119,8 +119,6 @@ def _write_patched(
     overwrite: bool = False,
 ) -> None:
     """Write a copy of a checkpoint with the config of a patched model, as :func:`patch_folder` does."""
-    if Path(source).is_dir():
-        _check_weights_of(model, Path(source))  # before the copy, so that the error names the checkpoint
     with copy_with_new_config(source, out, overwrite=overwrite) as folder:
         model.config.save_pretrained(folder)
         add_older_keys(folder)
@@ -176,15 +174,12 @@ def verify_folder(source: str | Path) -> PatchRecord:
         model = model_without_weights(source)
         record = verify_model(model)
         if folder.is_dir():
-            _check_weights_of(model, folder)
+            check_weights(folder)
+            wrong = wrong_tensors(folder, model)
+            if wrong:
+                raise OSError(f"the weights files are not those of {type(model).__name__}: {wrong}")
     check_length(folder, record)
     return record
-
-
-def _check_weights_of(model: PreTrainedModel, folder: Path) -> None:
-    check_weights(folder)
-    if wrong := wrong_tensors(folder, model):
-        raise OSError(f"{folder} does not hold the weights of {type(model).__name__}: {wrong}")
 
 
 def check_new_folder(source: str | Path, out: str | Path, overwrite: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
-from rope_patch.checkpoints.source_files import in_gguf, read_tokenizer
+from rope_patch.checkpoints.source_files import named_for_transformers, read_tokenizer
 from rope_patch.errors import as_value_error
 from rope_patch.gguf.file import open_gguf
 from rope_patch.gguf.header_cache import cached_headers
@@ -52,13 +52,12 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
         ImportError: the package gguf is missing.
     """
     path = Path(path)
-    with cached_headers(path):
+    with named_for_transformers(path) as named:
         inspection = read_gguf(path)
-        with as_value_error(f"{path}: transformers cannot read this GGUF file"):
-            # Otherwise the weights of some families stay as they are in the file where the package `kernels` is
-            # installed, and such a model cannot be trained or saved.
-            options = {"quantization_config": GgufConfig(dequantize=True), **from_pretrained}
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **options)
+        # Otherwise the weights of some families stay as they are in the file where the package `kernels` is installed,
+        # and such a model cannot be trained or saved.
+        options = {"quantization_config": GgufConfig(dequantize=True), **from_pretrained}
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**named, **options)
         forget_quantization(model)
         model.name_or_path = model.config.name_or_path = str(path)
         for warning in inspection.warnings:

@@ -41,9 +41,27 @@ def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
     return config
 
 
-def in_gguf(path: str | Path) -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` of transformers reads a GGUF file."""
-    return {"pretrained_model_name_or_path": str(Path(path).parent), "gguf_file": Path(path).name}
+@contextlib.contextmanager
+def named_for_transformers(source: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the arguments that name a source for ``from_pretrained`` of transformers, which is called in the block.
+
+    The header of a GGUF file is read only once there.
+
+    Args:
+        source: folder, hub id or GGUF file.
+
+    Raises:
+        ValueError: it is not a whole GGUF file, or transformers cannot read it; the message names the file.
+        FileNotFoundError: there is no such GGUF file.
+        ImportError: it is a GGUF file, and the package gguf is missing.
+    """
+    if not is_gguf(source):
+        yield {"pretrained_model_name_or_path": str(source)}
+        return
+    with cached_headers(source):
+        open_gguf(source)  # its errors say what is wrong with the file
+        with as_value_error(f"{source}: transformers cannot read this GGUF file"):
+            yield {"pretrained_model_name_or_path": str(Path(source).parent), "gguf_file": Path(source).name}
 
 
 def on_device(device: Any) -> dict[str, Any]:
@@ -100,16 +118,11 @@ def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
         source: folder, hub id or GGUF file.
         **options: arguments of ``AutoConfig.from_pretrained``.
     """
-    if is_gguf(source):
-        with cached_headers(source):
-            open_gguf(source)  # its errors say what is wrong with the file
-            with as_value_error(f"{source}: transformers cannot read this GGUF file"):
-                config: PreTrainedConfig = AutoConfig.from_pretrained(**in_gguf(source), **options)
-        return config
-    if (path := Path(source) / CONFIG_FILE).is_file():
-        read_json(path)
-    with explained(source):
-        config = AutoConfig.from_pretrained(str(source), **options)
+    path = Path(source) / CONFIG_FILE
+    if path.is_file():
+        read_json(path)  # its errors name the file
+    with explained(source), named_for_transformers(source) as named:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(**named, **options)
     return config
 
 
@@ -146,19 +159,13 @@ def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBas
     Raises:
         ValueError: the checkpoint has no tokenizer that can be loaded; the message says why.
     """
-    with cached_headers(source):
-        if is_gguf(source):
-            open_gguf(source)  # its errors say what is wrong with the file
-            options |= in_gguf(source)
-        else:
-            options["pretrained_model_name_or_path"] = str(source)
+    with named_for_transformers(source) as named:
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**options)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**named, **options)
         except Exception as error:  # there are many kinds, since it reads config.json, too
             raise ValueError(f"{source} has no tokenizer that can be loaded: {in_one_line(error)}") from error
-    # transformers names the folder, in which there may be several GGUF files.
-    if is_gguf(source):
-        tokenizer.name_or_path = str(source)
+    # Of a GGUF file transformers names the folder, in which there may be several.
+    tokenizer.name_or_path = str(source)
     return tokenizer
 
 
@@ -203,7 +210,7 @@ def explained(source: str | Path) -> Iterator[None]:
     except SafetensorError as error:
         raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error
     except OSError as error:
-        if Path(source).is_dir():
+        if Path(source).exists():
             raise
         hint = "check the name, or download it elsewhere and give the folder (HF_HUB_OFFLINE=1 works then)"
         if "gated" in str(error).lower() or "401" in str(error) or "403" in str(error):

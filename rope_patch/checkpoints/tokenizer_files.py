@@ -9,13 +9,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
-from rope_patch.checkpoints.source_files import read_tokenizer
-from rope_patch.errors import read_json
+from rope_patch.checkpoints.adapters import find_file
+from rope_patch.checkpoints.source_files import config_json, read_tokenizer
 from rope_patch.patching.older_keys import text_part
 from rope_patch.runtime.folders import is_gguf
 
-_VOCABULARIES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "spiece.model",
@@ -23,8 +22,6 @@ _VOCABULARIES = (
     "tekken.json",
     "vocab.json",
     "vocab.txt",
-)
-_SETTINGS = (
     "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -32,7 +29,6 @@ _SETTINGS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-TOKENIZER_FILES = (*_VOCABULARIES, *_SETTINGS)
 """The names of the files that may belong to a tokenizer."""
 
 
@@ -50,29 +46,24 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
     source = str(getattr(model.config, "name_or_path", "") or "")
     if not source or any((beside / name).is_file() for name in TOKENIZER_FILES):
         return
-    if is_gguf(source):
-        # The file may have been moved, or hold a vocabulary that transformers cannot read.
-        with contextlib.suppress(ValueError, OSError):
-            read_tokenizer(source).save_pretrained(folder)
-        return
     hub = {"local_files_only": True, "revision": getattr(model.config, "_commit_hash", None)}
-    config = find_file(source, CONFIG_FILE, **hub)
-    # Settings alone, without a vocabulary, make no tokenizer.
-    if config is None or not any(find_file(source, name, **hub) for name in _VOCABULARIES):
-        return
+    size = model.config.get_text_config().vocab_size
     try:
-        of_source = text_part(read_json(config)).get("vocab_size")
-    except OSError:  # the folder was damaged since the model was loaded
+        of_source = text_part(config_json(source, **hub)).get("vocab_size")
+    except (ValueError, OSError):  # it was moved or damaged since the model was loaded
         return
     # A model whose embeddings were resized has tokens that the old tokenizer lacks.
-    size = model.config.get_text_config().vocab_size
-    if of_source is not None and of_source != size:
+    if of_source not in (None, size):
         warnings.warn(
             f"the model has {size} tokens in its vocabulary, and {source}, which it came from, has {of_source}: that "
             "tokenizer is not saved beside it. Give the model's own with tokenizer=, or tokenizer=False",
             stacklevel=3,
         )
         return
-    for name in TOKENIZER_FILES:
-        if (path := find_file(source, name, **hub)) is not None:
-            shutil.copyfile(path, folder / name)
+    if is_gguf(source):
+        with contextlib.suppress(ValueError):  # it may hold a vocabulary that transformers cannot read
+            read_tokenizer(source).save_pretrained(folder)
+        return
+    files = [find_file(source, name, **hub) for name in TOKENIZER_FILES]
+    for path in filter(None, files):
+        shutil.copyfile(path, folder / path.name)

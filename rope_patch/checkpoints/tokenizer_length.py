@@ -24,8 +24,8 @@ def raise_length(folder: Path, record: PatchRecord) -> None:
     With ``truncation=True``, as pipelines and sentence-transformers call it, a tokenizer cuts at its own
     ``model_max_length``, whatever the config of the model says.
     """
-    settings = _settings_below(folder, record)
-    if settings is not None:
+    settings = _settings(folder)
+    if _cuts_below(settings, record):
         # A second patch must not overwrite the length from before the first.
         settings.setdefault(FOUND_KEY, {LENGTH_KEY: settings[LENGTH_KEY]})
         _write_settings(folder, settings | {LENGTH_KEY: record.target_length})
@@ -55,7 +55,8 @@ def check_length(folder: Path, record: PatchRecord) -> None:
     Raises:
         PatchError: it does; the message names both lengths.
     """
-    if (settings := _settings_below(folder, record)) is not None:
+    settings = _settings(folder)
+    if _cuts_below(settings, record):
         raise PatchError(
             f"{folder}: its tokenizer cuts texts at {settings[LENGTH_KEY]} tokens, and the patch states a context of "
             f"{record.target_length}. Set {LENGTH_KEY} in {_SETTINGS_FILE} to that, or save the model again"
@@ -84,13 +85,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _settings_below(folder: Path, record: PatchRecord) -> dict[str, Any] | None:
-    """Return the settings of a folder's tokenizer if its length is below the stated context; otherwise None."""
-    stated = record.target_length
-    own = stated_length(folder)
-    if stated is not None and own is not None and own < stated:
-        return _settings(folder)
-    return None
+def _cuts_below(settings: dict[str, Any], record: PatchRecord) -> bool:
+    """Tell whether a tokenizer cuts texts below the context that a patch states."""
+    own = settings.get(LENGTH_KEY)
+    return isinstance(own, int | float) and own < (record.target_length or 0)
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.tokenizer_length import restore_length
 from rope_patch.engines.folders import read_tables
-from rope_patch.gguf.file import GGUFFile, Key, open_gguf
-from rope_patch.gguf.patch import with_table, write
+from rope_patch.gguf.file import GGUFFile, Key, open_gguf, write_gguf
+from rope_patch.gguf.patch import with_table
 from rope_patch.gguf.table import CHECKED, LAYERED, Graph, graph_of, scaling_keys
 from rope_patch.patching.install import restore
 from rope_patch.patching.locate import locate
@@ -105,7 +105,7 @@ def export_gguf(
             opened = replace(opened, keys={**opened.keys, pattern: Key.of(pattern, slides)})
         if record is not None:
             opened = with_table(opened, table, graph, record)
-        write(opened, out, overwrite=overwrite)
+        write_gguf(opened, out, overwrite=overwrite)
     return {"engine": "llama.cpp", "checked_against": CHECKED, "notes": notes}
 
 

@@ -137,8 +137,7 @@ def checkpoint_under(
     model = model_without_weights(source)
     if locate(model).record is not None:
         raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
-    whole = {} if is_gguf(source) else config_json(source)
-    before = StatedConfig.of(locate(model).config, whole, ())  # now, since the patch changes the config
+    before = StatedConfig.of(locate(model).config, config_json(source), ())  # now, since the patch changes the config
     patch = apply(model, method, target_length=target_length, layer_types=layer_types)
     # Without a target length, the options state the context that the method reaches.
     reach = max(patch.method.reach(patch.before[kind]) or 0 for kind in patch.record.layer_types)

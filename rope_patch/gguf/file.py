@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,13 @@ class GGUFFile:
     """An open GGUF file, whose tensors are not loaded.
 
     Attributes:
+        path: path of the file.
         keys: the keys by name, in the order of the file.
         pieces: the tensors, in the order of the file.
         alignment: number of which the place of every tensor is a multiple [bytes].
     """
 
+    path: Path
     keys: Mapping[str, Key]
     pieces: tuple[Piece, ...]
     alignment: int = 32
@@ -142,7 +144,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
         name: Key(name, reader.data[field.offset : end].tobytes(), field.contents)
         for (name, field), end in zip(fields.items(), ends, strict=True)
     }
-    opened = GGUFFile(keys, tuple(map(_piece, reader.tensors)), int(reader.alignment))
+    opened = GGUFFile(path, keys, tuple(map(_piece, reader.tensors)), int(reader.alignment))
     if int(opened.value("split.count", 1)) > 1:
         raise ValueError(f"{path} is one part of a split model: join them with llama-gguf-split --merge")
     return opened
@@ -158,21 +160,12 @@ def _packed(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def write_gguf(
-    out: str | Path,
-    keys: Sequence[Key],
-    pieces: Sequence[Piece],
-    *,
-    alignment: int = 32,
-    overwrite: bool = False,
-) -> Path:
+def write_gguf(opened: GGUFFile, out: str | Path, *, overwrite: bool = False) -> Path:
     """Write a GGUF file under a temporary name beside ``out``, tensor after tensor, and rename it.
 
     Args:
+        opened: the keys and tensors that are written. Keys that were read from a file are written byte for byte.
         out: the file that is written, ``*.gguf``.
-        keys: all keys, in the order of the file; keys that were read from a file are written byte for byte.
-        pieces: all tensors, in the order of the file.
-        alignment: number of which the place of every tensor is a multiple [bytes].
         overwrite: whether to replace a file that exists.
 
     Raises:
@@ -181,12 +174,14 @@ def write_gguf(
             it.
     """
     out = check_output_file(out, overwrite=overwrite)
-    needed, free = sum(piece.size for piece in pieces), shutil.disk_usage(out.parent).free
+    pieces, alignment = opened.pieces, opened.alignment
+    needed = sum(piece.size for piece in pieces)
+    free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise OSError(f"{out} needs {needed / 2**20:.0f} MiB, and {out.parent} has {free / 2**20:.0f} left")
     with file_in_one_move(out, overwrite=overwrite) as name, name.open("wb") as file:
-        file.write(b"GGUF" + struct.pack("<IQQ", _VERSION, len(pieces), len(keys)))
-        for key in keys:
+        file.write(b"GGUF" + struct.pack("<IQQ", _VERSION, len(pieces), len(opened.keys)))
+        for key in opened.keys.values():
             file.write(key.packed)
         # Offsets of tensors are counted from the end of the header. Each is padded to the alignment.
         offset = 0

@@ -70,13 +70,13 @@ def patch_gguf(
         raise ValueError(f"{out} is the GGUF file itself: give another output file")
     out = check_output_file(out, overwrite=overwrite)
     opened = open_gguf(source)
-    inspection = table_in(opened, source)
+    inspection = table_in(opened)
     if inspection.record is not None or inspection.warnings:
         name = "a method that cannot be read"
         if inspection.record is not None:
             name = str(inspection.record.to_method())
         raise PatchError(f"{source} is already patched with {name}: patch the file that it was made from")
-    graph = _graph(opened, inspection.tables[0], source)
+    graph = _graph(opened, inspection.tables[0])
     bases = {table.layer_type: _base(table) for table in inspection.tables}
     kind, before = next(iter(bases.items()))
     chosen = chosen.extended_to([before], target_length)
@@ -97,7 +97,7 @@ def patch_gguf(
     stated = replace(after, max_position_embeddings=record.stated_length)
     changed = with_table(opened, stated, graph, record)
     progress.say(f"writing {out}")
-    write(changed, out, overwrite=overwrite)
+    write_gguf(changed, out, overwrite=overwrite)
     return TableChange(chosen, {kind: before}, {kind: after}, record)
 
 
@@ -112,7 +112,7 @@ def verify_gguf(source: str | Path) -> PatchRecord:
         FileNotFoundError, ValueError: there is no such file, or it is not a whole GGUF model.
     """
     opened = open_gguf(source)
-    inspection = table_in(opened, source)
+    inspection = table_in(opened)
     record, table = inspection.record, inspection.tables[0]
     if record is None:
         reason = inspection.warnings[0] if inspection.warnings else "it is not patched, or the patch was lost"
@@ -150,15 +150,10 @@ def with_table(opened: GGUFFile, table: RotaryTable, graph: Graph, record: Patch
     return replace(opened, keys=keys | new, pieces=(*table_pieces(table, graph), *pieces))
 
 
-def write(opened: GGUFFile, out: str | Path, **options: Any) -> Path:
-    """Write an opened file as it is, with options of :func:`~rope_patch.gguf.file.write_gguf`."""
-    return write_gguf(out, list(opened.keys.values()), opened.pieces, alignment=opened.alignment, **options)
-
-
 # --- the table before a patch ----------------------------------------------------------------------------------------
 
 
-def _graph(opened: GGUFFile, table: RotaryTable, path: str | Path) -> Graph:
+def _graph(opened: GGUFFile, table: RotaryTable) -> Graph:
     """Return the graph of a file that can be patched.
 
     Raises:
@@ -167,11 +162,11 @@ def _graph(opened: GGUFFile, table: RotaryTable, path: str | Path) -> Graph:
     graph = graph_of(str(opened.value("general.architecture")))
     if graph.always:  # the config of Gemma 4 states its table in a form of its own
         raise ValueError(
-            f"{path} is a GGUF of {graph.architecture!r}, which is not patched as a file: patch the checkpoint and "
-            "write a file of it, rope-patch export CHECKPOINT --to gguf --converter PATH"
+            f"{opened.path} is a GGUF of {graph.architecture!r}, which is not patched as a file: patch the "
+            "checkpoint and write a file of it, rope-patch export CHECKPOINT --to gguf --converter PATH"
         )
     if table.max_position_embeddings < 1:
-        raise ValueError(f"{path} states no context_length: the record of a patch needs one")
+        raise ValueError(f"{opened.path} states no context_length: the record of a patch needs one")
     return graph
 
 

@@ -244,17 +244,13 @@ def read_gguf(path: str | Path) -> Inspection:
         FileNotFoundError, ValueError: there is no such file, it is not a whole GGUF model, or its table changes with
             the context.
     """
-    return table_in(open_gguf(path), path)
+    return table_in(open_gguf(path))
 
 
 # One function, since the keys of a file decide together and in the order in which llama.cpp's loader reads them.
-def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
-    """Return the inspection of an open file, as :func:`read_gguf` does.
-
-    Args:
-        opened: the open file.
-        path: path of the file, for messages.
-    """
+def table_in(opened: GGUFFile) -> Inspection:
+    """Return the inspection of an open file, as :func:`read_gguf` does."""
+    path = opened.path
     architecture = str(opened.value("general.architecture", ""))
     if opened.value("general.type", "model") != "model" or not architecture:
         raise ValueError(f"{path} is a GGUF file, but no model: it holds no rotary table")
@@ -275,7 +271,7 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     if theta <= 1:
         raise ValueError(f"{path} has no table that can be read: {architecture}.rope.freq_base is {theta:g}")
     context = int(number("context_length", 0))
-    factors = _factors(opened, pairs, path)
+    factors = _factors(opened, pairs)
     attn_factor = scaling = float(number("rope.scaling.attn_factor", 1.0))
     original = int(number("rope.scaling.original_context_length", 0)) or None
     kind = str(value_in("rope.scaling.type", "linear"))
@@ -320,7 +316,7 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     if stated and stretch > 1:
         stated |= {"rope_theta": theta, "factor": stretch}
         table = replace(table, rope_type=stated["rope_type"], rope_parameters=stated)
-    name, others = f"{architecture} in {Path(path).name}, {opened.weights} weights", []
+    name, others = f"{architecture} in {path.name}, {opened.weights} weights", []
     if architecture in LAYERED and (window := int(number("attention.sliding_window", 0))):
         name += f", sliding window {window}"
         base, width = number("rope.freq_base_swa", 1e4), int(number("rope.dimension_count_swa", 2 * pairs))
@@ -337,7 +333,7 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     return Inspection(name, (table, *others), record, tuple(warnings))
 
 
-def _rotary_dim(value_in: Any, path: str | Path) -> int:
+def _rotary_dim(value_in: Any, path: Path) -> int:
     rotary_dim = value_in("rope.dimension_count")
     if rotary_dim is None:
         width = value_in("embedding_length")
@@ -356,7 +352,8 @@ def _plain(rope_theta: float, pairs: int) -> Tensor:
     return torch.tensor(float(np.float32(rope_theta)), dtype=torch.float64, device="cpu") ** -exponents
 
 
-def _factors(opened: GGUFFile, pairs: int, path: str | Path) -> Tensor | None:
+def _factors(opened: GGUFFile, pairs: int) -> Tensor | None:
+    path = opened.path
     tensors = {piece.name: piece for piece in opened.pieces}
     factors = [torch.from_numpy(np.array(tensors[name].read())) for name in FACTOR_TENSORS if name in tensors]
     if not factors:

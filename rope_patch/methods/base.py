@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -24,8 +24,9 @@ from rope_patch.methods.scaled import (
     own_factor,
     stopped_as,
 )
+from rope_patch.options.fields import Option
 from rope_patch.registry import Registry
-from rope_patch.runtime.text import check_bounds, did_you_mean
+from rope_patch.runtime.text import did_you_mean
 from rope_patch.tables import RotaryTable
 
 METHODS: Registry[type[Method]] = Registry("method", "rope_patch.methods")
@@ -35,19 +36,15 @@ METHODS: Registry[type[Method]] = Registry("method", "rope_patch.methods")
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
-def number(
-    default: Any, *, above: float | None = None, least: float | None = None, most: float | None = None, unit: str = ""
-) -> Any:
+def number(default: Any, **bounds: Any) -> Any:
     """Declare a parameter with bounds, which hold for every number of a list.
 
     Args:
         default: the default value; None for a parameter that may be left out.
-        above: the number that the value must exceed.
-        least: the smallest value that is allowed.
-        most: the largest value that is allowed; it needs ``least``.
-        unit: the unit of the value, for error messages.
+        **bounds: ``least`` and ``most``, the smallest and the largest value that are allowed; ``above`` and ``below``,
+            the numbers that a value must exceed and stay below; and ``unit``, for error messages.
     """
-    return field(default=default, metadata={"above": above, "least": least, "most": most, "unit": unit})
+    return field(default=default, metadata=bounds)
 
 
 def field_help(f: Field[Any]) -> str:
@@ -65,52 +62,26 @@ def _read(f: Field[Any], value: Any, kind: Any) -> Any:
         ValueError: the value is of another type, or out of its bounds.
     """
     allowed = typing.get_args(kind)
-    if type(None) in allowed:
-        # How a method string writes None.
-        if value is None or value == "none":
-            return None
+    optional = type(None) in allowed
+    if optional:
         kind = next(each for each in allowed if each is not type(None))
-    if kind is bool:
-        words = {"true": True, "false": False}
-        if str(value).lower() not in words:
-            raise ValueError(f"{f.name} must be true or false, got {value!r}")
-        return words[str(value).lower()]
-    if kind in (int, float):
-        converted = _number(f, value, kind)
-        # Tables are float32: beyond these a number would become infinite, or lose its digits as it nears 0.
-        if converted and not 1e-37 < abs(converted) < 1e37:
-            raise ValueError(f"{f.name} must be a number that float32 holds, got {value!r}")
-        return converted
-    if kind is str:
-        if not isinstance(value, str) or not value or set(value) & set(":+,="):
-            raise ValueError(f"{f.name} must be a word, got {value!r}")
-        return value
-    if isinstance(value, str):
-        value = value.split("/")
-    if not isinstance(value, Iterable):
-        raise ValueError(f"{f.name} must be numbers joined by '/', got {value!r}")
-    numbers = tuple(_number(f, item, float) for item in value)
-    if not numbers:
-        raise ValueError(f"{f.name} must not be empty")
-    return numbers
-
-
-def _number(f: Field[Any], value: Any, kind: type) -> float | int:
-    hint = ""
-    if isinstance(value, str) and "," in value:
-        hint = " (parameters are separated by ':', the numbers of a list by '/')"
-    try:
-        converted = float(value)
-    except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"{f.name} must be a number, got {value!r}{hint}") from None
-    if isinstance(value, bool) or not math.isfinite(converted):
-        raise ValueError(f"{f.name} must be a finite number, got {value!r}")
-    if kind is int:
-        if not converted.is_integer():
-            raise ValueError(f"{f.name} must be a whole number, got {value!r}")
-        converted = int(converted)
-    check_bounds(f.name, converted, f.metadata)
-    return converted
+    several = kind not in (float, int, bool, str)
+    if hasattr(value, "tolist"):  # a tensor or an array
+        value = value.tolist()
+    if value == "none":  # how a method string writes None
+        value = None
+    if several:
+        kind = float
+        if isinstance(value, str):
+            value = value.split("/")
+    option = Option("", "", kind=kind, several=several, optional=optional, default=f.default, **f.metadata)
+    value = option.checked(f.name, option.value_of(value))
+    # Tables are float32: beyond these a number would become infinite, or lose its digits as it nears 0.
+    if isinstance(value, int | float) and value and not 1e-37 < abs(value) < 1e37:
+        raise ValueError(f"{f.name} must be a number that float32 holds, got {value!r}")
+    if kind is str and set(str(value)) & set(":+,="):
+        raise ValueError(f"{f.name} must be a word, got {value!r}")
+    return value
 
 
 def parameter_text(value: Any) -> str:
@@ -564,8 +535,11 @@ def _parse_one(text: str) -> Method:
     params = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or not key or not value:
-            raise ValueError(f"expected key=value after {name!r}, got {pair!r} in {text!r}")
+        if not equals or not key or not value or "," in value:
+            raise ValueError(
+                f"expected key=value after {name!r}, got {pair!r} in {text!r}: parameters are separated by ':', the "
+                "numbers of a list by '/'"
+            )
         if key in params:
             raise ValueError(f"{key!r} is given twice in {text!r}")
         params[key] = value

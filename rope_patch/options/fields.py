@@ -28,7 +28,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_patch.runtime.text import check_bounds, did_you_mean, parse_length
+from rope_patch.runtime.text import did_you_mean, parse_length
 
 _OPTION_KEY = "option"
 """The key of an :class:`Option` in the metadata of its field."""
@@ -111,16 +111,20 @@ class Option:
             return f"{value:g}"
         return str(value)
 
-    def value_of(self, word: str) -> Any:
-        """Return the value that a word means, or the word itself if it means none; :meth:`checked` then refuses it."""
+    def value_of(self, value: Any) -> Any:
+        """Return the value that a word means, or the words of a list; what means none is left for :meth:`checked`."""
+        if isinstance(value, list | tuple):
+            return tuple(map(self.value_of, value))
+        if not isinstance(value, str):
+            return value
         if self.read is not None:
-            return self.read(word)
+            return self.read(value)
         if self.kind is bool:
-            return {"true": True, "false": False}.get(word, word)
+            return {"true": True, "false": False}.get(value.lower(), value)
         if self.kind in (int, float):
             with contextlib.suppress(ValueError):
-                return self.kind(word)
-        return word
+                return self.kind(value)
+        return value
 
     def checked(self, name: str, value: Any) -> Any:
         """Return a value as it is stored: a list as a tuple, a whole number as Python's own.
@@ -132,13 +136,21 @@ class Option:
         Raises:
             ValueError: the value is of another kind, or out of its bounds.
         """
+        # None means that the option is not set, so the bounds do not hold for it.
+        if value is None and (self.optional or self.default is None):
+            return None
         if not (self.several or self.repeated):
             return self._one(name, value)
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise ValueError(f"{name} must be a list, got {value!r}")
+        if not value and not self.empty and self.default != ():
+            raise ValueError(f"{name} is empty: give at least one")
         return tuple(self._one(name, item) for item in value)
 
     def _one(self, name: str, value: Any) -> Any:
+        # Python's True is a number, too.
+        if self.kind in (int, float) and isinstance(value, bool):
+            raise ValueError(f"{name} must be a number, got {value!r}")
         if self.kind is int:
             try:
                 # Accepts NumPy's whole numbers, and refuses 4.0 as well as "4".
@@ -146,8 +158,10 @@ class Option:
             except TypeError:
                 raise ValueError(f"{name} must be a whole number, got {value!r}") from None
         elif self.kind is float:
-            if not (isinstance(value, Real) and math.isfinite(value)):
+            if not isinstance(value, Real):
                 raise ValueError(f"{name} must be a number, got {value!r}")
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
             value = float(value)
         elif self.kind is bool and not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
@@ -158,14 +172,27 @@ class Option:
                 raise ValueError(f"{name} must be a path or a name, got {value!r}")
             # A PathLike option may also hold a name, and its spec is written as JSON: so it is stored as text.
             value = Path(value) if self.kind is Path else str(value)
-        check_bounds(name, value, vars(self))
+        self._check_bounds(name, value)
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
             raise ValueError(f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), self.choices)}")
         return value
 
+    def _check_bounds(self, name: str, value: Any) -> None:
+        unit = f" {self.unit}" if self.unit else ""
+        if self.least is not None and self.most is not None and not self.least <= value <= self.most:
+            raise ValueError(f"{name} must be in [{self.least:g}, {self.most:g}]{unit}, got {value}")
+        for bound, sign, holds in (
+            (self.least, ">=", operator.ge),
+            (self.most, "<=", operator.le),
+            (self.above, ">", operator.gt),
+            (self.below, "<", operator.lt),
+        ):
+            if bound is not None and not holds(value, bound):
+                raise ValueError(f"{name} must be {sign} {bound:g}{unit}, got {value}")
 
-COUNT = Option("", metavar="COUNT", kind=int, least=1)
+
+COUNT = Option("", metavar="COUNT", kind=int, least=1, default=MISSING)
 """A number of things, for the values that no field holds."""
 
 
@@ -187,15 +214,10 @@ class OptionSet:
     def __post_init__(self) -> None:
         """Check every value."""
         for one in fields(self):
-            option, value = one.metadata.get(_OPTION_KEY), getattr(self, one.name)
-            # None means that the option is not set, so the bounds do not hold for it.
-            if option is None or (value is None and (option.optional or one.default is None)):
-                continue
-            checked = option.checked(one.name, value)
-            if checked == () and not option.empty and one.default != ():
-                raise ValueError(f"{one.name} is empty: give at least one")
-            # The dataclass is frozen, so an ordinary assignment raises.
-            object.__setattr__(self, one.name, checked)
+            option = one.metadata.get(_OPTION_KEY)
+            if option is not None:
+                # The dataclass is frozen, so an ordinary assignment raises.
+                object.__setattr__(self, one.name, option.checked(one.name, getattr(self, one.name)))
 
 
 # --- the vocabulary --------------------------------------------------------------------------------------------------
@@ -203,7 +225,7 @@ class OptionSet:
 
 def option(help: str, default: Any = MISSING, **more: Any) -> Any:
     """Return a field for an option that no other function describes; ``more`` are attributes of :class:`Option`."""
-    return field(default=default, metadata={_OPTION_KEY: Option(help, **more)})
+    return field(default=default, metadata={_OPTION_KEY: Option(help, default=default, **more)})
 
 
 whole = partial(option, metavar="COUNT", kind=int)

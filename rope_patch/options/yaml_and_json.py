@@ -66,11 +66,7 @@ def read_value(option: Option, value: Any, where: str) -> Any:
         elif option.repeated:
             value = [value]
     try:
-        if isinstance(value, list | tuple):
-            return tuple(option.value_of(item) if isinstance(item, str) else item for item in value)
-        if isinstance(value, str):
-            return option.value_of(value)
-        return value
+        return option.value_of(value)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

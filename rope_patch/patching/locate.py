@@ -138,8 +138,7 @@ class Location:
     @cached_property
     def stated_tables(self) -> Tables:
         """The tables that the config in force describes, as the model's own class computes them."""
-        # Without its record, a location describes what the config states.
-        return _described(replace(self, record_data=None))
+        return _described(build_rotary(self.rotary_class, self.config), self.config, self.path)
 
     @cached_property
     def original(self) -> nn.Module:
@@ -383,7 +382,7 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     context: Any = getattr(config, "max_position_embeddings", None)
     try:
         # Of a module that was just built: the model's own may be rounded, on another device or on none.
-        tables = _described(location)
+        tables = _described(location.rebuilt, config, location.path)
         for kind, buffer in original_tables(location.rebuilt).items():
             _check_kind(location, tables[kind], buffer.float())
     except Exception as error:
@@ -406,11 +405,10 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     return tables, tuple(warnings)
 
 
-def _described(location: Location) -> dict[str | None, RotaryTable]:
-    """Return the tables of a module that was built from the base config, with what that config says about them."""
-    config: Any = location.base_config
-    context: Any = getattr(config, "max_position_embeddings", None)
-    module, tables = location.rebuilt, {}
+def _described(module: nn.Module, config: Any, path: str) -> dict[str | None, RotaryTable]:
+    """Return the tables of a module that was built from a config, with what that config says about them."""
+    context: Any = getattr(config, "max_position_embeddings", None)  # the caller checks it
+    tables = {}
     for kind, buffer in original_tables(module).items():
         encoding = encoding_of(config, kind)
         tables[kind] = RotaryTable(
@@ -418,10 +416,10 @@ def _described(location: Location) -> dict[str | None, RotaryTable]:
             attention_scaling=scaling_of(module, kind),
             rope_theta=float(encoding["rope_theta"]),
             rope_type=_rope_type(module, kind, encoding),
-            max_position_embeddings=context,  # the caller checks it
+            max_position_embeddings=context,
             original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
             layer_type=kind,
-            path=location.path,
+            path=path,
             rope_parameters=encoding,
             other_keys=other_keys(encoding),
         )

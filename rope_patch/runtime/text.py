@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import operator
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -18,23 +16,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def printable(text: str) -> str:
     """Return a text without control characters, with which a file could deceive who reads it on a terminal."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
-
-
-def check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a number is within bounds: least, most, above and below, with its unit in the message."""
-    unit = f" {bounds['unit']}" if bounds.get("unit") else ""
-    least, most = bounds.get("least"), bounds.get("most")
-    if None not in (least, most) and not least <= value <= most:
-        raise ValueError(f"{name} must be in [{least:g}, {most:g}]{unit}, got {value}")
-    for key, sign, holds in (
-        ("least", ">=", operator.ge),
-        ("most", "<=", operator.le),
-        ("above", ">", operator.gt),
-        ("below", "<", operator.lt),
-    ):
-        bound = bounds.get(key)
-        if bound is not None and not holds(value, bound):
-            raise ValueError(f"{name} must be {sign} {bound:g}{unit}, got {value}")
 
 
 LARGEST_LENGTH = 10**12

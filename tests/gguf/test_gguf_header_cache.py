@@ -7,7 +7,7 @@ import threading
 
 import gguf
 import pytest
-from support.gguf_files import write_toy
+from support.gguf_files import gguf_of, write_toy
 from support.prompting import TOKENIZER
 from support.tiny import tiny_model
 
@@ -63,7 +63,7 @@ def test_a_file_that_changed_is_read_again(tmp_path):
     path = tmp_path / "m.gguf"
     with cached_headers(path):
         for text in ("first", "second"):
-            write_gguf(path, [Key.of("a", text)], [], overwrite=True)
+            write_gguf(gguf_of([Key.of("a", text)]), path, overwrite=True)
             assert gguf.GGUFReader(path).fields["a"].contents() == text
         state = path.stat()
         path.write_bytes(path.read_bytes().replace(b"a\x08", b"b\x08"))  # in place, with the times of the old one

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 import rope_patch
-from rope_patch.gguf.file import Key, Piece, open_gguf, write_gguf
+from rope_patch.gguf.file import GGUFFile, Key, Piece, open_gguf, write_gguf
 from support.tiny import tiny_model
 
 
@@ -110,6 +110,11 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
+def gguf_of(keys: Any, pieces: Any = (), alignment: int = 32) -> GGUFFile:
+    """Return a file of keys and tensors that is not written yet."""
+    return GGUFFile(Path(), {key.name: key for key in keys}, tuple(pieces), alignment)
+
+
 def rewritten(path: Path, out: Path, keys: Any = None, pieces: Any = None) -> Path:
     """Write a copy of a GGUF file with other keys or tensors.
 
@@ -120,8 +125,8 @@ def rewritten(path: Path, out: Path, keys: Any = None, pieces: Any = None) -> Pa
         pieces: tensors in place of those of the file; None keeps them.
     """
     reader = open_gguf(path)
-    keys = {key.name: key for key in [*reader.keys.values(), *(keys or [])]}
-    return write_gguf(out, list(keys.values()), list(reader.pieces) if pieces is None else pieces, overwrite=True)
+    keys = [*reader.keys.values(), *(keys or [])]
+    return write_gguf(gguf_of(keys, reader.pieces if pieces is None else pieces), out, overwrite=True)
 
 
 def quantized(path: Path, out: Path, kind: str) -> Path:
@@ -139,4 +144,4 @@ def stated(path: Path, architecture: str, **values: Any) -> Path:
     """Write a file with the metadata of an architecture and no layers; ``values`` of any kind replace the defaults."""
     numbers = {"embedding_length": 64, "attention.head_count": 4, "context_length": 64, **values}
     keys = [Key.of(f"{architecture}.{name}", value) for name, value in numbers.items()]
-    return write_gguf(path, [Key.of("general.architecture", architecture), *keys], [])
+    return write_gguf(gguf_of([Key.of("general.architecture", architecture), *keys]), path)
