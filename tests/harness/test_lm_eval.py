@@ -34,6 +34,7 @@ from support.commands import invoke
 from support.largest import Largest
 from support.patches import edit_json, lora
 from support.prompting import TOKENIZER
+from support.scored import spy_ids
 from support.subsets import covering
 from support.task_index import TASKS, build, our_tasks
 from tokenizers import normalizers
@@ -332,6 +333,14 @@ def test_nan_is_named():
     model._loglikelihood_tokens([(None, [0, 4, 5], [6, 7, 8])])
     with pytest.raises(ValueError, match="NaN for token 3 of a request of 6 tokens"):  # masked, 0 x NaN is NaN too
         model._loglikelihood_tokens([(None, [0, 4, 5], [6, 74, 8])])
+
+
+def test_a_question_is_read_once_for_all_its_answers_of_one_token():
+    model = lm(batch_size=4)
+    with spy_ids(model.model) as read:
+        answers = model._loglikelihood_tokens([(None, [0, 4, 5], [token]) for token in (6, 7, 6)])
+    assert sum(ids.numel() for ids in read) == 3
+    assert answers[0] == answers[2] != answers[1]
 
 
 def test_answers_of_another_model_are_not_reused(tmp_path):
