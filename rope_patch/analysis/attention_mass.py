@@ -148,11 +148,9 @@ def _attend(
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} attends with {name}: this pass knows logits of q·k alone")
-    current: _Pass | None = attention_state(module)
     heads, tokens, head_dim = query.shape[1:]  # without the dimension of rows, which are read one at a time
-    sums = None
-    if current is not None:
-        sums = current.begin_layer(module, query)
+    current: _Pass = attention_state(module)
+    sums = current.begin_layer(module, query)
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
     window = window_of(attention_mask) or tokens
@@ -174,12 +172,10 @@ def _attend(
         if softcap is not None:
             capped = softcap * torch.tanh(logits / softcap)
         weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
-        if sums is not None:
-            sums.add(start, low, window, logits, weights, distance, hidden)
+        sums.add(start, low, window, logits, weights, distance, hidden)
         attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
         out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
-    if sums is not None:
-        sums.end_row()
+    sums.end_row()
     return out, None
 
 
@@ -199,7 +195,7 @@ def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
         return out.float()
 
     original = read()
-    with attending_with(root, ATTENTION_NAME):
+    with attending_with(root, ATTENTION_NAME, _Pass(ids[None])):
         ours = read()
     allowed = STATE_TOLERANCE
     if root.dtype in (torch.float16, torch.bfloat16):
