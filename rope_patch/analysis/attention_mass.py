@@ -10,7 +10,6 @@ arXiv:2410.10781, for sinks; Olsson et al., arXiv:2209.11895, for induction (the
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_patch.analysis.heads import OFFSETS, AttentionSums, Heads
 from rope_patch.modeling.attention_probe import window_alone, window_of
 from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
-from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
+from rope_patch.modeling.temporary_modes import attending_with, attention_state, in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime import progress
 from rope_patch.runtime.captions import ranges_text
@@ -69,16 +68,12 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
     with in_eval_mode(model), progress.work(rows.numel(), reads=reads):
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
         _check_reproduced(root, decoder, rows[0, :64].to(device))
-        with attending_with(root, ATTENTION_NAME):
-            for current in (on_text, on_repeated):
+        for current in (on_text, on_repeated):
+            with attending_with(root, ATTENTION_NAME, current):
                 for number, ids in enumerate(current.rows):
                     current.row, current.layers_done = number, set()
-                    reset = _PASS.set(current)
-                    try:
-                        with progress.forward_pass(decoder, len(ids)):
-                            decoder(input_ids=ids[None].to(device), use_cache=False)
-                    finally:
-                        _PASS.reset(reset)
+                    with progress.forward_pass(decoder, len(ids)):
+                        decoder(input_ids=ids[None].to(device), use_cache=False)
                     missing = sorted(set(range(layers)) - current.layers_done)
                     if missing:
                         raise ValueError(
@@ -139,9 +134,6 @@ class _Pass:
         return self.sums[index]
 
 
-_PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -156,11 +148,9 @@ def _attend(
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} attends with {name}: this pass knows logits of q·k alone")
-    current = _PASS.get()
     heads, tokens, head_dim = query.shape[1:]  # without the dimension of rows, which are read one at a time
-    sums = None
-    if current is not None:
-        sums = current.begin_layer(module, query)
+    current: _Pass = attention_state(module)
+    sums = current.begin_layer(module, query)
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
     window = window_of(attention_mask) or tokens
@@ -182,12 +172,10 @@ def _attend(
         if softcap is not None:
             capped = softcap * torch.tanh(logits / softcap)
         weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
-        if sums is not None:
-            sums.add(start, low, window, logits, weights, distance, hidden)
+        sums.add(start, low, window, logits, weights, distance, hidden)
         attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
         out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
-    if sums is not None:
-        sums.end_row()
+    sums.end_row()
     return out, None
 
 
@@ -207,7 +195,7 @@ def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
         return out.float()
 
     original = read()
-    with attending_with(root, ATTENTION_NAME):
+    with attending_with(root, ATTENTION_NAME, _Pass(ids[None])):
         ours = read()
     allowed = STATE_TOLERANCE
     if root.dtype in (torch.float16, torch.bfloat16):

@@ -42,7 +42,7 @@ from rope_patch.runtime.result_cache import finite
 from rope_patch.tables import RotaryTable
 
 # The version of the layout of comparison.json: raise it when a field changes.
-SCHEMA = 5
+SCHEMA = 6
 UNPATCHED = "default"
 """The method string of the model as it is."""
 InPlace = Callable[[], AbstractContextManager[tuple[RotaryTable, ...]]]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy
 import torch
 from accelerate import find_executable_batch_size
 from lm_eval.models.huggingface import HFLM
@@ -16,7 +14,7 @@ from tqdm import tqdm
 
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
-from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
+from rope_patch.modeling.scoring import Reader
 
 
 class AnsweringLM(HFLM):  # type: ignore[misc]
@@ -60,9 +58,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         for _, context, continuation in requests:  # before any of them is read
             if len(context) + len(continuation) - 1 > self.max_length:
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
-        answers: list[tuple[float, bool] | None] = [None] * len(requests)
-        # A dynamic table differs from length to length, so that only texts of one length are read together.
-        rows = group_requests(requests, of_one_length=self.reader.dynamic)
+        answers: dict[int, tuple[float, bool]] = {}
+        rows = group_requests(requests)
         hidden = disable_tqdm or self.rank != 0
         # HFLM asks for the windows of rolling requests batch by batch, with a bar for each.
         leave = override_bs is None
@@ -73,7 +70,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                     if (texts := requests[i][0]) is not None:  # of a rolling window, HFLM itself stores the whole
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update()
-        return [answer for answer in answers if answer is not None]
+        return [answers[i] for i in range(len(requests))]
 
     def _new_cache(self, tokens: int) -> Any:
         """Return a cache for rows of so many tokens; None if a pass reads whole rows, which needs no cache."""
@@ -87,28 +84,30 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def _score(self, batch: Sequence[RequestRow]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Score rows side by side; padding on the right is never seen by what stands before it."""
         reader = self.reader
-        ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True)
-        scored = [row.targets() for row in batch]
-        for tokens in (ids, *(targets for _, targets, _ in scored)):
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.ids) for row in batch], batch_first=True)
+        asked = [(row, request) for row, of_row in enumerate(batch) for request in of_row.asked]
+        for tokens in (ids, *(continuation for _, (_, _, continuation) in asked)):
             check_ids(tokens, reader.vocabulary)
-        nll = [torch.full((len(states),), math.nan, dtype=torch.float64) for states, _, _ in scored]
-        right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in scored]
+        nll = [torch.full((len(continuation),), math.nan, dtype=torch.float64) for _, (_, _, continuation) in asked]
+        best = [torch.empty_like(continuation) for _, (_, _, continuation) in asked]
         past = self._new_cache(ids.shape[1])
         with self._autocast():
             for start, hidden in reader.read(ids, past, self.chunk):
-                for i, (states, targets, _) in enumerate(scored):
-                    # The states are sorted, so those of a chunk are neighbours.
-                    low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
-                    for first in range(low, high, LOGITS_AT_ONCE):  # no copy of all states
-                        at = slice(first, min(first + LOGITS_AT_ONCE, high))
-                        nll[i][at], best = reader.score(hidden[i, states[at] - start], targets[at])
-                        right[i][at] = best == targets[at]
-        for row, (states, _, parts), losses, hits in zip(batch, scored, nll, right, strict=True):
+                for i, (row, (_, context, continuation)) in enumerate(asked):
+                    # The state at position p scores the token at p + 1.
+                    scored = context - 1
+                    low, high = max(start, scored), min(start + hidden.shape[1], scored + len(continuation))
+                    if low < high:
+                        at = slice(low - scored, high - scored)
+                        nll[i][at], best[i][at] = reader.score(
+                            hidden[row, low - start : high - start], continuation[at]
+                        )
+        for (_, (number, context, continuation)), losses, tokens in zip(asked, nll, best, strict=True):
             if bool(losses.isnan().any()):
-                at_token = 1 + int(states[losses.isnan()][0])
-                raise ValueError(f"the model gives NaN for token {at_token} of a request of {len(row.ids) + 1} tokens")
-            for (number, _, _), own in zip(row.asked, parts, strict=True):
-                yield number, (-float(losses[own].sum()), bool(hits[own].all()))
+                at_token = context + int(losses.isnan().nonzero()[0])
+                total = context + len(continuation)
+                raise ValueError(f"the model gives NaN for token {at_token} of a request of {total} tokens")
+            yield number, (-float(losses.sum()), bool((tokens == continuation).all()))
 
     def _batches(self, rows: list[RequestRow], size: int | str) -> Iterator[list[RequestRow]]:
         """Cut rows, longest first, into batches; ``auto`` fits the first and gives the others as many tokens."""
@@ -181,53 +180,28 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
 # --- log-likelihood requests as rows of tokens
 
 
-@dataclass(frozen=True, eq=False)
-class RequestRow:
-    """Requests that begin one another: the longest is read, and with it all of them.
+class RequestRow(NamedTuple):
+    """Requests of which the same tokens are read, such as the answers of one token to a question.
 
     Attributes:
-        ids: (tokens,) int64, the tokens that are read: all but the last one of the longest request.
+        ids: the tokens that are read: all but the last one of each request.
         asked: the number of each request, with the number of tokens of its context and the tokens of its continuation.
     """
 
-    ids: Tensor
-    asked: list[tuple[int, int, Sequence[int]]]
-
-    def targets(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return the states and the tokens that they score, each pair once and in order, and each request's pairs."""
-        pairs = [
-            torch.stack([torch.arange(context - 1, context - 1 + len(rest)), torch.tensor(rest)], 1)
-            for _, context, rest in self.asked
-        ]
-        unique, where = torch.unique(torch.cat(pairs), dim=0, return_inverse=True)
-        return unique[:, 0].contiguous(), unique[:, 1], where.split([len(rest) for _, _, rest in self.asked])
+    ids: tuple[int, ...]
+    asked: list[tuple[int, int, Tensor]]
 
 
-def group_requests(requests: Sequence[tuple[Any, list[int], list[int]]], *, of_one_length: bool) -> list[RequestRow]:
+def group_requests(requests: Sequence[tuple[Any, list[int], list[int]]]) -> list[RequestRow]:
     """Return requests in rows, the longest first.
 
     Args:
         requests: the requests: each one's texts or None, the tokens of its context, and those of its continuation.
-        of_one_length: whether only requests of one length share a row.
     """
-    texts = []
+    rows: dict[tuple[int, ...], RequestRow] = {}
     for i, (_, context, continuation) in enumerate(requests):
         if not context or not continuation:
             raise ValueError(f"request {i} has {len(context)} tokens of context and {len(continuation)} to score")
-        # Big-endian bytes sort as the numbers do, so that texts which begin alike become neighbours.
-        ids = numpy.array([*context, *continuation[:-1]], dtype=">i4").tobytes()
-        texts.append((len(ids) if of_one_length else 0, ids, i))
-    rows: list[tuple[int, bytes, list[int]]] = []
-    # In reverse order a text follows the longer ones that begin with it.
-    for length, ids, i in sorted(texts, reverse=True):
-        if not rows or rows[-1][0] != length or not rows[-1][1].startswith(ids):
-            rows.append((length, ids, []))
-        rows[-1][2].append(i)
-    rows.sort(key=lambda row: (-len(row[1]), row[1]))
-    return [
-        RequestRow(
-            torch.from_numpy(numpy.frombuffer(ids, dtype=">i4").astype(numpy.int64)),
-            [(i, len(requests[i][1]), requests[i][2]) for i in sorted(numbers)],
-        )
-        for _, ids, numbers in rows
-    ]
+        ids = (*context, *continuation[:-1])
+        rows.setdefault(ids, RequestRow(ids, [])).asked.append((i, len(context), torch.tensor(continuation)))
+    return sorted(rows.values(), key=lambda row: -len(row.ids))

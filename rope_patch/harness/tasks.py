@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import functools
-import itertools
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +13,14 @@ from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
 from rope_patch.evaluation.retrieval.chat_template import turns_of
-from rope_patch.evaluation.retrieval.prompts import PromptMaker, words_and_sizes
+from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import text_digest, whole_text
+from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.options.fields import COUNT
 
-TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows")
+TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "windows")
 """What ``--metadata`` may set."""
-SPARE_TOKENS = 256
-"""Tokens left at the end of a text, so that its last window is cut at a word, too [tokens]."""
 
 Documents = list[dict[str, Any]]
 """Rows of the data set of a task, for one length."""
@@ -38,8 +32,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
     As in lm-eval's RULER tasks, the score of a length is a metric named after it. A length that is not run has no
     score, where RULER's tasks have -1, so that lm-eval's own aggregation and its standard errors serve.
 
-    lm-eval has one ``max_gen_toks`` per task; here as many tokens are generated as each answer has. Its request cache
-    goes by the task's name alone, and would give the prompts of other ``--metadata``; here it knows the documents.
+    lm-eval has one ``max_gen_toks`` per task; here as many tokens are generated as each answer has.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -77,9 +70,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
     def fewshot_context(self, doc: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the prompt of a document. That of a chat has its template already, which its length counts."""
-        if "prompt" in doc:
-            return doc["prompt"]
-        return super().fewshot_context(doc, *args, **kwargs)
+        return doc["prompt"]
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
         """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
@@ -93,25 +84,20 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         scores, metrics = super().process_results(doc, results), self.aggregation()
         return {metric: score for metric, score in scores.items() if metric in metrics}
 
-    def build_all_requests(self, *, tokenizer_name: str = "", samples: Any = None, **kwargs: Any) -> None:
-        """Make the requests, or take them from lm-eval's cache when they are those of the same documents.
+    def build_all_requests(self, **kwargs: Any) -> None:
+        """Make the requests, always anew: lm-eval's cache of them would give those of other ``--metadata``.
 
         Raises:
             ValueError: a system prompt or examples before prompts that have exactly the length that is asked for.
         """
-        if self.OUTPUT_TYPE == "generate_until":
-            if kwargs.get("system_instruction") or self.config.num_fewshot:
-                raise ValueError(
-                    f"the prompts of {self.config.task} have exactly the length that is asked for: leave "
-                    "--system_instruction and --num_fewshot out"
-                )
-            if kwargs.get("apply_chat_template"):
-                self._make_documents(turns=turns_of(kwargs["chat_template"]))
-        settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples]
-        # lm-eval's cache of requests goes by the names of task and tokenizer: the digest makes it go by the documents
-        # too.
-        digest = text_digest(json.dumps(settings, sort_keys=True))
-        super().build_all_requests(tokenizer_name=f"{tokenizer_name}-{digest[:16]}", samples=samples, **kwargs)
+        if kwargs.get("system_instruction") or self.config.num_fewshot:
+            raise ValueError(
+                f"the prompts of {self.config.task} have exactly the length that is asked for: leave "
+                "--system_instruction and --num_fewshot out"
+            )
+        if kwargs.get("apply_chat_template"):
+            self._make_documents(turns=turns_of(kwargs["chat_template"]))
+        super().build_all_requests(**{**kwargs, "cache_requests": False})
 
 
 # --- documents -------------------------------------------------------------------------------------------------------
@@ -165,75 +151,33 @@ def retrieval_documents(
     return rows
 
 
-def perplexity_documents(
-    *, length: int, windows: int | None, stride: int | None, text: str | None, **rest: Any
-) -> Documents:
-    """Cut a text into windows whose last tokens are scored: context and continuation, both of whole words.
+def perplexity_documents(*, length: int, windows: int | None, text: str | None, **rest: Any) -> Documents:
+    """Return windows that are spread evenly over a text, each of which is scored as a whole.
 
-    Windows are spread evenly over the text, so that they speak of all of it. Each continuation holds about ``stride``
-    tokens, and begins where the one before ended or later; its context is what stands before it, so that both have at
-    most ``length`` tokens. A context ends in a word, never in a space, and its tokens are a prefix of those of the
-    whole: nothing depends on how a program puts the two together.
+    The prompt of each is empty: lm-eval then puts one special token in front of the window, and scores all others.
 
     Args:
-        length: the length of context and continuation together, special tokens included [tokens].
-        windows: the number of windows; by default as many as have 128k tokens, at most 32.
-        stride: the approximate length of a continuation; half of ``length`` by default [tokens].
+        length: the length of a window, with the special token in front [tokens].
+        windows: the number of windows; by default 16, or as many as the text has room for.
         text: the path of a file or folder; the built-in held-out text by default.
         **rest: further metadata, among them the arguments of the model, which name the tokenizer.
 
     Raises:
-        ValueError: there is no tokenizer, an option is bad, or the text is too short or has too few spaces.
+        ValueError: there is no tokenizer, an option is bad, or the text is too short.
     """
     refuse_misspelled(rest)
-    if stride is None:
-        stride = length // 2
-    if windows is None:
-        windows = max(1, min(32, 131072 // length))
-    COUNT.checked("windows", windows)
-    replace(COUNT, most=length - 1).checked("stride", stride)
-    tokenizer, prefix = load_tokenizer(tokenizer_arguments(rest))
+    if windows is not None:
+        COUNT.checked("windows", windows)
+    tokenizer, _ = load_tokenizer(tokenizer_arguments(rest))
     source: Any = builtin_text("heldout") if text is None else Path(text).expanduser()
-    words, sizes = words_and_sizes(tokenizer, whole_text(source))
-    tokens_before = [0, *itertools.accumulate(sizes)]
-
-    def tokens(low: int, high: int) -> list[int]:
-        part = "".join(words[low:high]).lstrip()
-        return [*prefix, *tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
-
-    room = length - stride - len(prefix)  # for the context
-    # The least distance between two continuations.
-    spacing = max(0, tokens_before[-1] - length - SPARE_TOKENS) / max(1, windows - 1)
-    rows: list[dict[str, Any]] = []
-    middle = max(1, bisect.bisect_right(tokens_before, room) - 1)
-    while len(rows) < windows:
-        begin = min(bisect.bisect_left(tokens_before, tokens_before[middle] - room), middle - 1)
-        # Real tokens are counted, since those up to each word are an estimate.
-        last = min(begin + length, len(words))
-        end = bisect.bisect_right(range(last + 1), length, middle, key=lambda end: len(tokens(begin, end))) - 1
-        if end == len(words):
-            raise ValueError(
-                f"{windows} windows of {length} tokens every {stride} need about {length + (windows - 1) * stride} "
-                f"tokens, the text holds {tokens_before[-1]}: give --metadata windows= (fewer) or text= (a longer one)"
-            )
-        if end <= middle:
-            raise ValueError(f"no word boundary within {stride} tokens: give --metadata stride= (more)")
-        whole, context = tokens(begin, end), tokens(begin, middle)
-        if whole[: len(context)] != context:  # this tokenizer joins what stands on both sides: cut a word later
-            middle += 1
-            continue
-        continuation = "".join(words[middle:end])
-        rows.append(
-            {
-                "context": "".join(words[begin:middle]).lstrip(),
-                "continuation": continuation,
-                "context_tokens": len(context),
-                "tokens": len(whole) - len(context),
-                "words": end - middle,
-                "bytes": len(continuation.encode("utf-8", "surrogatepass")),
-            }
-        )
-        middle = max(end, bisect.bisect_right(tokens_before, room + len(rows) * spacing) - 1)
+    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
+    rows = []
+    for window in spread_windows(tokenizer, source, length, windows)[0]:
+        part = tokenizer.decode(window.ids[len(window.prefix) :])
+        # Some tokenizers put a space before a text, which may be one token more than the window had.
+        part = tokenizer.decode(encode(part)["input_ids"][: length - 1])
+        tokens = len(encode(part)["input_ids"])
+        rows.append({"prompt": "", "target": part, "tokens": tokens, "bytes": len(part.encode())})
     return rows
 
 
@@ -312,8 +256,7 @@ def recall(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     return {str(doc["length"]): sum(right) / len(right)}
 
 
-def strided_perplexity(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
-    """Return the log-likelihood with its weight, in tokens, words and bytes."""
+def perplexity(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    """Return the log-likelihood with its weight, in tokens and in bytes."""
     score, length = results[0][0], doc["length"]
-    weights = {f"{length}": "tokens", f"word_perplexity_{length}": "words", f"bits_per_byte_{length}": "bytes"}
-    return {metric: (score, doc[unit]) for metric, unit in weights.items()}
+    return {str(length): (score, doc["tokens"]), f"bits_per_byte_{length}": (score, doc["bytes"])}

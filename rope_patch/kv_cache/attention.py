@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rope_patch.kv_cache.block_rounding import at_least_float
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
-from rope_patch.modeling.temporary_modes import attending_with
+from rope_patch.modeling.temporary_modes import attending_with, attention_state
 
 ATTENTION_NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 22
@@ -42,10 +41,6 @@ class _Reading:
     end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
-_READING: WeakKeyDictionary[nn.Module, _Reading] = WeakKeyDictionary()
-"""Models that attend through :func:`attend`, by attention module: all that an attention function is given."""
-
-
 @contextlib.contextmanager
 def attending_by(run: SchemeRun, model: nn.Module) -> Iterator[None]:
     """Let a model attend through :func:`attend` by the plans of a run, within a ``with`` block.
@@ -56,13 +51,9 @@ def attending_by(run: SchemeRun, model: nn.Module) -> Iterator[None]:
         run: the run, with the plan of each layer.
         model: the model of transformers.
     """
-    modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    reading = next((_READING[module] for module in modules if module in _READING), None) or _Reading()
+    reading: _Reading = attention_state(model) or _Reading()
     if not reading.runs:
-        for module in modules:
-            _READING[module] = reading
-            reading.end.callback(_READING.pop, module, None)
-        reading.end.enter_context(attending_with(model, ATTENTION_NAME))
+        reading.end.enter_context(attending_with(model, ATTENTION_NAME, reading))
     reading.runs.append(run)
     try:
         yield
@@ -83,7 +74,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the cache of the present run, with the arguments of transformers' ``AttentionInterface``."""
-    reading = _READING.get(module)
+    reading: _Reading | None = attention_state(module)
     if reading is None:
         raise RuntimeError("attend only within rope_patch.kv_cache.quantized")
     for name in ("s_aux", "position_bias"):

@@ -11,7 +11,7 @@ from rope_patch.analysis.outliers import KeyBias, bias_sentences
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
-from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, kl_text, metric_name, verdict_of
+from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, verdict_of
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
@@ -19,7 +19,7 @@ from rope_patch.patching.record import key_of
 from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.result_cache import finite
 
-SCHEMA = 7
+SCHEMA = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,10 +191,13 @@ class KVCheck:
         for metric, span in spans_at(self.spec, length):
             moved = self.change(row, metric, span)
             if metric.name == "perplexity" or metric.verdict(moved, self.limits.tolerance) == "unsafe":
-                parts.append(f"{metric_name(metric, self.spec, span)} {change_text(metric, moved.estimate)}")
+                name = metric.name
+                if span.task and len(self.spec.tasks) > 1:
+                    name += f" of {span.task}"
+                parts.append(f"{name} {change_text(metric, moved.estimate)}")
         divergence = row.divergences[length]
         if exceeds(divergence.kl, self.limits):
-            parts.append(kl_text(divergence))
+            parts.append(f"KL {number_text(divergence.kl, 4)}")
         return ", ".join(parts)
 
     def to_json(self) -> str:

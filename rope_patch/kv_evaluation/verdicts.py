@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rope_patch.evaluation.metrics import Metric, Span, VerdictKind, change_sentence, spans_at
-from rope_patch.evaluation.number_format import number_text
+from rope_patch.evaluation.metrics import VerdictKind, spans_at
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_evaluation.attribution import Attribution
 from rope_patch.kv_evaluation.decoding import Decoding
-from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.tables import RotaryTable
 
@@ -43,13 +41,11 @@ class Verdict:
 
     Attributes:
         kind: ``"safe"``, ``"unsafe"``, or ``"undecided"`` if the intervals do not tell.
-        measured: the measurements, as text.
         idle: whether nothing was quantized, such as in a cache that fits into the residual window; the verdict is then
             undecided.
     """
 
     kind: VerdictKind
-    measured: str
     idle: bool = False
 
 
@@ -117,10 +113,9 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
         limits: the limits of what a safe format may cost.
     """
     if row is base:
-        return Verdict("safe", "full precision")
+        return Verdict("safe")
     kinds: set[VerdictKind] = set()
     divergence = row.divergences[length]
-    parts = [f"{kl_text(divergence)} nats/token"]
     for metric, span in spans_at(row.scores.spec, length):
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
         beyond_noise = metric.is_perplexity and abs(moved.estimate) > limits.loss + NOISE
@@ -128,35 +123,19 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
             kinds.add("unsafe")
         else:
             kinds.add(metric.verdict(moved, limits.tolerance))
-        parts.append(f"{metric_name(metric, row.scores.spec, span)} {change_sentence(metric, moved)}")
     decoding = row.decoding if length == max(row.divergences) else None
-    if decoding:
-        parts.append(f"while decoding KL {number_text(max(decoding.kl), 4)}")
     # Where nothing is rounded, equal scores say nothing about the format.
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
-        return Verdict("undecided", f"nothing is quantized at {length} tokens", idle=True)
+        return Verdict("undecided", idle=True)
     if exceeds(divergence.kl, limits) or (decoding and exceeds(max(decoding.kl), limits)):
         kinds.add("unsafe")
-    kind: VerdictKind = "undecided"
     if "unsafe" in kinds:
-        kind = "unsafe"
-    elif kinds == {"safe"}:
-        kind = "safe"
-    return Verdict(kind, ", ".join(parts))
+        return Verdict("unsafe")
+    if kinds == {"safe"}:
+        return Verdict("safe")
+    return Verdict("undecided")
 
 
 def exceeds(kl: float, limits: Limits) -> bool:
     """Tell whether a KL is larger than the limits allow, or NaN."""
     return not kl <= limits.loss
-
-
-def kl_text(divergence: Divergence) -> str:
-    """Return KL as text, without its unit."""
-    return f"KL {number_text(divergence.kl, 4)}"
-
-
-def metric_name(metric: Metric, spec: EvalSpec, span: Span) -> str:
-    """Return the name of a metric, with the task if a spec has several tasks."""
-    if span.task and len(spec.tasks) > 1:
-        return f"{metric.name} of {span.task}"
-    return metric.name

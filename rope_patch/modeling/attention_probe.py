@@ -8,7 +8,6 @@ the queries, keys and values.
 from __future__ import annotations
 
 import contextlib
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from rope_patch.modeling.temporary_modes import attending_with
+from rope_patch.modeling.temporary_modes import attending_with, attention_state
 from rope_patch.patching.locate import device_of
 
 ATTENTION_NAME = "rope_patch_probe"
@@ -57,22 +56,17 @@ class _Recording:
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
 
 
-_RECORDING: ContextVar[_Recording | None] = ContextVar("_RECORDING", default=None)
-
-
 def _record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend causally, and record the states: (rows, heads, tokens, head_dim) each."""
-    # The function is registered for the whole process, so other threads may call it, without a recording.
-    recording = _RECORDING.get()
-    if recording is not None:
-        states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
-        names = {child: name for name, child in module.named_children()}
-        outputs = [(names[child], child, output) for child, output in recording.outputs.items() if child in names]
-        index = int(getattr(module, "layer_idx", len(recording.calls)))
-        recording.calls.append(AttentionCall(index, module, states, kwargs, window_of(attention_mask), outputs))
-        recording.outputs.clear()
+    recording: _Recording = attention_state(module)
+    states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
+    names = {child: name for name, child in module.named_children()}
+    outputs = [(names[child], child, output) for child, output in recording.outputs.items() if child in names]
+    index = int(getattr(module, "layer_idx", len(recording.calls)))
+    recording.calls.append(AttentionCall(index, module, states, kwargs, window_of(attention_mask), outputs))
+    recording.outputs.clear()
     out = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True, scale=kwargs.get("scaling")
     )
@@ -125,7 +119,6 @@ def record_attention(model: PreTrainedModel, decoder: nn.Module, ids: Tensor, po
     with contextlib.ExitStack() as stack:
         for module in decoder.modules():
             stack.callback(module.register_forward_hook(note).remove)
-        stack.enter_context(attending_with(model, ATTENTION_NAME))
-        stack.callback(_RECORDING.reset, _RECORDING.set(recording))
+        stack.enter_context(attending_with(model, ATTENTION_NAME, recording))
         decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
     return recording.calls

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,8 +33,17 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
+_STATES: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""What attention functions work with, by the modules of the model: a module is all that they are given."""
+
+
+def attention_state(module: nn.Module) -> Any:
+    """Return the state that :func:`attending_with` hands to the attention function of a module; None without one."""
+    return _STATES.get(module)
+
+
 @contextlib.contextmanager
-def attending_with(model: nn.Module, name: str, *, instead_of: str | None = None) -> Iterator[None]:
+def attending_with(model: nn.Module, name: str, state: Any = None, *, instead_of: str | None = None) -> Iterator[None]:
     """Let the parts of a model attend through a registered function within a ``with`` block.
 
     Meanwhile the model must not be used by another thread.
@@ -41,12 +51,15 @@ def attending_with(model: nn.Module, name: str, *, instead_of: str | None = None
     Args:
         model: a model of transformers, or a model around one.
         name: name of the attention function in transformers' ``AttentionInterface``.
+        state: the object that the function finds by :func:`attention_state`; None leaves that of an outer block.
         instead_of: name of the function that is replaced; parts with another one keep it. By default any is replaced.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     configs = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
     chosen = [config for config in configs.values() if instead_of in (None, config._attn_implementation)]
     before = [config._attn_implementation_internal for config in chosen]
+    outer = [] if state is None else [(module, _STATES.get(module)) for module in model.modules()]
+    _STATES.update((module, state) for module, _ in outer)
     # The internal attribute is set, since the setter of the public one changes nested configs, too.
     for config in chosen:
         config._attn_implementation_internal = name
@@ -55,3 +68,4 @@ def attending_with(model: nn.Module, name: str, *, instead_of: str | None = None
     finally:
         for config, old in zip(chosen, before, strict=True):
             config._attn_implementation_internal = old
+        _STATES.update(outer)

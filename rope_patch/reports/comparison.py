@@ -35,7 +35,7 @@ from rope_patch.reports.page import (
     short_names,
 )
 from rope_patch.reports.plots import base as plots
-from rope_patch.runtime.captions import count_text, names_text
+from rope_patch.runtime.captions import count_text, names_text, windows_text
 
 EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right answer (exact match)"
 """The sentence by which reports explain retrieval, without a full stop, because a sentence may continue it."""
@@ -279,24 +279,32 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("Methods", ", ".join(row.label for row in comparison.rows)),
         ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
     ]
+    source = comparison.text_name
+    if comparison.python_version:
+        source += f", of the files of Python {comparison.python_version}"
+    return [*facts, *scores_facts(scores, source, comparison.text)]
+
+
+def scores_facts(scores: EvalResult, text_name: str, text_sha256: str) -> list[tuple[str, str]]:
+    """Return which text was read and how, and which prompts were asked, in what text and in which form.
+
+    Args:
+        scores: the scores of any of the models that were measured alike.
+        text_name: the name of the text.
+        text_sha256: the digest of the text.
+    """
+    facts = []
     if scores.perplexity is not None:
         score = scores.perplexity
-        windows = count_text(score.windows, "window")
-        chunk = "in one pass" if score.chunk >= score.window else f"in passes of {score.chunk} tokens"
-        source = comparison.text_name
-        if comparison.python_version:
-            source += f", of the files of Python {comparison.python_version}"
-        facts.append(("Text", f"{source}; SHA-256 {comparison.text[:16]}…"))
-        read = f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride}"
+        chunk = "in one pass"
+        if score.chunk < score.window:
+            chunk = f"in passes of {score.chunk} tokens"
+        read = f"{windows_text(score.windows, score.window)}, read {chunk}"
+        facts.append(("Text", f"{text_name}; SHA-256 {text_sha256[:16]}…"))
         facts.append(("Perplexity", f"{read}; {score.tokens} tokens scored"))
-    return [*facts, *retrieval_facts(scores)]
-
-
-def retrieval_facts(scores: EvalResult) -> list[tuple[str, str]]:
-    """Return which prompts were asked, in what text and in which form; nothing if there was no task."""
     spec = scores.spec
     if not spec.tasks:
-        return []
+        return facts
     retrieval = next(iter(scores.retrieval.values()))
     tasks = ", ".join(spec.tasks)
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
@@ -305,6 +313,7 @@ def retrieval_facts(scores: EvalResult) -> list[tuple[str, str]]:
     form = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
     special = ", ".join(map(str, retrieval.prefix)) or "none"
     return [
+        *facts,
         ("Retrieval", f"{tasks}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"),
         ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {form}"),
         ("Special tokens", f"ids in front of each window and prompt: {special}"),

@@ -16,7 +16,7 @@ from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
 from rope_patch.reports import page as pages
-from rope_patch.reports.comparison import answers, change_cell, retrieval_facts
+from rope_patch.reports.comparison import answers, change_cell, scores_facts
 from rope_patch.reports.page import (
     INTERVALS,
     Cell,
@@ -198,20 +198,12 @@ def _how(check: KVCheck) -> Section:
 
 def _facts(check: KVCheck) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
-    spec = check.spec
-    scores = check.rows[0].scores
-    chunk = "in one pass"
-    if spec.chunk is not None and spec.chunk < spec.longest:
-        chunk = f"in passes of {spec.chunk} tokens"
-    tokens = scores.perplexity.tokens if scores.perplexity else 0
     tables = [f"{method}: {kind} {mark}" for method, own in check.tables.items() for kind, mark in own.items()]
     return [
         ("Model", check.model),
         ("Methods", ", ".join(check.meant(method) for method in check.methods)),
         ("Tables", "; ".join(tables)),
-        ("Text", f"{check.text}; SHA-256 {check.digest[:16]}…"),
-        ("Perplexity", f"{windows_text(check.windows, spec.longest)}, read {chunk}; {tokens} tokens scored"),
-        *retrieval_facts(scores),
+        *scores_facts(check.rows[0].scores, check.text, check.digest),
     ]
 
 

@@ -45,6 +45,7 @@ from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads,
 from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, SINKS_PER_HEAD, Heads
 from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric
+from rope_patch.modeling.temporary_modes import attention_state
 from rope_patch.runtime.progress import listen
 
 MORE = {
@@ -285,7 +286,7 @@ def test_the_model_is_left_as_it_was(implementation):
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
     assert model.config._attn_implementation == implementation
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-    assert attention_mass._PASS.get() is None
+    assert attention_state(model.model.layers[0].self_attn) is None
 
 
 # --- memory

@@ -200,23 +200,6 @@ def test_buckets_hold_their_positions_and_no_others():
     assert (whole.start, whole.stop, whole.tokens, whole.nll) == (0, 40, result.tokens, result.nll)
 
 
-def test_standard_errors_by_hand():
-    model, rows = bold_model(), ids(40, batch=5)
-    losses = naive(model, rows).double()
-    result = perplexity(model, rows, buckets=(0, 10, 40))
-    found = [result.stderr, *(bucket.stderr for bucket in result.buckets)]
-    for stderr, part in zip(found, (losses, losses[:, :9], losses[:, 9:]), strict=True):
-        means = [statistics.fmean(row) for row in part.tolist()]
-        middle = sum(means) / 5
-        by_hand = math.sqrt(sum((m - middle) ** 2 for m in means) / 4) / math.sqrt(5)  # n - 1 = 4
-        assert stderr == pytest.approx(by_hand, abs=1e-6)
-    assert perplexity(model, rows[:1]).stderr is None
-    # Of overlapping windows only the first scores its early positions: one window, no error of a mean.
-    early, late = perplexity(model, rows[0], window=16, stride=4, buckets=(0, 12, 16)).buckets
-    assert early.tokens == 11 and early.stderr is None
-    assert late.tokens == 4 * 7 and late.stderr > 0  # windows start at 0, 4, … 24
-
-
 @pytest.mark.parametrize("mode", [True, False])
 def test_no_gradient_is_kept_and_nothing_is_left_behind(mode):
     model, rows = bold_model().train(mode), ids(20)
@@ -309,9 +292,6 @@ def test_documents_are_scored_whole_each_with_its_own_sum(batch, chunk):
     assert [d.bytes for d in result.documents] == sizes[:3]
     assert result.nll == pytest.approx(sum(sums) / result.tokens, abs=1e-6)
     assert result.bits_per_byte == pytest.approx(sum(sums) / math.log(2) / sum(sizes))
-    # The ratio estimator's error over documents of unequal length.
-    spread = sum((total - result.nll * len(scored)) ** 2 for total, scored in zip(sums, expected, strict=True))
-    assert result.stderr == pytest.approx(math.sqrt(spread * 3 / 2) / result.tokens, rel=1e-4)
 
 
 def test_without_a_first_token_the_bytes_of_what_is_not_predicted_are_not_counted():

@@ -159,7 +159,6 @@ def test_a_metric_that_is_entered_has_a_say_in_the_verdict(worst_window):
     base, worse = by_hand("none", BASE), by_hand("s", off(0.01, 0.011, 0.009, 0.01))
     verdict = verdict_of(worse, base, 8, Limits())
     assert verdict.kind == "unsafe", "one per cent of perplexity is tolerated, but this metric tolerates nothing"
-    assert "worst_window" in verdict.measured
 
 
 SMALL = EvalSpec([64], depths=[0.5], samples=1, windows=1)

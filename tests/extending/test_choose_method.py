@@ -34,10 +34,10 @@ def row(method, within=2.0, end=2.0, right=(20, 20), spread=0.0, trained=False, 
         )
         documents.append(DocumentScore(f"w{i}", tuple(sizes), nll, sum(sizes), sum(nll), None))
     buckets = tuple(
-        Bucket(start, stop, 10 * n, within if stop <= TRAINED else end, 0.1)
+        Bucket(start, stop, 10 * n, within if stop <= TRAINED else end)
         for start, stop, n in zip(EDGES[:-1], EDGES[1:], sizes, strict=True)
     )
-    text = PerplexityResult(within, 0.1, 310, None, 10, 32, 32, 32, buckets, tuple(documents))
+    text = PerplexityResult(within, 310, None, 10, 32, 32, 32, buckets, tuple(documents))
 
     def samples(hits):
         return tuple(answered("1", "1", i < hits, -0.1 if i < hits else wrong - 0.1 * i) for i in range(prompts))

@@ -28,7 +28,7 @@ def test_the_bar_counts_requests_in_the_first_process_alone(rank, monkeypatch):
     monkeypatch.setattr("rope_patch.harness.answering_model.tqdm", Recorded)
     model = RopePatchLM(pretrained=bold(max_position_embeddings=256), tokenizer=TOKENIZER, device="cpu")
     model._rank, model._world_size = rank, 2  # as HFLM numbers them
-    # They begin one another, and are read together.
+    # Two of them have one context, and the third reads more of it.
     asked = [("short", " text"), ("short text", " and"), ("short", " text and")]
     model.loglikelihood([instance("loglikelihood", {}, pair) for pair in asked])
     done = 0 if rank else 3  # tqdm does not count what it does not show

@@ -91,13 +91,7 @@ def test_figures_stand_beside_the_page_as_png_and_those_of_an_earlier_page_go(tm
     assert not (tmp_path / "empty-figures").exists()
 
 
-def test_a_method_has_one_colour_whatever_stands_beside_it():
-    few, many = line_styles(["default", "yarn:factor=4"]), line_styles(["mine", "p_rope:p=0.5", "yarn", "default", "x"])
-    assert few["default"] == many["default"] and few["yarn:factor=4"] == many["yarn"]
-    assert len({style["color"] for style in many.values()}) == 5
-    factors = line_styles(["yarn:factor=2", "yarn:factor=4"])
-    assert len({style["color"] for style in factors.values()}) == 1
-    assert len({style["linestyle"] for style in factors.values()}) == 2
+def test_lines_of_many_names_differ():
     numbered = line_styles([f"format {i}" for i in range(20)]).values()
     assert len({(style["color"], style["linestyle"]) for style in numbered}) == 20
 

@@ -62,13 +62,12 @@ def perplexity_of(losses, edges):
     sums = [tuple(n * loss for n, loss in zip(sizes, window, strict=True)) for window in losses]
     documents = tuple(DocumentScore(f"w{i}", sizes, each, sum(sizes), sum(each), None) for i, each in enumerate(sums))
     buckets = tuple(
-        Bucket(start, stop, n * len(losses), statistics.fmean(column), 0.1)
+        Bucket(start, stop, n * len(losses), statistics.fmean(column))
         for (start, stop), n, column in zip(itertools.pairwise(edges), sizes, zip(*losses, strict=True), strict=True)
     )
     tokens, length = sum(sizes) * len(losses), edges[-1]
     return PerplexityResult(
         nll=sum(map(sum, sums)) / tokens,
-        stderr=0.1,
         tokens=tokens,
         bits_per_byte=None,
         windows=len(losses),

@@ -312,7 +312,7 @@ def _compared(report: Mapping[str, Any]) -> Numbers:
     results: Numbers = {}
     for row in report["rows"]:
         score = row["perplexity"]
-        numbers = _pick(score, "nll stderr tokens bits_per_byte")
+        numbers = _pick(score, "nll tokens bits_per_byte")
         numbers["buckets"] = {f"{one['start']}-{one['stop']}": one["nll"] for one in score["buckets"]}
         for task, answers in row["retrieval"].items():
             numbers[task] = {

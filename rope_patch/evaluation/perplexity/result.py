@@ -30,14 +30,12 @@ class Bucket:
         stop: position after the last one [tokens].
         tokens: number of tokens that were scored.
         nll: mean negative log-likelihood [nats/token].
-        stderr: standard error of the mean over documents [nats/token]; None if there is a single document.
     """
 
     start: int
     stop: int
     tokens: int
     nll: float
-    stderr: float | None
 
     @property
     def perplexity(self) -> float:
@@ -72,7 +70,6 @@ class PerplexityResult:
 
     Attributes:
         nll: mean negative log-likelihood over all scored tokens [nats/token].
-        stderr: standard error of ``nll`` over ``documents`` [nats/token]; None if there is a single one.
         tokens: number of scored tokens.
         bits_per_byte: loss per byte of text [bits/byte], which can be compared between vocabularies; None if the tokens
             came without their text.
@@ -86,7 +83,6 @@ class PerplexityResult:
     """
 
     nll: float
-    stderr: float | None
     tokens: int
     bits_per_byte: float | None
     windows: int
@@ -179,28 +175,24 @@ def sum_up(
         names[item.document] = item.source.name
     if not documents:
         raise ValueError("nothing to score: no document has two tokens")
-    # Standard errors are over documents, or over windows if there is a single document.
     if len(documents) == 1:
         (units,) = documents.values()
     else:
         units = [_joined(names[number], windows) for number, windows in documents.items()]
-    nll, stderr, tokens = mean_per_token([(u.total_tokens, u.total_nll) for u in units])
+    tokens = sum(u.total_tokens for u in units)
+    nll = sum(u.total_nll for u in units)
     buckets = []
     for i, (start, stop) in enumerate(itertools.pairwise(edges)):
-        inside = [(u.tokens[i], u.nll[i]) for u in units if u.tokens[i]]
-        # No document is long enough to have tokens here.
-        if not inside:
-            continue
-        mean, error, count = mean_per_token(inside)
-        buckets.append(Bucket(start, stop, count, mean, error))
+        count = sum(u.tokens[i] for u in units)
+        if count:  # some document is long enough to have tokens here
+            buckets.append(Bucket(start, stop, count, sum(u.nll[i] for u in units) / count))
     total = sum(u.bytes or 0 for u in units)
     bits = None
     # Bits per byte compare the whole loss with the whole text: without the bytes of one document there are none.
     if total and all(u.bytes is not None for u in units):
-        bits = sum(u.total_nll for u in units) / math.log(2) / total
+        bits = nll / math.log(2) / total
     return PerplexityResult(
-        nll=nll,
-        stderr=stderr,
+        nll=nll / tokens,
         tokens=tokens,
         bits_per_byte=bits,
         windows=sum(map(len, documents.values())),
@@ -226,17 +218,3 @@ def _joined(name: str, windows: Sequence[DocumentScore]) -> DocumentScore:
         total_nll=total(one.total_nll for one in windows),
         bytes=None if windows[0].bytes is None else total(one.bytes for one in windows),
     )
-
-
-def mean_per_token(parts: Sequence[tuple[int, float]]) -> tuple[float, float | None, int]:
-    """Return the mean per token, its standard error over units of unequal size, and the number of tokens.
-
-    *Source*: Cochran, Sampling Techniques (1977), section 2.11 (linearised ratio). For units of equal size it is the
-    usual standard error of a mean.
-    """
-    tokens, total = sum(n for n, _ in parts), sum(s for _, s in parts)
-    mean = total / tokens
-    if len(parts) < 2:
-        return mean, None, tokens
-    spread = sum((s - mean * n) ** 2 for n, s in parts) * len(parts) / (len(parts) - 1)
-    return mean, math.sqrt(spread) / tokens, tokens

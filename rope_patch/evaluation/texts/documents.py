@@ -195,8 +195,25 @@ def spread_windows(
         raise ValueError(
             f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: {advice}"
         )
+    return cut_windows(stream, prefix, size, windows), text_digest(whole)
+
+
+def cut_windows(stream: TokenDocument, prefix: tuple[int, ...], size: int, windows: int) -> list[TokenDocument]:
+    """Return windows that are spread evenly from the start of a text to its end; a single one comes from the middle.
+
+    Args:
+        stream: the text, without special tokens.
+        prefix: ids of the special tokens that go in front of each window.
+        size: number of tokens that each window has of the text.
+        windows: number of windows, for which the text has room.
+    """
     rows = []
-    for i, start in enumerate(spread_starts(total, size, windows)):
+    spare = len(stream.ids) - size
+    for i in range(windows):
+        # A book begins with its title page and contents, which no other page is like.
+        start = spare // 2
+        if windows > 1:
+            start = round(i * spare / (windows - 1))
         ids = torch.cat([torch.tensor(prefix, dtype=torch.long), stream.ids[start : start + size]])
         ends = None
         if stream.ends is not None:
@@ -205,26 +222,13 @@ def spread_windows(
             before = stream.ends[start - 1] if start else torch.tensor(0)
             ends = torch.cat([before.repeat(len(prefix)), stream.ends[start : start + size]])
         rows.append(TokenDocument(f"window {i}", ids, ends, prefix))
-    return rows, text_digest(whole)
+    return rows
 
 
 def text_digest(text: str) -> str:
     """Return the SHA-256 of a text, encoded as UTF-8."""
     # Without surrogatepass a text with a lone surrogate could not be encoded.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def spread_starts(total: int, size: int, windows: int) -> list[int]:
-    """Return where the windows begin if they are spread evenly from the start of a text to its end.
-
-    A single window comes from the middle: a book begins with its title page and contents, which no other page is like.
-
-    >>> spread_starts(10, 4, 3), spread_starts(10, 4, 1)
-    ([0, 3, 6], [3])
-    """
-    if windows == 1:
-        return [(total - size) // 2]
-    return [round(i * (total - size) / (windows - 1)) for i in range(windows)]
 
 
 def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> TokenDocument:

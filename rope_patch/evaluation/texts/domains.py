@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.texts.documents import Source, encode, prefix_ids, spread_starts, whole_text
+from rope_patch.evaluation.texts.documents import Source, TokenDocument, cut_windows, encode, prefix_ids, whole_text
 from rope_patch.packaged import data_path
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
@@ -76,16 +76,15 @@ def read_rows(
         raise ValueError("give at least one text")
     prefix = prefix_ids(tokenizer)
     digest = hashlib.sha256()
-    streams: dict[str, Tensor] = {}
+    streams: dict[str, TokenDocument] = {}
     for name, source in named.items():
         whole = whole_text(source)
         # The zero byte marks where a text ends: otherwise the same characters, divided otherwise among the texts, would
         # have the same digest.
         digest.update(whole.encode("utf-8", "surrogatepass") + b"\0")
-        (stream,) = encode(tokenizer, whole, prefix=())
-        streams[name] = stream.ids
-    shortest = min(streams, key=lambda name: len(streams[name]))
-    room = len(streams[shortest]) + len(prefix)
+        (streams[name],) = encode(tokenizer, whole, prefix=())
+    shortest = min(streams, key=lambda name: len(streams[name].ids))
+    room = len(streams[shortest].ids) + len(prefix)
     size = min(context, LONGEST_ROW, room) if window is None else window
     if size < len(prefix) + 2:
         raise ValueError(
@@ -95,11 +94,7 @@ def read_rows(
         raise ValueError(f"{shortest!r} holds {room} tokens, less than one row of {size}: take shorter rows")
     inner = size - len(prefix)
     # The shortest text decides, so that every text has the same weight.
-    count = max(1, min(len(streams[shortest]) // inner, tokens // (size * len(streams))))
-    rows = []
-    groups = []
-    for name, ids in streams.items():
-        for start in spread_starts(len(ids), inner, count):
-            rows.append(torch.cat((torch.tensor(prefix, dtype=torch.long), ids[start : start + inner])))
-            groups.append(name)
-    return TextRows(torch.stack(rows), tuple(groups), label, digest.hexdigest())
+    count = max(1, min((room - len(prefix)) // inner, tokens // (size * len(streams))))
+    rows = [(name, row.ids) for name, stream in streams.items() for row in cut_windows(stream, prefix, inner, count)]
+    groups, ids = zip(*rows, strict=True)
+    return TextRows(torch.stack(ids), groups, label, digest.hexdigest())

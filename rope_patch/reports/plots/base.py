@@ -10,8 +10,7 @@ import io
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
@@ -26,8 +25,6 @@ WIDTH = 10.0
 """Width of every figure [inches]."""
 # Okabe & Ito's colours, which colour-blind readers can distinguish; without their yellow, which is too pale for a line.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-METHOD_COLORS = dict(zip(("yarn", "p_rope", "abf", "pi", "mrrope", "ntk", "default"), COLORS, strict=True))
-"""The colour of each common method, the same in all figures; other methods get what is left."""
 DASHES = ("-", "--", ":")
 
 VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": ("X", "#D55E00"), "": ("s", "0.35")}
@@ -239,21 +236,13 @@ def signed_percent(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "\N{MINUS SIGN}") if x else "0"))
 
 
-def line_styles(names: Sequence[str] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a distinct line for each name: methods in their own colours, all others in those that are left.
-
-    Where a colour comes again, such as for one method with two factors, the line is dashed, then dotted.
-    """
-    methods = {name: re.split(r"\W", name)[0] for name in names}
-    taken = {METHOD_COLORS[method] for method in methods.values() if method in METHOD_COLORS}
-    others = itertools.cycle([color for color in COLORS if color not in taken] or COLORS)
-    used: Counter[str] = Counter()
-    styles = {}
-    for name, method in methods.items():
-        color = METHOD_COLORS.get(method) or next(others)
-        styles[name] = {"color": color, "linestyle": DASHES[used[color] % len(DASHES)], "linewidth": 1.5}
-        used[color] += 1
-    return styles
+def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return a distinct line for each name; where a colour comes again, the line is dashed, then dotted."""
+    looks = itertools.cycle(itertools.product(DASHES, COLORS))
+    return {
+        name: {"color": color, "linestyle": dash, "linewidth": 1.5}
+        for name, (dash, color) in zip(names, looks, strict=False)
+    }
 
 
 def shared_legend(figure: Figure, lines: Mapping[str, Any]) -> None:
